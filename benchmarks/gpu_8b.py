@@ -140,7 +140,7 @@ def measure(setting: Setting, out: Path) -> dict:
     """Run one setting to its last step, and sample what the GPU holds about every second."""
     folder, times, held, sampled = out / setting.name, [], 0, 0.0
     command = gpu_job.recipe_command(setting.recipe, setting.flags(), folder)
-    job = gpu_job.Job(command, folder, {"ZEROFIT_PLAN": "{}"} | setting.variables)
+    job = gpu_job.Job(command, folder, {"ZEROFIT_PLAN": "0"} | setting.variables)
     while len(times) < STEPS and job.seconds < SECONDS and job.process.poll() is None:
         times += [time.monotonic()] * (len(job.steps()) - len(times))
         if time.monotonic() - sampled > 1:

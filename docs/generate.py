@@ -56,10 +56,30 @@ the end of the process with its supervisor.
 A folder imports only what stands left of it, and no two files import each other (`tests/test_layers.py`). A file runs
 in one kind of process: the launcher (`launch/`), a rank (`train/`) or either.
 
-How a run goes: `recipes/sft.py` → `recipe.parse` (`config/`: flags, YAML file and DeepSpeed JSON become `Settings`) →
-`data/` → `recipe.start_processes` (process group, checks, `plan/preflight.py`) → `model/load.py` → `train/trainer.py`.
-`make sft` starts `launch/launch.py`, which checks the same things first and then watches the ranks
-(`launch/supervisor.py`).
+How a run goes: `recipes/sft.py` → `recipe.parse` (`Settings`: read from the launcher's job, or resolved from flags,
+YAML file and DeepSpeed JSON) → `data/` → `recipe.start_processes` (process group, checks, `plan/preflight.py`) →
+`model/load.py` → `train/trainer.py`. `make sft` starts `launch/launch.py`, which checks the same things first and
+then watches the ranks (`launch/supervisor.py`).
+
+The stations of a setting, e.g. `make sft GPUS=2 ZERO=3`; it is parsed once and resolved once:
+
+1. `Makefile` (`KNOBS`): `ZERO=3` becomes `--zero 3` of `launchers/local.sh`, which is `zerofit launch`.
+2. `config/early_check.py`: mistakes are reported before torch is imported.
+3. `config/parse.py`, `request`: flags and YAML file become a `Request` (`job/request.py`), typed values with their
+   sources. What is decided later edits this: `request.put(zero=3)`, never words of a command line.
+4. `config/resolve.py`, `resolve` and `resolve_for_model`: preset, defaults and decisions make `Settings`, and the
+   DeepSpeed JSON from `deepspeed_configs/zero3.json`.
+5. `launch/prepare.py` and `plan/preflight.py` check data, model and memory; a plan, a batch search or the canary may
+   `put` something, and 4 is repeated for the request that they leave.
+6. `job/job.py`: the attempt's `Settings` are written to `job.json`, and the recipe is started with `--job FILE`. The
+   retry after a failure is the request with one argument changed, resolved again; several nodes exchange the
+   arguments that node 0 decides (`launch/cluster/documents.py`).
+7. `recipe.parse` in each rank reads that file. Only what belongs to a process is decided there:
+   `CUDA_VISIBLE_DEVICES` of a CPU job, variables of accelerate, what fails on this GPU (`settings.AFTER_RESOLVING`).
+8. `train/trainer.py`: `TrainingArguments(deepspeed=...)` → transformers' `HfDeepSpeedConfig` → the engine.
+9. `recipe.open_run_folder` keeps the job as `job.json` of the run folder, from which `zerofit resume` goes on at 3.
+
+`torchrun recipes/sft.py`, `accelerate launch` and `python` begin at 2, in each rank, and end with a `job.json` too.
 
 Where a library has a public hook, it is used. [The rest](#patches) is listed in `docs/patches.toml` and held by
 `tests/model/test_patches.py`; patches of simulated ranks are all in `plan/fake_device.py`.

@@ -9,6 +9,7 @@ import time
 
 from zerofit.base import distributed, process
 from zerofit.base.errors import EXIT_CODES, DiskFull, OutOfMemory, Stopped, UserError, full_disk, printable
+from zerofit.job import job
 from zerofit.job.recipe import Recipe
 
 
@@ -18,9 +19,11 @@ def check_early(recipe: Recipe) -> None:
     `--help` prints the flags and exits the process.
     """
     process.begin()
+    os.environ.update(distributed.thread_waiting())
+    if job.named(sys.argv[1:]):  # the launcher has checked it
+        return
     from zerofit.config import early_check  # imports transformers' names; `zerofit status` needs none of it
 
-    os.environ.update(distributed.thread_waiting())
     guard(lambda: early_check.check(recipe, sys.argv[1:], here=True, own_folder=distributed.rank() == 0))
 
 

@@ -7,7 +7,6 @@ from zerofit.base import process
 process.begin()  # before the next lines import torch, in a program that has not called entrypoint.check_early
 
 import gc
-import json
 import os
 import sys
 from pathlib import Path
@@ -16,26 +15,37 @@ from zerofit.base import allocator, command_line, distributed, hub, log_filters
 from zerofit.base.errors import printable
 from zerofit.base.paths import from_here
 from zerofit.config import resolve
-from zerofit.job import program, run_folder
+from zerofit.job import job, program, run_folder
 from zerofit.job.recipe import Recipe
 from zerofit.job.settings import Settings
 from zerofit.launch import batch_search
 from zerofit.model import load
+from zerofit.model.weights import complete
 from zerofit.plan import preflight
 from zerofit.train import trial
+
+CHECKS = "ZEROFIT_PLAN"  # environment variable; 0: rank 0 of a recipe that is started by hand does not check if it fits
 
 log_filters.libraries()
 
 
 def parse(recipe: Recipe) -> Settings:
-    """Return the checked settings of this process's command line; --show and --plan print and exit.
+    """Return the checked settings of this process: its launcher's, or those of its command line.
 
-    Raises: UserError for the user's mistakes, before a GPU or a process group is used.
+    --show and --plan print and exit. Raises: UserError for the user's mistakes, before a GPU or a process group is
+    used.
     """
-    settings = resolve.resolve_settings(recipe)
-    if settings.search_batch_size and not settings.show:
-        settings = resolve.resolve_settings(recipe, batch_search.resolve(settings, sys.argv[1:]), distributed.size())
-    preflight.only_print(settings)
+    if file := job.named(sys.argv[1:]):
+        settings = resolve.of_this_process(lambda: job.start(file, distributed.size(), recipe))
+        found = job.running().facts
+        preflight.publish(found.get("plan"))
+        complete.HELD.update(found.get("weights", {}))
+    else:
+        settings = resolve.resolve_settings(recipe)
+        if settings.search_batch_size and not settings.show:
+            asked = batch_search.resolve(settings)
+            settings = resolve.of_this_process(lambda: resolve.resolve(asked, distributed.size()))
+        preflight.only_print(settings)
     if distributed.rank() == 0:
         hub.check_push(settings)
     if _is_to_check(settings):
@@ -46,7 +56,7 @@ def parse(recipe: Recipe) -> Settings:
 
 def _is_to_check(settings: Settings) -> bool:
     """Return whether this process checks if the job fits: rank 0, unless the launcher or a search has."""
-    return distributed.rank() == 0 and not trial.is_batch_search() and run_folder.PLANNED not in os.environ
+    return distributed.rank() == 0 and job.running() is None and os.environ.get(CHECKS) != "0"
 
 
 def start_processes(settings: Settings, train_set, eval_set):
@@ -59,6 +69,7 @@ def start_processes(settings: Settings, train_set, eval_set):
     from zerofit.checkpoint import node_local, resumable
     from zerofit.config import nvme
     from zerofit.model import attention, gradient_checkpointing, liger
+    from zerofit.parallel import sequence_parallel
     from zerofit.train import deepspeed_ops, memory_report, network_check
     from zerofit.train.trainer import training_arguments
 
@@ -66,6 +77,9 @@ def start_processes(settings: Settings, train_set, eval_set):
     resolve.resolve_for_model(settings)
     if _is_to_check(settings):
         preflight.publish(preflight.check(settings))  # the other ranks wait in distributed.start
+    for module in (attention, sequence_parallel):  # the launcher has resolved what each process registers
+        if settings.attn_implementation == module.NAME:
+            module.register()
     attention.avoid_wrong_kernels(settings)
     attention.allow_all_lengths(settings)
     distributed.start(settings)
@@ -118,11 +132,19 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
         for sentence in [*settings.decisions, *described, *dataset.notes(sets), *few]:
             print(f"  - {from_here(printable(sentence))}", flush=True)
         facts = {name: {"fingerprint": rows.fingerprint, **rows.statistics} for name, rows in sets.items()}
-        said = {"canary": os.environ.get(trial.CANARY_RESULT), "plan": os.environ.get(run_folder.PLANNED)}
-        more = {name: json.loads(text) for name, text in said.items() if text not in (None, "", "{}")}
-        own = program.current()
-        more |= {"program": own and own.facts, "resumed": settings.resumed}
-        run_folder.write_run(settings, {"data": facts} | more)
+        started = _job(settings)
+        more = {name: found for name, found in started.facts.items() if found}
+        more |= {"program": started.program, "resumed": settings.resumed}
+        job.write(folder / job.FILE, started)
+        run_folder.write_run(settings, started.command, {"data": facts} | more)
+
+
+def _job(settings: Settings) -> job.Job:
+    """Return the job of this process as it trains, for the run folder."""
+    running, own = job.running(), program.current()
+    command = running.command if running else command_line.hide_secrets([sys.executable, *sys.argv])
+    facts = {"canary": running and running.facts.get("canary"), "plan": job.published()}
+    return job.Job(settings.request, settings, own and own.facts, command, facts)
 
 
 def _remember_program(settings: Settings) -> None:
@@ -130,7 +152,7 @@ def _remember_program(settings: Settings) -> None:
     if trial.is_canary() or trial.is_batch_search() or not distributed.first_of_node():
         return
     try:
-        program.remember(Path(settings.output_dir), command_line.without_secrets(settings.flags))
+        program.remember(Path(settings.output_dir), command_line.without_secrets(settings.request.all_flags()))
     except OSError as error:
         settings.decisions.append(
             f"the program is not recorded: {error.filename}: {error.strerror}; `zerofit resume` will ask for it"

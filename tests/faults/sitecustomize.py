@@ -1,7 +1,8 @@
 """Faults for tests/launch/test_retry.py: Python imports this file at its start where this folder is on PYTHONPATH.
 
 ZEROFIT_TEST_FAULT: {"what": "oom" | "kill" | "hang" | "crash" | "disk full" | "limit", "where": a moment below,
-"rank": n, "step": optimizer steps done by then, "marker": file made when it strikes, after which it does not again}
+"rank": n, "step": optimizer steps done by then, "marker": file made when it strikes, after which it does not again,
+"chosen": gradient checkpointing that a plan is said to have chosen, if any}
 """
 
 import importlib.util
@@ -100,8 +101,11 @@ def inject(module) -> None:
 
 
 class Finder:
+    def __init__(self, name, inject):
+        self.name, self.inject = name, inject
+
     def find_spec(self, name, path=None, target=None):
-        if name != "zerofit.train.trainer":
+        if name != self.name:
             return None
         sys.meta_path.remove(self)
         spec = importlib.util.find_spec(name)
@@ -109,7 +113,7 @@ class Finder:
 
         def exec_module(module):
             load(module)
-            inject(module)
+            self.inject(module)
 
         spec.loader.exec_module = exec_module
         return spec
@@ -118,4 +122,6 @@ class Finder:
 if FAULT and (loaded := sys.modules.get("zerofit.train.trainer")):  # in a fork
     inject(loaded)
 elif FAULT:
-    sys.meta_path.insert(0, Finder())
+    sys.meta_path.insert(0, Finder("zerofit.train.trainer", inject))
+if FAULT and (chosen := FAULT.get("chosen")):
+    sys.meta_path.insert(0, Finder("zerofit.model.gradient_checkpointing", lambda module: module.CHOSEN.update(chosen)))

@@ -255,7 +255,7 @@ def run_all(cases: list[Case], folder: Path, parallel: int, budget_seconds: floa
         for case in [c for c in waiting if not c.after or c.after in outcomes][: parallel - len(running)]:
             waiting.remove(case)
             # The check before a launch is left out where the launcher is not what is tested.
-            variables = {"ZEROFIT_PLAN": "{}"} if case.by == "recipe" else {"PYTHON": sys.executable}
+            variables = {"ZEROFIT_PLAN": "0"} if case.by == "recipe" else {"PYTHON": sys.executable}
             running[case] = Job(case.words(folder), folder / case.name, variables)
         for case, job in list(running.items()):
             if case.interrupt and case not in interrupted and len(job.steps()) > 2 * SAVED_STEP:

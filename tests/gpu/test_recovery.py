@@ -118,7 +118,7 @@ def test_memory_that_another_process_holds_is_out_of_memory(free_mib, zero, tmp_
     """Expect exit code 3 whichever library runs out first (CUDA, cuBLAS, cuDNN), or 0 where the rest is enough."""
     flags = shlex.split(f"{cases.TINY} --max_steps 2 --num_samples 0 --zero {zero}")
     fill(free_mib)
-    job = start(recipe_command("sft", flags, tmp_path / "run"), ZEROFIT_PLAN="{}")
+    job = start(recipe_command("sft", flags, tmp_path / "run"), ZEROFIT_PLAN="0")
     assert job.finish(90) in (0, 3), job.output[-4000:]
 
 

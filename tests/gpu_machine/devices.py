@@ -84,7 +84,7 @@ def free_mib(spec: dict, device: dict) -> int:
 
 def record(spec: dict, function: str, index: int | str) -> None:
     """Write down that this process has opened a context."""
-    argv = " ".join(sys.argv).replace("\t", " ").replace("\n", " ")
+    argv = " ".join([*sys.argv, *_flags_of_job()]).replace("\t", " ").replace("\n", " ")
     with (Path(spec["folder"]) / "contexts.tsv").open("a") as file:
         file.write(f"{os.getpid()}\t{argv}\t{function}\t{index}\n")
 
@@ -94,3 +94,11 @@ def _runs(pid: int) -> bool:
         return Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[0] != "Z"
     except OSError:
         return False
+
+
+def _flags_of_job() -> list[str]:
+    """Return what the job of a rank asks for, as flags: its command line names the job's file alone."""
+    if "--job" not in sys.argv:
+        return []
+    asked = json.loads(Path(sys.argv[sys.argv.index("--job") + 1]).read_text())["request"]
+    return [word for name, entry in asked.items() for word in (f"--{name}", str(entry["value"]).lower())]

@@ -23,13 +23,13 @@ def settings(*flags, ranks=1):
 def test_the_search_finds_the_largest_divisor_that_fits(monkeypatch, fits, answer, tries):
     tried = []
 
-    def run(settings, flags, ladder, limit):
+    def run(settings, ladder, limit):
         good = [size for size in ladder if size <= fits]
         tried.extend(ladder[: len(good) + 1])
         return {size: {"peak_bytes": size, "seconds": 1.0} for size in good}
 
     monkeypatch.setattr(batch_search, "_run", run)
-    found = batch_search.search(settings("--effective_batch_size", "48", "--memory_limit", "1"), [])
+    found = batch_search.search(settings("--effective_batch_size", "48", "--memory_limit", "1"))
     assert found.size == answer
     assert len(tried) == len(set(tried)) <= tries + 1  # no size twice
     assert found.tried.get(answer) and all(found.tried[s] is None for s in found.tried if s > answer)
@@ -38,9 +38,9 @@ def test_the_search_finds_the_largest_divisor_that_fits(monkeypatch, fits, answe
 def test_nothing_fits_and_no_limit(monkeypatch):
     monkeypatch.setattr(batch_search, "_run", lambda *_: {})
     with pytest.raises(UserError, match="not even a micro batch of 1 fits"):
-        batch_search.search(settings("--memory_limit", "1"), [])
+        batch_search.search(settings("--memory_limit", "1"))
     with pytest.raises(UserError, match="--memory_limit"):
-        batch_search.search(settings(), [])
+        batch_search.search(settings())
 
 
 def test_auto_is_a_word_for_the_probe():
@@ -48,9 +48,10 @@ def test_auto_is_a_word_for_the_probe():
         assert settings(*words).search_batch_size is True
     assert settings("--per_device_train_batch_size", "4").search_batch_size is False
     flags = ["--per_device_train_batch_size", "auto", "--zero", "3", "--max_steps=2"]
-    found = batch_search.with_size(settings("--effective_batch_size", "8"), flags, 4)
-    assert found == ["--zero", "3", "--max_steps=2", "--per_device_train_batch_size", "4",
-                     "--effective_batch_size", "8", "--search_batch_size", "false"]  # fmt: skip
+    found = batch_search.with_size(settings(*flags, "--effective_batch_size", "8", "--packing", "true"), 4)
+    wanted = {"data": DATA[1:2], "max_samples": 40, "search_batch_size": False, "zero": 3, "max_steps": 2,
+              "effective_batch_size": 8, "packing": True, "per_device_train_batch_size": 4}  # fmt: skip
+    assert found.values == wanted
 
 
 @pytest.mark.injection
@@ -59,12 +60,12 @@ def test_the_answer_lies_in_a_folder_of_this_user(tmp_path, monkeypatch):
     monkeypatch.setattr(batch_search, "search", lambda *_: argparse.Namespace(size=4))
     found = settings("--per_device_train_batch_size", "auto")
     private = tmp_path / f"zerofit-{os.getuid()}"
-    assert "4" in batch_search.resolve(found, ["--per_device_train_batch_size", "auto"])
+    assert batch_search.resolve(found).values["per_device_train_batch_size"] == 4
     assert private.stat().st_mode & 0o777 == 0o700 and list(tmp_path.iterdir()) == [private]
     private.rmdir()
     private.symlink_to(tmp_path)
     with pytest.raises(UserError, match="TMPDIR"):
-        batch_search.resolve(found, ["--per_device_train_batch_size", "auto"])
+        batch_search.resolve(found)
 
 
 @pytest.mark.slow  # the README has the same command

@@ -9,7 +9,7 @@ from conftest import TINY, Run
 from test_retry import launch
 
 from zerofit.base.errors import UserError
-from zerofit.config import resolve
+from zerofit.config import parse, resolve
 from zerofit.launch import canary
 from zerofit.train import trial
 
@@ -118,7 +118,7 @@ def test_nothing_of_a_rehearsal_leaves_the_machine(tmp_path):
     file = tmp_path / "run.yaml"
     file.write_text("push_to_hub: true\nresume_from_checkpoint: auto\nreport_to: tensorboard\n")
     given = ["--config", str(file), "--output_dir", "run", "--resume_from_checkpoint", "auto"]
-    settings = resolve.resolve_settings("sft", canary._flags(given, tmp_path), 1)
+    settings = resolve.resolve(canary._request(parse.request("sft", given), tmp_path), 1)
     assert (settings.push_to_hub, settings.report_to, settings.output_dir) == (False, "none", str(tmp_path))
     assert settings.resume_from_checkpoint == "false"
 

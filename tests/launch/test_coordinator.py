@@ -22,7 +22,9 @@ from torch.distributed import TCPStore
 from zerofit.base import rank_status
 from zerofit.base.errors import EXIT_CODES, UserError
 from zerofit.commands import hostfile
+from zerofit.config import parse
 from zerofit.job import run_lock
+from zerofit.job.request import Request
 from zerofit.launch import doctor_nodes, launch, prepare
 from zerofit.launch.cluster import coordinator, documents, job_secret, membership, node_options, transport
 from zerofit.launch.cluster.documents import JOB_KEY, End, JobState, Kill, NodeState, Order, Report, Stop
@@ -86,7 +88,7 @@ def come(port, rank, facts=FACTS, ready=None, **more):
     try:
         node.membership.gather()
         if node.leads:
-            node.begin_with(node.membership.processes(), ["--zero", "2"])
+            node.begin_with(node.membership.processes(), Request("sft").put(zero=2))
         return node, node.membership.agree(ready or {"data": "x"}, ROOT / "runs" / "a" if node.leads else None)
     except UserError as error:
         node.membership.leave(str(error))
@@ -133,11 +135,11 @@ def test_one_machine_needs_no_place_and_two_are_placed():
 def test_agreed_and_lost(port, tmp_path):
     (first, folder), (second, theirs) = together(lambda: come(port, 0), lambda: come(port, 1))
     assert folder == theirs == ROOT / "runs" / "a" and first.world_size == second.world_size == 2
-    first.order(1, {0: 1, 1: 1}, ["--zero", "2"])
+    first.order(1, {0: 1, 1: 1}, Request("sft").put(zero=2, model="x"))
     order = second.next_order()
-    assert order.flags["--zero"] == ["2"] and "--model" not in order.flags
+    assert order.decided["zero"] == 2 and "model" not in order.decided
     second.begin(order)
-    words = prepare.node_command(second.place, second.attempt.order.nodes, "recipe.py", [])
+    words = prepare.node_command(second.place, second.attempt.order.nodes, "recipe.py")
     assert words[words.index("--node_rank") + 1] == "1" and words[words.index("--master_port") + 1] == str(port + 1)
     second.transport.close()  # as when its node dies
     ended, told = [], time.monotonic()
@@ -153,7 +155,7 @@ def test_agreed_and_lost(port, tmp_path):
 @pytest.mark.fault
 def test_a_signal_to_one_names_one_step_for_all(port, tmp_path):
     (first, _), (second, _) = together(lambda: come(port, 0), lambda: come(port, 1))
-    first.order(1, {0: 1, 1: 1}, [])
+    first.order(1, {0: 1, 1: 1}, Request("sft"))
     second.begin(second.next_order())
     folders = [tmp_path / "a", tmp_path / "b"]
     for rank, folder in enumerate(folders):
@@ -174,7 +176,7 @@ def test_a_signal_to_one_names_one_step_for_all(port, tmp_path):
 @pytest.mark.fault
 def test_a_node_that_is_asked_to_leave_after_the_last_poll_leaves(port, tmp_path):
     (first, _), (second, _) = together(lambda: come(port, 0), lambda: come(port, 1))
-    first.order(1, {0: 1, 1: 1}, [])
+    first.order(1, {0: 1, 1: 1}, Request("sft"))
     second.begin(second.next_order())
     second.poll(tmp_path, [], pytest.fail)
     second.report(EXIT_CODES["stopped"], [15], None, tmp_path)
@@ -182,7 +184,7 @@ def test_a_node_that_is_asked_to_leave_after_the_last_poll_leaves(port, tmp_path
     assert first.collect(tmp_path) == (EXIT_CODES["stopped"], [15], None)
     first.place.timeout = 0.1
     assert first.next_nodes() is None  # two are needed, and one of them leaves
-    first.order(2, {0: 1}, [])
+    first.order(2, {0: 1}, Request("sft"))
     assert second.next_order() == End(EXIT_CODES["stopped"], "")
     for node in (second, first):
         node.membership.leave()
@@ -259,7 +261,7 @@ def ended_with(files):
 @pytest.mark.parametrize("content", ["{x", "[]", "null", "[" * 100_000, '{"id": "x", "beat": 1}', "\udcff"])
 def test_what_is_not_signed_is_ignored_and_said_once(port, capfd, content):
     (first, _), (second, _) = together(lambda: come(port, 0), lambda: come(port, 1))
-    first.order(1, {0: 1, 1: 1}, ["--zero", "2"])
+    first.order(1, {0: 1, 1: 1}, Request("sft").put(zero=2))
     store = stranger(port)
     deadline = time.monotonic() + 10
     while (
@@ -284,7 +286,7 @@ def test_what_is_not_signed_is_ignored_and_said_once(port, capfd, content):
 @pytest.mark.injection
 def test_an_order_and_files_of_a_stranger_have_no_effect(port, tmp_path):
     (first, _), (second, _) = together(lambda: come(port, 0), lambda: come(port, 1))
-    first.order(1, {0: 1, 1: 1}, ["--zero", "2"])
+    first.order(1, {0: 1, 1: 1}, Request("sft").put(zero=2))
     second.begin(second.next_order())
     second.transport.close()  # so that nothing is written over what the stranger puts there
     store, records = stranger(port), tmp_path / "records"
@@ -330,7 +332,7 @@ def test_files_of_a_node_have_names_of_a_list(tmp_path, record_property):
 
 @pytest.mark.injection
 def test_a_signature_holds_for_one_key_and_documents_have_a_shape():
-    job = JobState(leader="a", heartbeat=1, supervisors={1: "id"}, order=Order(1, {0: 2, 1: 2}, {"--zero": ["2"]}, {}))
+    job = JobState(leader="a", heartbeat=1, supervisors={1: "id"}, order=Order(1, {0: 2, 1: 2}, {"zero": 2}, {}))
     text = documents.signed(SECRET, JOB_KEY, job).encode()
     assert documents.read(SECRET, JOB_KEY, text) == job
     with pytest.raises(ValueError, match="not signed"):
@@ -404,29 +406,25 @@ def test_a_node_that_was_suspended_does_not_lose_the_others(port):
 
 @pytest.mark.injection
 def test_flags_come_from_each_nodes_own_command_line(tmp_path):
-    own = [
-        "--model",
-        "mine",
-        "--zero",
-        "auto",
-        "--resume_from_checkpoint",
-        "auto",
-        "--offload_path",
-        "/disk1",
-        "--gpus",
-        "2",
-    ]
-    leading = ["--model", "evil", "--trust_remote_code", "true", "--zero=3", "--offload_path", "/disk0", "--gpus", "4",
-               "--resume_from_checkpoint", str(tmp_path / "checkpoint-5"), "--gradient_checkpointing"]  # fmt: skip
-    found = documents.with_decisions(own, documents.decisions(leading), tmp_path)
-    assert found == ["--model", "mine", "--zero", "3", "--gradient_checkpointing", "--gpus", "4",
-                     "--offload_path", "/disk1",
-                     "--resume_from_checkpoint", str(tmp_path / "checkpoint-5")]  # fmt: skip
-    assert documents.with_decisions(own, documents.decisions(own), tmp_path)[2:4] == ["--zero", "auto"]
-    elsewhere = {"--resume_from_checkpoint": ["/elsewhere/checkpoint-5"]}
-    assert documents.with_decisions(own, elsewhere, tmp_path)[-2:] == ["--resume_from_checkpoint", "auto"]
-    for wrong in ({"--model": ["evil"]}, {"--zero": ["3", "--model"]}, {"--zero": "3"}, {"--zero": [3]}):
+    own = parse.request("sft", ["--model", "mine", "--zero", "auto", "--resume_from_checkpoint", "auto",
+                                "--offload_path", "/disk1", "--gpus", "2"])  # fmt: skip
+    leading = Request("sft").put(
+        model="evil", trust_remote_code=True, zero=3, offload_path="/disk0", gpus=4, gradient_checkpointing=True,
+        resume_from_checkpoint=str(tmp_path / "checkpoint-5"),
+    )  # fmt: skip
+    found = documents.with_decisions(own, json.loads(json.dumps(documents.decisions(leading))), tmp_path)
+    assert found.values == {
+        "model": "mine", "zero": 3, "gradient_checkpointing": True, "gpus": 4, "offload_path": "/disk1",
+        "resume_from_checkpoint": str(tmp_path / "checkpoint-5"),
+    }  # fmt: skip
+    assert documents.with_decisions(own, documents.decisions(own), tmp_path).values == own.values
+    elsewhere = {"resume_from_checkpoint": "/elsewhere/checkpoint-5"}
+    assert documents.with_decisions(own, elsewhere, tmp_path).get("resume_from_checkpoint") == "auto"
+    for wrong in ({"model": "evil"}, {"zero": ["3", "--model"]}, {"zero": "--model"}, {"zero": [3]}, {"zero": {}}):
         with pytest.raises(UserError, match="cannot decide"):
+            documents.with_decisions(own, wrong, tmp_path)
+    for wrong in ({"zero": "9"}, {"gpus": "many"}, {"per_device_train_batch_size": True}):
+        with pytest.raises(UserError, match="node 0's order: "):
             documents.with_decisions(own, wrong, tmp_path)
 
 
@@ -570,9 +568,9 @@ def disturb(port, folder, done) -> int:
         id="stranger", leader="x", heartbeat=10**6, host="h", address="", gpus=1, facts={}, report=ended_with(outside)
     )
     flags = {
-        "--model": [str(folder / "evil")],
-        "--trust_remote_code": ["true"],
-        "--output_dir": [str(folder / "outside")],
+        "model": str(folder / "evil"),
+        "trust_remote_code": True,
+        "output_dir": str(folder / "outside"),
     }
     job = JobState(
         leader="stranger", heartbeat=10**6, supervisors={1: "stranger"}, order=Order(9, {0: 1, 1: 1}, flags, {}),

@@ -35,8 +35,9 @@ DOUBLED = '''class Doubled(ZerofitTrainer):
 
 
 def main() -> None:
+    started = recipe.job.named(recipe.sys.argv[1:])
     with open(__file__ + ".began", "a") as file:
-        file.write(recipe.os.environ.get("ZEROFIT_CANARY", "run") + "\\n")
+        file.write((recipe.job.read(started).trial if started else {}).get("canary", "run") + "\\n")
 '''
 
 EVAL = ["--eval_data", str(TINY / "eval.jsonl"), "--per_device_eval_batch_size", "8"]
@@ -404,7 +405,7 @@ def test_hooks_that_nothing_would_call_are_refused():
 def foreign(tmp_path, monkeypatch):
     """A run folder of somebody else: (its run.json is written with these facts, what a resume of it would launch)."""
     started, folder = [], tmp_path / "foreign"
-    monkeypatch.setattr(launcher, "main", started.append)
+    monkeypatch.setattr(launcher, "main", lambda words, asked: started.append([words[-1], *asked.flags()]))
     monkeypatch.setattr(program, "_started", None)
     folder.mkdir()
     values = {"offload": "none", "gradient_checkpointing": True, "effective_batch_size": 8}

@@ -27,6 +27,7 @@ from zerofit.checkpoint import integrity
 from zerofit.commands import resume
 from zerofit.config import resolve
 from zerofit.entrypoint import guard
+from zerofit.job.request import Request
 from zerofit.launch import canary, postmortem, retry, supervisor
 from zerofit.launch import launch as launcher
 from zerofit.model import gradient_checkpointing
@@ -108,11 +109,10 @@ def test_out_of_memory_goes_on_with_half_the_micro_batch(tmp_path):
 
 
 @pytest.mark.slow
-def test_out_of_memory_brings_back_the_checkpointing_that_a_plan_left_out(monkeypatch, undisturbed, tmp_path):
+def test_out_of_memory_brings_back_the_checkpointing_that_a_plan_left_out(undisturbed, tmp_path):
     chosen = {"flags": {"gradient_checkpointing": False}, "why": "gradient_checkpointing false: it fits"}
-    monkeypatch.setenv(gradient_checkpointing.CHOSEN, json.dumps(chosen))
-    folder = tmp_path / "run"
-    done = launch(folder, "--gradient_checkpointing", "false", fault={"what": "oom", "where": "backward"})
+    folder, fault = tmp_path / "run", {"what": "oom", "where": "backward", "chosen": chosen}
+    done = launch(folder, "--gradient_checkpointing", "false", fault=fault)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "attempt 2, from checkpoint-2: gradient checkpointing of every layer" in done.stderr
     assert "gradient_checkpointing false of the checkpoint is true here: this run's is taken" in done.stdout
@@ -204,7 +204,7 @@ def test_the_report_may_find_no_room(monkeypatch, tmp_path, capsys):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    attempt = supervisor.Attempt([], settings=None, nodes=None)
+    attempt = supervisor.Attempt(settings=None, nodes=None)
     for rank, why in ((1, ": the disk of x is full"), (0, "")):  # rank 0 prints its error itself
         job = SimpleNamespace(folder=tmp_path, coordinator=None)
         last = postmortem.Outcome("disk full", 1, rank, "DiskFull: the disk of x is full", step=2)
@@ -355,14 +355,31 @@ def parse(flags, ranks=2):
     return resolve.resolve_settings("sft", flags, ranks)
 
 
+def smaller(settings, phase=""):
+    """What is tried after an out-of-memory error: (change, settings), or None."""
+    return retry.next_smaller_setting(settings, resolve.resolve, phase)
+
+
+def request_changes(before, after):
+    """The arguments that two requests do not have in common."""
+    names = before.values.keys() | after.values.keys()
+    return {name for name in names if before.values.get(name, "none") != after.values.get(name, "none")}
+
+
+CHANGED = {"micro": {"per_device_train_batch_size"}, "gradient": {"gradient_checkpointing"}, "ZeRO-3": {"zero"},
+           "offload": {"offload"}}  # fmt: skip
+
+
 def test_rungs_down_to_the_last():
     flags = ["--per_device_train_batch_size", "4", "--effective_batch_size", "8", "--zero", "2",
              "--gradient_checkpointing", "false"]  # fmt: skip
-    said = []
-    while following := retry.next_smaller_setting(parse(flags), flags, parse):
+    said, settings = [], parse(flags)
+    while following := smaller(settings):
         said.append(following[0])
-        flags = following[1]
-        assert parse(flags).effective_batch_size == 8
+        changed = request_changes(settings.request, following[1].request)
+        assert changed <= CHANGED[following[0].partition(" ")[0]], changed
+        settings = following[1]
+        assert parse(settings.request.flags()).effective_batch_size == settings.effective_batch_size == 8
     assert said == ["micro batch 2 instead of 4", "micro batch 1 instead of 2", "gradient checkpointing of every layer",
                     "ZeRO-3", "offload optimizer", "offload all"]  # fmt: skip
 
@@ -371,11 +388,11 @@ def test_evaluation_gets_a_smaller_batch_of_its_own():
     """Its memory depends neither on the micro batch nor on checkpointing."""
     flags = ["--per_device_train_batch_size", "4", "--effective_batch_size", "8", "--zero", "2", "--eval_fraction",
              "0.1", "--gradient_checkpointing", "false"]  # fmt: skip
-    said = []
-    while following := retry.next_smaller_setting(parse(flags), flags, parse, "eval"):
+    said, settings = [], parse(flags)
+    while following := smaller(settings, "eval"):
         said.append(following[0])
-        flags = following[1]
-        assert parse(flags).per_device_train_batch_size == 4
+        settings = following[1]
+        assert settings.per_device_train_batch_size == 4
     assert said == ["evaluation batch 2 instead of 4", "evaluation batch 1 instead of 2", "ZeRO-3", "offload optimizer",
                     "offload all"]  # fmt: skip
 
@@ -384,7 +401,7 @@ def test_evaluation_gets_a_smaller_batch_of_its_own():
                                                 (["--per_device_eval_batch_size", "1"], 1)])  # fmt: skip
 def test_half_the_micro_batch_is_half_of_evaluation_too(given, becomes):
     flags = ["--per_device_train_batch_size", "4", "--effective_batch_size", "8", "--eval_fraction", "0.1", *given]
-    said, _, settings = retry.next_smaller_setting(parse(flags), flags, parse)
+    said, settings = smaller(parse(flags))
     assert said == "micro batch 2 instead of 4" and settings.per_device_eval_batch_size == becomes
 
 
@@ -397,28 +414,28 @@ def test_the_phase_is_known_to_the_supervisor(monkeypatch, tmp_path):
 
 def test_checkpointing_that_a_plan_left_out_comes_back_first(monkeypatch):
     flags = ["--per_device_train_batch_size", "4", "--effective_batch_size", "8", "--gradient_checkpointing", "false"]
-    monkeypatch.setenv(gradient_checkpointing.CHOSEN, "{}")
+    monkeypatch.setattr(gradient_checkpointing, "CHOSEN", {})
     gradient_checkpointing.choose({"gradient_checkpointing": False}, "gradient_checkpointing false: it fits")
     settings = parse(flags)
     assert "gradient_checkpointing false: it fits" in settings.decisions
-    said, flags, settings = retry.next_smaller_setting(settings, flags, parse)
+    said, settings = smaller(settings)
     assert said == "gradient checkpointing of every layer" and settings.per_device_train_batch_size == 4
     assert settings.gradient_checkpointing and settings.source["gradient_checkpointing"] == "flag"
     assert "gradient_checkpointing false: it fits" not in settings.decisions
-    assert retry.next_smaller_setting(settings, flags, parse)[0] == "micro batch 2 instead of 4"
+    assert smaller(settings)[0] == "micro batch 2 instead of 4"
 
 
 def test_every_layer_is_recomputed_whatever_a_preset_says():
     for preset in ("gpu-24g", "gpu-80g"):
         flags = ["--preset", preset, "--optim", "adamw_torch", "--per_device_train_batch_size", "1"]
-        said, flags, settings = retry.next_smaller_setting(parse(flags), flags, parse)
+        said, settings = smaller(parse(flags))
         assert said == "gradient checkpointing of every layer"
         assert (settings.gradient_checkpointing_every, settings.gradient_checkpointing_policy) == (1, "full")
 
 
 def test_a_resume_leaves_checkpointing_to_the_plan_that_chose_it(monkeypatch, tmp_path):
     started = []
-    monkeypatch.setattr(launcher, "main", started.append)
+    monkeypatch.setattr(launcher, "main", lambda words, asked: started.append(asked.values))
     cases = [("plan", False, "true"), ("flag", False, "true"), ("plan", True, "true"), ("plan", False, "false")]
     for source, offload, padding_free in cases:  # the last two only of --zero auto
         values = {"gradient_checkpointing": False, "offload": "none", "activation_offload": offload}
@@ -427,7 +444,7 @@ def test_a_resume_leaves_checkpointing_to_the_plan_that_chose_it(monkeypatch, tm
                  "arguments": {name: {"value": value, "source": source} for name, value in values.items()}}  # fmt: skip
         (tmp_path / "run.json").write_text(json.dumps(facts))
         resume.main([str(tmp_path)])
-    assert ["--gradient_checkpointing" in words for words in started] == [False, True, True, True]
+    assert ["gradient_checkpointing" in asked for asked in started] == [False, True, True, True]
 
 
 def test_the_newest_whole_checkpoint(tmp_path):
@@ -465,7 +482,7 @@ def test_every_job_of_a_folder_archives_its_attempts(tmp_path):
         assert (folder / "attempts" / str(job) / "logs" / "rank0.log").read_text() == f"job {job}"
     (tmp_path / "records" / "stack0.txt").write_text("")
     job = SimpleNamespace(folder=folder, coordinator=None)
-    attempt = supervisor.Attempt([], settings=None, nodes=None)
+    attempt = supervisor.Attempt(settings=None, nodes=None)
     crash = postmortem.Outcome("crash", 1, 0, "RuntimeError: boom", step=2)
     supervisor._write_report(job, attempt, [crash], tmp_path / "records", opened=True)
     assert sorted(str(f.relative_to(folder / "attempts")) for f in folder.glob("attempts/*/*")) == [
@@ -501,7 +518,7 @@ def test_gpus_that_do_not_answer_are_tried_without_peer_to_peer(
         resume_from_checkpoint=None,
     )  # fmt: skip
     command = [sys.executable, "-c", RANK_WITHOUT_ANSWER, answers]
-    job = supervisor.Job(lambda flags: command, None, settings, [], tmp_path / "run", {}, 2)
+    job = supervisor.Job(lambda *_: command, None, settings, tmp_path / "run", {}, 2)
     assert supervisor.run(job) == code
     out, err = capfd.readouterr()
     assert out.count("tried with") == tried and out.count("tried with 1") == tried - 1
@@ -516,9 +533,9 @@ def test_gpus_that_do_not_answer_are_tried_without_peer_to_peer(
 def test_the_canary_too_is_tried_without_peer_to_peer(tmp_path, capfd, monkeypatch):
     """And what it finds holds for the run: both have the environment of the job."""
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
-    settings = SimpleNamespace(use_cpu=False, on_oom="fail", hang_timeout=0)
+    settings = SimpleNamespace(use_cpu=False, on_oom="fail", hang_timeout=0, request=Request("sft"), world_size=2)
     command = [sys.executable, "-c", RANK_WITHOUT_ANSWER, "never"]
-    job = supervisor.Job(lambda flags: command, None, settings, [], tmp_path / "run", {}, 2)
+    job = supervisor.Job(lambda *_: command, lambda *_: settings, settings, tmp_path / "run", {}, 2)
     with pytest.raises(SystemExit, match="5"):
         canary.run(job, None)
     assert job.env["NCCL_P2P_DISABLE"] == "1"

@@ -278,7 +278,7 @@ def test_a_folder_that_cannot_be_made(tmp_path, monkeypatch):
     "run.lock", "run.json", "result.json", "run.tmp", "result.tmp", "metrics.tmp", "metrics.jsonl", "report.html",
     "loss.png", "report.md", "deepspeed.json", "slurm.log", "cancelled", "logs", "logs/rank0.log", "nan", "final",
     "final/model.safetensors", "reference", "certificate.md", "slurm.sbatch", "oom-rank3.pickle", "data.png",
-    "plan.tmp",
+    "plan.tmp", "job.json", "job.tmp",
 ])  # fmt: skip
 def test_a_link_in_a_run_folder_is_refused_and_not_written_through(tmp_path, name):
     """In a folder that others may write to, it would choose which file of this user is overwritten."""

@@ -10,7 +10,7 @@ from conftest import ROOT, TINY, run_python, run_world, runs_slow, slow_but
 from zerofit.base import command_line
 from zerofit.base.errors import UserError
 from zerofit.commands import resume
-from zerofit.config import resolve
+from zerofit.config import parse, resolve
 from zerofit.data.batches import EpochSampler
 from zerofit.launch import retry
 from zerofit.model import attention
@@ -244,7 +244,7 @@ def test_rows_of_a_step_are_shared_by_a_group():
 
 
 def test_a_resumed_run_keeps_its_effective_batch():
-    batch = ["--effective_batch_size", "8", "--per_device_train_batch_size", "2"]
+    batch = {"effective_batch_size": 8, "per_device_train_batch_size": 2}
     assert retry.same_batch(8, 2, 4, 2) == batch and retry.same_batch(8, 2, 4) == batch
     for ranks, said in (
         (3, "--gpus 3: is no multiple of the 2 ranks that share each row"),
@@ -252,9 +252,11 @@ def test_a_resumed_run_keeps_its_effective_batch():
     ):
         with pytest.raises(UserError, match=said):
             retry.same_batch(8, 2, ranks, 2)
-    old = {"sp_size": 2}
-    assert resume._sizes(["--sp_size", "4"], old)["sp_size"] == resume._sizes(["--sp-size=4"], old)["sp_size"] == 4
-    assert resume._sizes(["--zero", "3"], old)["sp_size"] == 2
+    values = {"effective_batch_size": 8, "per_device_train_batch_size": 2, "sp_size": 2, "offload": "none"}
+    run = resume.Run("sft", 4, ["--sp_size", "2"], {name: {"value": value} for name, value in values.items()})
+    for words, ranks, sp_size, micro in (([], 4, 2, None), (["--sp-size=4"], 4, 4, 2), ([], 16, 2, 1)):
+        asked = resume._asked(run, parse.request("sft", run.flags), parse.request("sft", words), ranks)
+        assert (asked.get("sp_size"), asked.get("per_device_train_batch_size")) == (sp_size, micro)
 
 
 @pytest.mark.bad_input

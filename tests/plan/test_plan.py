@@ -22,7 +22,7 @@ from zerofit.base.paths import cache_root, private_folder
 from zerofit.commands import plan as plan_command
 from zerofit.config import accelerate_env, nvme, parse, resolve
 from zerofit.data.load import load_datasets
-from zerofit.job import run_folder
+from zerofit.job import job as job_file
 from zerofit.launch import prepare
 from zerofit.model import attention, gradient_checkpointing
 from zerofit.model.load import load_tokenizer
@@ -1232,10 +1232,10 @@ def test_zero_auto_on_a_cpu_goes_by_the_processes(tmp_path):
     file = tmp_path / "job.yaml"
     file.write_text("zero: auto\n")
     for flags in (["--zero", "auto"], ["--zero=auto"], ["--config", str(file)]):
-        assert preflight.is_auto("sft", flags)
+        assert job(flags).get("zero") == "auto"
     for flags in ([], ["--zero", "2"], ["--config", str(file), "--zero", "2"]):
-        assert not preflight.is_auto("sft", flags)
-    assert preflight.chosen_flags("sft", ["--zero", "auto"], 2) == ["--zero", "auto"]
+        assert job(flags).get("zero") != "auto"
+    assert preflight.chosen_request(job(["--zero", "auto"]), 2) == job(["--zero", "auto"])
 
 
 def test_zero_auto_keeps_the_data_of_a_yaml_file_and_knows_the_host(monkeypatch, tmp_path):
@@ -1247,30 +1247,30 @@ def test_zero_auto_keeps_the_data_of_a_yaml_file_and_knows_the_host(monkeypatch,
         candidate, *_ = candidates.candidates(methods[0], request, ranks, gpu)
         return candidates.Plan(gpu, ranks, 1 << 40, {}, candidate, [])
 
-    monkeypatch.setenv(gradient_checkpointing.CHOSEN, "{}")  # which a choice sets
+    monkeypatch.setattr(gradient_checkpointing, "CHOSEN", {})  # which a choice sets
     monkeypatch.setattr(hardware, "torch_sees_some", lambda: True)
     monkeypatch.setattr(hardware, "find", lambda *args: GPU)
     monkeypatch.setattr(search, "search", fastest)
     model, rows = str(TINY / "model"), str(tmp_path / "rows.jsonl")
     for text, flags in ((f"data: {rows}", ["--model", model]), (f"model: {model}", ["--data", rows])):
         file.write_text(f"zero: auto\n{text}\n")
-        chosen = preflight.chosen_flags("sft", [*flags, "--config", str(file)], 8)
-        settings = resolve.resolve_settings("sft", chosen, 8, GPU)
+        chosen = preflight.chosen_request(job([*flags, "--config", str(file)]), 8)
+        settings = resolve.resolve(chosen, 8, GPU)
         assert (settings.model, settings.data) == (model, [rows])
     assert found["host_limit"] == psutil.virtual_memory().total
     file.write_text(f"zero: auto\nmodel: {model}\n")
     assert candidates.candidates("sft", job(["--config", str(file)]), 8, GPU)  # a plan needs no data
     with pytest.raises(UserError, match="--model is given but --data is not"):
-        preflight.chosen_flags("sft", ["--config", str(file)], 8)
+        preflight.chosen_request(job(["--config", str(file)]), 8)
 
 
 def test_a_finished_run_has_its_predicted_and_measured_peak(monkeypatch, tmp_path):
     """And what was predicted by formula is compared with nothing."""
     predicted = {"gpu": "H100", "peak_bytes": 10 * 2**30}
-    monkeypatch.setenv(run_folder.PLANNED, json.dumps(predicted | {"by": "no such kernel"}))
+    monkeypatch.setattr(job_file, "_published", predicted | {"by": "no such kernel"})
     training_run.write_prediction(9 * 2**30, tmp_path)
     assert not list(tmp_path.iterdir())
-    monkeypatch.setenv(run_folder.PLANNED, json.dumps(predicted))
+    monkeypatch.setattr(job_file, "_published", predicted)
     training_run.write_prediction(9 * 2**30, tmp_path)
     measured = {"bytes": 9 * 2**30, "ratio": 0.9}
     assert json.loads((tmp_path / "plan.json").read_text()) == predicted | {"measured": measured}
@@ -1419,7 +1419,7 @@ SMALL_ROWS = ("--per_device_train_batch_size", "1", "--max_length", "2048")
 @pytest.fixture
 def expandable(monkeypatch):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    monkeypatch.setenv(gradient_checkpointing.CHOSEN, "{}")  # restored after the test
+    monkeypatch.setattr(gradient_checkpointing, "CHOSEN", {})  # restored after the test
 
 
 def size_by_checkpointing(none, selective, every_2, full):

@@ -16,6 +16,7 @@ from transformers import PreTrainedConfig, trainer_utils
 from zerofit.base import log_filters
 from zerofit.base.errors import UserError
 from zerofit.commands import resume
+from zerofit.job.request import Request
 from zerofit.train.trainer import ZerofitTrainer
 
 FLAGS = [
@@ -291,17 +292,18 @@ def test_an_effective_batch_that_cannot_be_dealt_out(runs):
 @pytest.mark.parametrize(
     ("flags", "new", "offload", "wanted"),
     [
-        (["--offload=all", "--lr", "1"], ["--zero=0"], "all", ["--lr", "1", "--offload", "none"]),
-        (["--offload", "all", "--offload_path", "/x"], ["--zero", "0"], "all", ["--offload", "none"]),
-        (["--config", "x.yaml"], ["--zero", "2"], "all", ["--config", "x.yaml", "--offload", "optimizer"]),
-        (["--offload", "optimizer"], ["--zero", "2"], "optimizer", ["--offload", "optimizer"]),
-        (["--offload", "all"], ["--zero", "0", "--offload", "all"], "all", ["--offload", "all"]),
-        (["--offload", "all"], ["--zero", "3"], "all", ["--offload", "all"]),
-        (["--offload", "all"], [], "all", ["--offload", "all"]),
+        ({"offload": "all", "seed": 1}, {"zero": 0}, "all", {"seed": 1, "offload": "none"}),
+        ({"offload": "all", "offload_path": "/x"}, {"zero": "0"}, "all", {"offload": "none"}),
+        ({"config": "x.yaml"}, {"zero": 2}, "all", {"config": "x.yaml", "offload": "optimizer"}),
+        ({"offload": "optimizer"}, {"zero": 2}, "optimizer", {"offload": "optimizer"}),
+        ({"offload": "all"}, {"zero": 0, "offload": "all"}, "all", {"offload": "all"}),
+        ({"offload": "all"}, {"zero": 3}, "all", {"offload": "all"}),
+        ({"offload": "all"}, {}, "all", {"offload": "all"}),
     ],
 )
 def test_an_offload_that_the_new_stage_does_not_have_is_dropped(capsys, flags, new, offload, wanted):
-    assert resume.flags_without_offload(flags, new, offload) == wanted
+    asked = Request("sft").put(**flags)
+    assert resume.without_offload(asked, Request("sft").put(**new), offload).values == wanted
     said = capsys.readouterr().out
     assert ("cannot offload all: the run goes on with --offload" in said) == (wanted != flags)
 

@@ -97,8 +97,9 @@ def main(argv: list[str]) -> None:
     if len(hosts) > 1:
         prepare.check_for_nodes(flags)
     env = {k: v for k, v in os.environ.items() if k.startswith(PASSED_ON) or k in PASSED_BY_NAME}
-    flags, token = prepare.without_token(flags)
-    env |= token
+    token = command_line.value_of(flags, ("--hub_token",))  # any user can read a command line
+    flags = command_line.drop(flags, "--hub_token")
+    env |= {"HF_TOKEN": token} if token else {}
     if len(hosts) > 1 and not env.get(job_secret.VARIABLE):
         env[job_secret.VARIABLE] = secrets.token_hex(16)
     jobs = [_job(given, hosts, rank, flags, env) for rank in range(len(hosts))]

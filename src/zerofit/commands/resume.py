@@ -1,14 +1,18 @@
 """`zerofit resume`: start a run again from its latest valid checkpoint."""
 
 import argparse
-import shlex
+from collections.abc import Mapping
+from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
 from zerofit.base import command_line
 from zerofit.base.errors import UserError
 from zerofit.config import parse
-from zerofit.job import groups, program, run_folder
+from zerofit.job import groups, job, program, run_folder
 from zerofit.job.recipe import NAME
+from zerofit.job.request import FLAG, Request
+from zerofit.job.settings import written
 from zerofit.launch import launch, prepare, retry
 from zerofit.launch.cluster import node_options
 from zerofit.model import gradient_checkpointing
@@ -29,92 +33,160 @@ def main(argv: list[str]) -> None:
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="more of the recipe's flags")
     args = parser.parse_args(argv)
     folder = Path(args.run).expanduser()
-    facts = read_facts(folder)
-    flags, recipe, ranks = facts["flags"], facts["recipe"], facts["world_size"]
+    run = of_folder(folder)
     if run_folder.finished(folder):
         raise UserError(f"{folder}: this run has finished; its model is in {folder / 'final'}.")
     named = args.recipe or command_line.value_of(args.flags, ("--recipe",)) or ""
-    args.flags = command_line.drop(args.flags, "--recipe")
-    new = [*args.flags, *shlex.split(args.args)]
-    said = program.said_by(run_folder.read_json(folder / "run.json"))  # null, unlike none, says something
-    started = program.of_run(folder, recipe, said, named)
-    parse.refuse_foreign_code(started.recipe, flags, new, folder)
-    overridden = command_line.names(new)
     place = node_options.of(args)
     nodes = place.most if place else 1
-    new_ranks = int(args.gpus) * nodes if args.gpus.isdigit() else ranks
-    old = {name: argument["value"] for name, argument in facts["arguments"].items()}
-    sizes = _sizes(new, old)
-    if (new_ranks or ranks, sizes) != (ranks, _sizes([], old)) and not overridden & {*retry.BATCH}:
-        effective_batch, micro = (facts["arguments"][name[2:]]["value"] for name in retry.BATCH[:2])
-        batch = retry.same_batch(effective_batch, micro, new_ranks or ranks, groups.per_row(sizes))
-        flags = [*command_line.drop(flags, *retry.BATCH), *batch]
-    if _may_recompute_less(facts["arguments"]):
-        flags = command_line.drop(flags, *(f"--{name}" for name in gradient_checkpointing.ARGUMENTS))  # kept if it fits
-    flags = flags_without_offload(flags, new, facts["arguments"]["offload"]["value"])
-    kept_flags = command_line.drop(flags, "--resume_from_checkpoint", "--output_dir", "--gpus", *overridden)
-    launch.main([
-        "--gpus", args.gpus or str(ranks // nodes), "--launcher", args.launcher, "--port", args.port,
-        "--args", args.args,
-        "--nnodes", args.nnodes, "--node_rank", args.node_rank, "--master_addr", args.master_addr,
-        "--join_timeout", args.join_timeout, "--interface", args.interface,
-        str(started.file), *kept_flags, *args.flags, "--output_dir", str(folder),
-        "--resume_from_checkpoint", "auto",
-    ])  # fmt: skip
+    words, count = parse.command_line(
+        command_line.drop(args.flags, "--recipe"), args.args, args.gpus or str(run.world_size // nodes)
+    )
+    said = program.said_by(run_folder.read_json(folder / "run.json"))  # null, unlike none, says something
+    started = program.of_run(folder, run.recipe, said, named)
+    parse.refuse_foreign_code(started.recipe, run.flags, words, folder)
+    new = parse.request(started.recipe, words)
+    try:
+        before = parse.request(started.recipe, run.flags)
+    except UserError as error:
+        raise UserError(f"{folder}: what it was asked for cannot be read: {error}") from None
+    if "config" not in new.values:
+        _note_edited_file(run, before)
+    asked = _asked(run, before, new, count * nodes)
+    asked = asked.put(output_dir=str(folder), resume_from_checkpoint="auto")
+    options = [
+        "--gpus", str(count), "--launcher", args.launcher, "--port", args.port, "--nnodes", args.nnodes,
+        "--node_rank", args.node_rank, "--master_addr", args.master_addr, "--join_timeout", args.join_timeout,
+        "--interface", args.interface, str(started.file),
+    ]  # fmt: skip
+    launch.main(options, asked)
+
+
+@dataclass(frozen=True)
+class Run:
+    """What a run folder, which may be somebody else's, says of its run."""
+
+    recipe: str  # its name
+    world_size: int
+    flags: list[str]  # as they would be typed; not checked yet
+    arguments: dict[str, dict]  # argument -> {"value", "source"}, resolved
+    file: str = ""  # the YAML file that it was started with
+    of_file: tuple[str, ...] = ()  # the flags that stood in it
+
+    def value(self, name: str, default: Any = None) -> Any:
+        """Return the resolved value of an argument."""
+        return self.arguments.get(name, {}).get("value", default)
+
+
+def of_folder(folder: Path) -> Run:
+    """Return the run of a folder: from its job.json; one of an older zerofit from its run.json.
+
+    Raises: UserError for a folder without a run, or whose files hold anything else.
+    """
+    if (folder / job.FILE).is_file():
+        whole = job.read(folder / job.FILE)
+        values, sources = whole.settings.values, whole.settings.source
+        arguments = {name: {"value": written(name, values[name]), "source": sources[name]} for name in values}
+        of_file = tuple(name for name, source in whole.request.source.items() if source != FLAG)
+        flags, file = whole.request.all_flags(), str(whole.request.get("config") or "")
+        run = Run(whole.request.recipe, whole.settings.world_size, flags, arguments, file, of_file)
+    else:
+        facts = read_facts(folder)
+        run = Run(facts["recipe"], facts["world_size"], facts["flags"], facts["arguments"])
+    sizes = [run.value(name) for name in retry.BATCH[:2]] + [run.value(name, 1) for name in groups.flags()]
+    whole = NAME.fullmatch(run.recipe) and run.world_size > 0 and "offload" in run.arguments
+    if not whole or any(type(size) is not int or size < 1 for size in sizes):
+        raise _no_run(folder)
+    return run
 
 
 def read_facts(folder: Path) -> dict:
-    """Return run.json of a folder that may be somebody else's, with a recipe's name, flags, processes, arguments.
+    """Return run.json, with flags, of a folder that may be somebody else's.
 
     Raises: UserError for a folder without a run, or whose run.json holds anything else.
     """
     facts = run_folder.read_record(folder / "run.json")
-    flags, arguments = facts.get("flags"), facts.get("arguments", {})
+    flags, arguments = facts.get("flags"), facts.setdefault("arguments", {})
     whole = isinstance(flags, list) and all(isinstance(word, str) for word in flags)
-    whole &= type(name := facts.get("recipe")) is str and NAME.fullmatch(name) is not None
-    whole &= facts.get("world_size", 0) > 0
-    whole &= all("value" in argument for argument in arguments.values()) and "offload" in arguments
-    sizes = [arguments.get(name[2:], {}) for name in retry.BATCH[:2]]
-    sizes += [arguments.get(name, {"value": 1}) for name in groups.flags()]
-    if not whole or any(type(size.get("value")) is not int or size["value"] < 1 for size in sizes):
-        raise UserError(f"{folder}: is no run folder (its run.json is missing or damaged); name one of runs/.")
+    whole &= isinstance(facts.get("recipe"), str) and facts.get("world_size", 0) > 0
+    if not whole or not all("value" in argument for argument in arguments.values()):
+        raise _no_run(folder)
     return facts
 
 
-def _may_recompute_less(arguments: dict) -> bool:
+def _no_run(folder: Path) -> UserError:
+    return UserError(
+        f"{folder}: is no run folder (its {job.FILE} or run.json is missing or damaged); name one of runs/."
+    )
+
+
+def _note_edited_file(run: Run, before: Request) -> None:
+    """Print a line if the YAML file of a run has other values than those that the run goes on with."""
+    if not run.file:
+        return
+    try:
+        now = parse.read_yaml(run.file, before.recipe)
+    except UserError:
+        return  # it is not needed
+    names = [name for name in run.of_file if now.get(name) != before.get(name)]
+    if names := sorted({*names, *(now.keys() - before.values.keys())}):
+        print(
+            f"note: {run.file} has changed since the run began ({', '.join(names)}): the run goes on with its own "
+            f"values; --config {run.file} takes the file's",
+            flush=True,
+        )
+
+
+def _asked(run: Run, before: Request, new: Request, ranks: int) -> Request:
+    """Return what to go on with: what the run was asked for, and over it what this command line asks for.
+
+    Args: ranks: of this job.
+    """
+    asked = before.drop("resume_from_checkpoint", "output_dir", "gpus", *run.of_file if "config" in new.values else ())
+    old = {name: entry["value"] for name, entry in run.arguments.items()}
+    sizes = _sizes(new.values, old)
+    if (ranks, sizes) != (run.world_size, _sizes({}, old)) and not new.values.keys() & {*retry.BATCH}:
+        effective_batch, micro = (run.value(name) for name in retry.BATCH[:2])
+        batch = retry.same_batch(effective_batch, micro, ranks, groups.per_row(sizes))
+        asked = asked.drop(*retry.BATCH).put(**batch)
+    if _may_recompute_less(run):
+        asked = asked.drop(*gradient_checkpointing.ARGUMENTS)  # kept if it fits
+    return new.over(without_offload(asked, new, run.value("offload")))
+
+
+def _may_recompute_less(run: Run) -> bool:
     """Return whether the plan of the launch chooses gradient checkpointing again, as it did for the run.
 
     A plan of --zero auto may have chosen to offload activations too, or have planned padded rows; a launch does not.
     """
-    by_plan = arguments.get("gradient_checkpointing", {}).get("source") == gradient_checkpointing.BY_PLAN
-    offload, padding_free = (arguments.get(n, {}).get("value") for n in ("activation_offload", "padding_free"))
-    return by_plan and not offload and padding_free == "true"
+    by_plan = run.arguments.get("gradient_checkpointing", {}).get("source") == gradient_checkpointing.BY_PLAN
+    return by_plan and not run.value("activation_offload") and run.value("padding_free") == "true"
 
 
-def _sizes(new: list[str], old: dict) -> dict[str, int]:
-    """Return {flag: size} of the ways to share rows: of the new flags, else of the run's arguments.
+def _sizes(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, int]:
+    """Return {flag: size} of the ways to share rows: of the new arguments, else of the run's.
 
-    That of a way which splits the model goes on as it was saved: checkpoint/resumable.py refuses another one. A wrong
-    one is refused by the recipe's own parser.
+    That of a way which splits the model stays as it was saved: checkpoint/resumable.py refuses another one. A wrong one
+    is refused by the recipe's own parser.
     """
     sizes = {}
     for way in groups.ways():
-        said = None if way.splits_model else command_line.value_of(new, (f"--{way.flag}",))
-        sizes[way.flag] = int(said) if said and said.isdigit() and int(said) else old.get(way.flag, 1)
+        asked = 0 if way.splits_model else new.get(way.flag, 0)
+        sizes[way.flag] = asked if asked > 0 else old.get(way.flag, 1)
     return sizes
 
 
-def flags_without_offload(flags: list[str], new: list[str], offload: str) -> list[str]:
-    """Return the run's flags with an offload that the new ZeRO stage supports; print a note if it changes.
+def without_offload(asked: Request, new: Request, offload: str) -> Request:
+    """Return the run's request with an offload that the new ZeRO stage supports; print a note if it changes.
 
-    Args: flags: of the run; new: of this command; offload: the run's --offload.
+    Args: asked: of the run; new: of this command; offload: the run's --offload.
     """
-    stage = command_line.value_of(new, ("--zero",))
-    if command_line.value_of(new, ("--offload",)) is not None or offload == "none" or stage not in ("0", "1", "2"):
-        return flags
+    stage = str(new.get("zero"))
+    if new.get("offload") is not None or offload == "none" or stage not in ("0", "1", "2"):
+        return asked
     supported = "none" if stage == "0" else "optimizer"
     if supported == offload:
-        return flags
+        return asked
     print(f"note: ZeRO stage {stage} cannot offload {offload}: the run goes on with --offload {supported}", flush=True)
-    dropped = ("--offload_path", "--offload_ratio", "--super_offload") if supported == "none" else ()
-    return command_line.put(command_line.drop(flags, *dropped), offload=supported)
+    dropped = ("offload_path", "offload_ratio", "super_offload") if supported == "none" else ()
+    return asked.drop(*dropped).put(offload=supported)

@@ -20,6 +20,7 @@ from zerofit.commands.status import CANCELLED, JOB, LOG
 from zerofit.config import parse, resolve
 from zerofit.job import program, run_folder, run_lock
 from zerofit.job.recipe import Recipe
+from zerofit.job.request import FLAG
 from zerofit.job.settings import Settings
 from zerofit.launch import prepare
 from zerofit.plan import preflight
@@ -127,19 +128,20 @@ def check(recipe: Recipe, flags: list[str], ranks: int, on_cpu: bool) -> Setting
     A login node has no GPU; the job's GPU is assumed to be an A100, so to have bf16.
     Raises: UserError for what the recipe would reject, and for a secret in the flags.
     """
-    if command_line.value_of(flags, ("--hub_token",)) is not None:
+    asked = parse.request(recipe, flags)
+    if asked.source.get("hub_token") == FLAG:
         raise UserError(
             "--hub_token: the batch script would hold it for everybody to read; leave it out and set HF_TOKEN in the "
             "environment, which sbatch passes on."
         )
-    resume = command_line.value_of(flags, RESUME)
+    resume = asked.get("resume_from_checkpoint")
     if resume and resume.lower() not in ("auto", "true", "last"):
         raise UserError(
             f"--resume_from_checkpoint {resume}: each start of the job goes on from the newest checkpoint of its own "
             "run folder; name that folder with OUT=... and use auto."
         )
     gpu = None if on_cpu else hardware.GPUS["a100-80g"]
-    settings = resolve.resolve_settings(recipe, command_line.put(flags, gpus=ranks), ranks, gpu)
+    settings = resolve.resolve(asked.put(gpus=ranks), ranks, gpu)
     preflight.only_print(settings)
     return settings
 

@@ -3,6 +3,7 @@
 import os
 import shutil
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 from zerofit.base import distributed
@@ -37,37 +38,51 @@ def resolve_settings(
         arguments_only: leave the techniques out: what arguments exclude of each other is not checked.
     Raises: UserError for the user's mistakes, before a GPU or a process group is used.
     """
-    here = argv is None
-    words = sys.argv[1:] if here else argv
-    dropped = accelerate_env.drop_accelerate_env()
-    other_size = accelerate_env.check_size() if here else None
-    settings = resolve(parse.request(recipe, words), world_size or distributed.size(), gpu, arguments_only, words)
+
+    def resolved(words: list[str]) -> Settings:
+        return resolve(parse.request(recipe, words), world_size or distributed.size(), gpu, arguments_only, words)
+
+    return of_this_process(lambda: resolved(sys.argv[1:])) if argv is None else resolved(argv)
+
+
+def of_this_process(make: Callable[[], Settings]) -> Settings:
+    """Return the settings that `make` resolves or reads, for this process to train with, and prepare it for them.
+
+    Raises: UserError as `make`, and if accelerate started fewer processes than it was asked for.
+    """
+    dropped, other_size = accelerate_env.drop_accelerate_env(), accelerate_env.check_size()
+    settings = make()
     if other_size:
         settings.decisions.append(other_size)
+    _say_dropped(settings, dropped)
+    if settings.use_cpu and os.environ.get("OMP_WAIT_POLICY") == "passive":
+        settings.decisions.append(
+            "OMP_WAIT_POLICY passive: idle threads sleep, so that other work slows the run down less"
+        )
+    if settings.use_cpu:
+        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for libraries that search for GPUs later
+    return settings
+
+
+def _say_dropped(settings: Settings, dropped: list[str]) -> None:
     if dropped:
         settings.decisions.append(
             f"accelerate's own settings are not used ({', '.join(dropped)}): the recipe decides; see --zero, --bf16"
         )
-    if here and settings.use_cpu and os.environ.get("OMP_WAIT_POLICY") == "passive":
-        settings.decisions.append(
-            "OMP_WAIT_POLICY passive: idle threads sleep, so that other work slows the run down less"
-        )
-    if here and settings.use_cpu:
-        os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for libraries that search for GPUs later
-    return settings
 
 
 def resolve(
     asked: Request, world_size: int, gpu=None, arguments_only: bool = False, argv: list[str] | None = None
 ) -> Settings:
     """Return the settings of a request, resolved, checked and frozen. Args and errors: as `resolve_settings`."""
-    accelerate_env.drop_accelerate_env()
+    dropped = accelerate_env.drop_accelerate_env()
     settings = parse.settings_of(asked, world_size, gpu, argv)
     for step in ARGUMENTS:
         step(settings)
     for technique in () if arguments_only else techniques_of(settings):
         refuse_conflicts(technique, settings)
         technique.resolve(settings)
+    _say_dropped(settings, dropped)
     settings.freeze()
     return settings
 

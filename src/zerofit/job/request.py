@@ -1,7 +1,7 @@
 """Define Request: the arguments that a user has given for a recipe, before defaults and decisions."""
 
 import json
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 from typing import Any
@@ -43,16 +43,34 @@ class Request:
         """Return the value given for an argument, or `default`."""
         return self.values.get(name, default)
 
+    def over(self, below: "Request") -> "Request":
+        """Return what a command line asks for whose flags are added to that of `below`, e.g. to a run's.
+
+        Flags win over a YAML file; a YAML file of this request is instead of the one below.
+        """
+        if "config" in self.values:
+            below = below.drop(*(name for name, source in below.source.items() if source != FLAG))
+        of_file = [name for name, source in self.source.items() if source != FLAG and name in below.values]
+        added = self.drop(*of_file)
+        return replace(
+            below, values={**below.values, **added.values}, source={**below.source, **added.source}, notes=self.notes
+        )
+
     def flags(self) -> list[str]:
         """Return the arguments of the command line as they would be typed; those of a YAML file stay in it."""
-        words = []
-        for name, value in self.values.items():
-            if self.source[name] == FLAG:
-                words += [f"--{name}", *_words(name, value)]
-        return words
+        return self._typed(name for name, source in self.source.items() if source == FLAG)
+
+    def all_flags(self) -> list[str]:
+        """Return all arguments as they would be typed, those of the YAML file instead of its name."""
+        return self._typed(name for name in self.values if name != "config")
+
+    def _typed(self, names: Iterable[str]) -> list[str]:
+        return [word for name in names for word in _words(name, self.values[name])]
 
 
 def _words(name: str, value: Any) -> list[str]:
+    """Return a flag and its values."""
     if isinstance(value, list | tuple):
-        return [as_typed(name, entry) for entry in value]
-    return [json.dumps(value) if isinstance(value, dict) else as_typed(name, value)]
+        return [f"--{name}", *(as_typed(name, entry) for entry in value)]
+    word = json.dumps(value) if isinstance(value, dict) else as_typed(name, value)
+    return [f"--{name}={word}"] if word.startswith("-") else [f"--{name}", word]

@@ -23,8 +23,6 @@ from zerofit.job.settings import Settings, as_typed
 
 METRICS = "metrics.jsonl"
 
-PLANNED = "ZEROFIT_PLAN"  # environment variable: JSON of the prediction by the check before a launch, or "{}"
-
 # Kinds of values in the files of a run. FINITE: also not beyond 2^63; NUMBER: also nan and infinity, as losses are.
 TEXT, WHOLE, FINITE, NUMBER = "text", "a whole number", "a finite number", "a number"
 
@@ -326,8 +324,11 @@ def trained_on_pairs(facts: dict) -> bool:
     return facts.get("kind_of_data", "pairs" if "loss_type" in facts.get("arguments", {}) else "") == "pairs"
 
 
-def write_run(settings: Settings, facts: dict) -> None:
-    """Write run.json: every argument with its source, decisions, versions, commit, data and command."""
+def write_run(settings: Settings, command: str, facts: dict) -> None:
+    """Write run.json: every argument with its source, decisions, versions, commit, data and command.
+
+    Args: command: as a user would type it, secrets hidden.
+    """
     import torch
 
     write_json(
@@ -336,7 +337,7 @@ def write_run(settings: Settings, facts: dict) -> None:
             "recipe": settings.recipe.name,
             "kind_of_data": settings.recipe.data,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-            "command": os.environ.get("ZEROFIT_COMMAND") or command_line.hide_secrets([sys.executable, *sys.argv]),
+            "command": command,
             "flags": command_line.without_secrets(settings.flags),
             "world_size": settings.world_size,
             "device": "cpu" if settings.use_cpu else torch.cuda.get_device_name(),

@@ -17,11 +17,13 @@ from pathlib import Path
 import psutil
 import torch
 
-from zerofit.base import command_line, distributed, hardware, rank_status
+from zerofit.base import distributed, hardware, rank_status
 from zerofit.base.errors import UserError
 from zerofit.base.paths import private_folder
 from zerofit.config import parse
-from zerofit.job import program
+from zerofit.job import job, program
+from zerofit.job.request import Request
+from zerofit.job.settings import Settings
 from zerofit.train import memory_report, trial
 
 MARGIN = 0.08  # fraction of device memory kept free: fragmentation, and rows that differ a little between ranks
@@ -66,7 +68,7 @@ def main(argv: list[str]) -> None:
     settings = resolve_settings(recipe, flags, ranks)
     preflight.only_print(settings)
     prepare.prepare(settings)
-    result = search(settings, flags)
+    result = search(settings)
     accumulation = settings.effective_batch_size // (result.size * settings.data_ranks)
     print(
         f"\nlargest micro batch that fits: {result.size}\n  --per_device_train_batch_size {result.size} "
@@ -74,12 +76,12 @@ def main(argv: list[str]) -> None:
     )
 
 
-def search(settings, flags: list[str]) -> SearchResult:
+def search(settings) -> SearchResult:
     """Find the largest micro batch that fits: double until one does not fit, then bisect.
 
     Only sizes that divide the effective batch of a rank are tried.
 
-    Args: settings: the run's, with its effective batch and number of ranks; flags: the recipe's command line.
+    Args: settings: the run's, with its effective batch and number of ranks.
     Raises: UserError if not even a micro batch of 1 fits, or if the steps fail for another reason.
     """
     limit = limit_bytes(settings)
@@ -91,7 +93,7 @@ def search(settings, flags: list[str]) -> SearchResult:
     )
     tried: dict[int, dict | None] = {}
     while ladder := next_sizes(sizes, tried):
-        measured = _run(settings, flags, ladder, limit)
+        measured = _run(settings, ladder, limit)
         for size in ladder:
             record = measured.get(size)
             tried[size] = record
@@ -141,7 +143,7 @@ def limit_bytes(settings) -> int:
     return int(usable_bytes * (1 - MARGIN))
 
 
-def _run(settings, flags: list[str], ladder: list[int], limit: int) -> dict[int, dict]:
+def _run(settings, ladder: list[int], limit: int) -> dict[int, dict]:
     """Try the sizes of `ladder`; return {size: record of the rank with the highest peak}.
 
     Sizes that some rank did not finish are left out.
@@ -150,19 +152,15 @@ def _run(settings, flags: list[str], ladder: list[int], limit: int) -> dict[int,
 
     ranks = settings.world_size
     with tempfile.TemporaryDirectory(prefix="zerofit-probe-") as temporary:
-        folder = Path(temporary)
-        job = folder / "job.json"
-        job.write_text(json.dumps({"sizes": ladder, "limit_bytes": limit, "folder": str(folder)}))
-        # Two micro batches per step: the gradients accumulated from the first one are part of the peak.
-        trial_flags = command_line.put(
-            [*command_line.drop(flags, "--resume_from_checkpoint", "--lr_scaling"), *trial.NOTHING_OUTSIDE],
-            gpus=ranks, output_dir=folder / "run", search_batch_size=False, per_device_train_batch_size=1,
-            gradient_accumulation_steps=2, effective_batch_size=2 * settings.data_ranks, max_steps=2,
-        )  # fmt: skip
-        file = program.file_of(settings.recipe)
-        command = prepare.command("torchrun", ranks, distributed.free_port(), file, trial_flags)
+        folder, recipe = Path(temporary), program.file_of(settings.recipe)
+        trial_job = _trial(settings, folder)
+        trials = {trial.BATCH_SEARCH: {"sizes": ladder, "limit_bytes": limit, "folder": str(folder)}}
+        facts = program.of(recipe).facts
+        job.write(folder / job.FILE, job.Job(trial_job.request, trial_job, facts, trial=trials))
+        words = job.words(folder / job.FILE, trial_job.output_dir)
+        command = prepare.command("torchrun", ranks, distributed.free_port(), recipe, words)
         env = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES and not k.startswith("TORCHELASTIC_")}
-        env |= prepare.environment(ranks) | {trial.BATCH_SEARCH_JOB: str(job), rank_status.SUPERVISOR: str(os.getpid())}
+        env |= prepare.environment(ranks) | {rank_status.SUPERVISOR: str(os.getpid())}
         completed = subprocess.run(command, env=env, capture_output=True, text=True)
         records = [_records(folder / f"rank{rank}.jsonl") for rank in range(ranks)]
         sizes = set.intersection(*(set(by_size) for by_size in records))
@@ -176,7 +174,24 @@ def _run(settings, flags: list[str], ladder: list[int], limit: int) -> dict[int,
         }
 
 
-# Flags that the search sets itself; variables of an enclosing launch, which its processes must not inherit.
+def _trial(settings, folder: Path) -> Settings:
+    """Return the settings of the steps that are tried.
+
+    Two micro batches per step: the gradients accumulated from the first one are part of the peak.
+    """
+    from zerofit.config import resolve as resolving
+
+    asked = settings.request.drop("resume_from_checkpoint", "lr_scaling").put(
+        **trial.NOTHING_OUTSIDE, gpus=settings.world_size, output_dir=str(folder / "run"), search_batch_size=False,
+        per_device_train_batch_size=1, gradient_accumulation_steps=2, effective_batch_size=2 * settings.data_ranks,
+        max_steps=2,
+    )  # fmt: skip
+    tried = resolving.resolve(asked, settings.world_size)
+    resolving.resolve_for_model(tried)
+    return tried
+
+
+# Variables of an enclosing launch, which its processes must not inherit.
 _RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "GROUP_WORLD_SIZE",
     "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE",
@@ -193,8 +208,8 @@ def _records(file: Path) -> dict[int, dict]:
 # --- a run with --per_device_train_batch_size auto ---
 
 
-def resolve(settings, flags: list[str]) -> list[str]:
-    """Return the recipe's flags with the micro batch found. Rank 0 searches, the others wait.
+def resolve(settings) -> Request:
+    """Return what is asked for with the micro batch found. Rank 0 searches, the others wait.
 
     Raises: UserError on several nodes.
     """
@@ -215,7 +230,7 @@ def resolve(settings, flags: list[str]) -> list[str]:
     answers = [folder / f"{name}-{rank}" for rank in range(settings.world_size)]
     if distributed.rank() == 0:
         try:
-            outcome: int | str = search(settings, flags).size
+            outcome: int | str = search(settings).size
         except UserError as error:
             outcome = str(error)
         for answer in answers:
@@ -229,10 +244,10 @@ def resolve(settings, flags: list[str]) -> list[str]:
     answer.unlink()
     if isinstance(outcome, str):
         raise UserError(outcome)
-    return with_size(settings, flags, outcome)
+    return with_size(settings, outcome)
 
 
-def with_size(settings, flags: list[str], size: int) -> list[str]:
-    """Return the flags with this micro batch; the effective batch stays, accumulation follows from both."""
+def with_size(settings, size: int) -> Request:
+    """Return the request with this micro batch; the effective batch stays, accumulation follows from both."""
     batch = {"per_device_train_batch_size": size, "effective_batch_size": settings.effective_batch_size}
-    return command_line.put(command_line.drop(flags, "--gradient_accumulation_steps"), **batch, search_batch_size=False)
+    return settings.request.drop("gradient_accumulation_steps").put(**batch, search_batch_size=False)

@@ -14,6 +14,8 @@ from pathlib import Path
 from zerofit.base import rank_status
 from zerofit.base.errors import UserError
 from zerofit.base.paths import nearest_existing
+from zerofit.job.request import Request
+from zerofit.job.settings import Settings
 from zerofit.launch import postmortem, retry, supervisor
 from zerofit.train import trial
 
@@ -34,21 +36,21 @@ def wanted(settings, planned: dict | None, steps: int | None) -> bool:
 # --- in the process that starts ranks ---
 
 
-def run(job: supervisor.Job, planned: dict | None) -> tuple[list[str], object]:
+def run(job: supervisor.Job, planned: dict | None) -> Settings:
     """Run the canary; after an out-of-memory error try smaller settings, if --on_oom allows.
 
     GPUs that do not answer each other are tried without direct copies, as in the run itself (supervisor.py).
 
-    Returns: (flags, Settings) of the attempt that succeeded.
+    Returns: the settings of the attempt that succeeded.
     Raises: SystemExit with the failed attempt's exit code, its cause printed; UserError if the disk is too small.
     """
-    flags, settings = job.flags, job.settings
+    settings = job.settings
     folder = job.folder.parent / f".{job.folder.name}.canary"  # on the disk of the checkpoints
     print("canary: two steps on the longest rows, an evaluation batch, save and reload", flush=True)
     while True:
         began = time.perf_counter()
         try:
-            last, measured = _attempt(job, flags, settings, folder)
+            last, measured = _attempt(job, settings, folder)
         finally:
             shutil.rmtree(folder, ignore_errors=True)
         if last.kind == "finished" and measured:
@@ -58,35 +60,34 @@ def run(job: supervisor.Job, planned: dict | None) -> tuple[list[str], object]:
             continue
         smaller = None
         if last.kind == "out of memory" and settings.on_oom != "fail":
-            smaller = retry.next_smaller_setting(settings, flags, job.parse, last.phase)
+            smaller = retry.next_smaller_setting(settings, job.resolve, last.phase)
         if smaller is None:
             print(f"zerofit: the canary failed: {last.sentence}", file=sys.stderr)
             raise SystemExit(last.code or 1)
         print(f"canary: {last.sentence}; once more with {smaller[0]}", flush=True)
-        _, flags, settings = smaller
+        _, settings = smaller
     for line in sentences(measured, planned, time.perf_counter() - began):
         print(line, flush=True)
     _check_disk(measured, settings, job.folder)
-    os.environ[trial.CANARY_RESULT] = json.dumps(measured)
-    return flags, settings
+    job.facts["canary"] = measured
+    return settings
 
 
-def _attempt(job: supervisor.Job, flags: list[str], settings, folder: Path) -> tuple[postmortem.Outcome, dict | None]:
+def _attempt(job: supervisor.Job, settings: Settings, folder: Path) -> tuple[postmortem.Outcome, dict | None]:
     with tempfile.TemporaryDirectory(prefix="zerofit-canary-") as temporary:
         records, answer = Path(temporary), Path(temporary) / "canary.json"
-        command = job.command(_flags(flags, folder))
-        env = os.environ | job.env | {rank_status.FOLDER: str(records), trial.CANARY_JOB: str(answer)}
+        rehearsed = job.resolve(_request(settings.request, folder), settings.world_size)
+        command = job.start(rehearsed, records, {}, {trial.CANARY: str(answer)})
+        env = os.environ | job.env | {rank_status.FOLDER: str(records)}
         with (records / "canary.log").open("w") as log:
             code, received, hung = supervisor.watch(command, env, records, settings.hang_timeout, job.count, stdout=log)
         last = postmortem.ending(code, records, received, hung, settings.hang_timeout, 0)
         return last, json.loads(answer.read_text()) if answer.exists() else None
 
 
-def _flags(flags: list[str], folder: Path) -> list[str]:
-    """Return the canary's flags: the run's, but own folder, no resume, nothing to the Hub or a tracker."""
-    from zerofit.base import command_line
-
-    return command_line.put([*flags, *trial.NOTHING_OUTSIDE], resume_from_checkpoint=False, output_dir=folder)
+def _request(asked: Request, folder: Path) -> Request:
+    """Return what the canary asks for: as the run, but own folder, no resume, nothing to the Hub or a tracker."""
+    return asked.put(**trial.NOTHING_OUTSIDE, resume_from_checkpoint="false", output_dir=str(folder))
 
 
 def sentences(found: dict, planned: dict | None, seconds: float) -> list[str]:

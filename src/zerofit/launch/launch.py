@@ -1,133 +1,156 @@
 """`zerofit launch`: check a job, then start its processes and supervise them."""
 
 import os
-from functools import partial
+from collections.abc import Callable
 from pathlib import Path
 
 from zerofit.base import command_line, hardware
 from zerofit.base.errors import UserError
-from zerofit.config import defaults, resolve, show
+from zerofit.config import defaults, parse, resolve, show
+from zerofit.job import job as job_file
+from zerofit.job import program as programs
 from zerofit.job import run_folder
 from zerofit.job.program import Program, again
+from zerofit.job.request import Request
 from zerofit.job.settings import Settings
 from zerofit.launch import batch_search, canary, prepare, standby, supervisor
 from zerofit.launch.cluster import documents, job_secret, node_options
 from zerofit.launch.cluster.coordinator import Coordinator
+from zerofit.model.weights import complete
 from zerofit.plan import preflight
 from zerofit.train import consistency
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str], asked: Request | None = None) -> None:
     """`zerofit launch`: see --help. Ends the process with the job's exit code.
 
+    Args: asked: what to train, e.g. of a run that is resumed; default: what the recipe's flags among `argv` ask for.
     Raises: UserError for the user's mistakes, before any process is started and before a run folder is made.
     """
     args, program, flags, count = prepare.launch_arguments(argv)
+    asked = parse.request(program.recipe, flags) if asked is None else asked
     try:
         if node_options.of(args) is None and not args.show:
             standby.prefork()
-        _launch(args, program, flags, count)
+        _launch(args, program, asked, count)
     finally:
         standby.dismiss()
 
 
-def _launch(args, program: Program, flags: list[str], count: int) -> None:
+def _launch(args, program: Program, asked: Request, count: int) -> None:
     """Launch on one node, or as one node of several. count: processes of this node."""
     place = node_options.of(args)
     prepare.without_a_launchers_variables()
     if place is not None:  # memory, disks and groups are those of one node
         os.environ["LOCAL_WORLD_SIZE"] = str(count)
-    flags, token = prepare.without_token(flags)
+    asked, token = prepare.without_token(asked)
     os.environ |= token
-    hardware.check_devices(count, use_cpu="--use_cpu" in command_line.names(flags))
+    hardware.check_devices(count, use_cpu="use_cpu" in asked.values)
     if place is None:
-        _launch_on_one_node(args, program, flags, count)
+        _launch_on_one_node(args, program, asked, count)
     elif args.show:
-        _show_nodes(place, program, flags, count)
+        _show_nodes(place, program, asked, count)
     else:
         os.environ.setdefault(hardware.CPU_PRECISION, "fp32 nodes cannot agree on a timing")
-        prepare.check_for_nodes(flags, args.launcher)
+        prepare.check_for_nodes(asked.flags(), args.launcher)
         if place.least == place.most:  # report a mistake in the flags before any node waits
-            _settings_on_nodes(program.recipe, flags, count * place.most)
+            _settings_on_nodes(asked, count * place.most)
         with (
-            job_secret.of_job(place, flags) as secret,
+            job_secret.of_job(place, asked.flags()) as secret,
             Coordinator(place, count, consistency.software(program.file), secret) as coordinator,
         ):
             launch_as = _launch_as_leader if coordinator.leads else _launch_as_follower
-            launch_as(coordinator, args, program, flags, count)
+            launch_as(coordinator, args, program, asked, count)
 
 
-def _launch_on_one_node(args, program: Program, flags: list[str], count: int) -> None:
+def _launch_on_one_node(args, program: Program, asked: Request, count: int) -> None:
     """Check everything, then run the job. count: its processes."""
-    if preflight.is_auto(program.recipe, flags):
-        flags = preflight.chosen_flags(program.recipe, flags, count)
-    flags = command_line.put(flags, gpus=count)
-    settings = _settings(program.recipe, flags, count)
+    if asked.get("zero") == "auto":
+        asked = _chosen_by_plan(asked, count)
+    asked = asked.put(gpus=count)
+    settings = _settings(asked, count)
     env = _environment(settings, count)
 
-    def command(flags):
-        return prepare.command(args.launcher, count, node_options.port_of(args.port), again(program), flags)
+    def command() -> list[str]:
+        return prepare.command(args.launcher, count, node_options.port_of(args.port), again(program))
 
     if args.show:
-        _show(settings, command(flags), env)
+        _show(settings, [*command(), *asked.flags()], env)
         return
     run_folder.claim_folder(settings)
     if not settings.search_batch_size:
         preflight.prestart(settings)
     folder, train_set, eval_set = prepare.prepare(settings)
-    before = flags
     if settings.search_batch_size:
         planned = None
-        flags = batch_search.with_size(settings, flags, batch_search.search(settings, flags).size)
+        asked = batch_search.with_size(settings, batch_search.search(settings).size)
     else:
-        planned, flags = _planned(settings, flags, train_set, eval_set)
+        planned, asked = _planned(settings, train_set, eval_set)
     preflight.publish(planned)
-    changed, flags = flags != before, command_line.put(flags, output_dir=folder)
-    if changed:
-        settings = _settings(program.recipe, flags, count)
-    job = supervisor.Job(command, partial(_settings, program.recipe), settings, flags, folder, env, count)
+    settings = _resolved(asked.put(output_dir=str(folder)), count)
+    job = supervisor.Job(_starter(program, command), _resolved, settings, folder, env, count)
     if canary.wanted(settings, planned, prepare.number_of_steps(settings, train_set)):
-        job.flags, job.settings = canary.run(job, planned)
+        job.settings = canary.run(job, planned)
     raise SystemExit(supervisor.run(job))
 
 
-def _planned(settings: Settings, flags: list[str], train_set, eval_set) -> tuple[dict | None, list[str]]:
-    """Return (the prediction of the job's memory, the flags with the gradient checkpointing that its plan chooses)."""
+def _starter(program: Program, command: Callable[[], list[str]]) -> Callable[..., list[str]]:
+    """Return a function that writes the job of an attempt and returns the command that starts its ranks.
+
+    Args: command: returns the command without the recipe's own words.
+    """
+
+    def start(settings: Settings, folder: Path, found: dict, trial: dict) -> list[str]:
+        words, file = command(), folder / job_file.FILE
+        typed = command_line.hide_secrets([*words, *settings.request.flags()])
+        facts = {"plan": job_file.published(), "weights": dict(complete.HELD), **found}
+        now = programs.of(program.file).facts
+        job_file.write(file, job_file.Job(settings.request, settings, now, typed, facts, trial))
+        return [*words, *job_file.words(file, settings.output_dir)]
+
+    return start
+
+
+def _planned(settings: Settings, train_set, eval_set) -> tuple[dict | None, Request]:
+    """Return (the prediction of the job's memory, the request with the checkpointing that its plan chooses)."""
     mean, longest = prepare.row_tokens(settings, train_set), prepare.longest_row(settings, train_set, eval_set)
     planned, checkpointing = preflight.choose_and_check(settings, mean, longest)
-    return planned, command_line.put(flags, **checkpointing)
+    return planned, settings.request.put(**checkpointing)
 
 
-def _launch_as_leader(coordinator: Coordinator, args, program: Program, flags: list[str], count: int) -> None:
+def _chosen_by_plan(asked: Request, ranks: int, **more) -> Request:
+    """Return what the plan of --zero auto asks for. Errors: as of preflight.chosen_request."""
+    return preflight.chosen_request(asked, ranks, **more)
+
+
+def _launch_as_leader(coordinator: Coordinator, args, program: Program, asked: Request, count: int) -> None:
     """Run the job as node 0, which decides: the nodes, the run folder, each attempt. count: processes of this node."""
     coordinator.membership.gather()
-    nodes, flags = _choose_nodes(coordinator, program.recipe, flags)
-    coordinator.begin_with(nodes, flags)
-    settings = _settings_on_nodes(program.recipe, flags, coordinator.world_size)
+    nodes, asked = _choose_nodes(coordinator, asked)
+    coordinator.begin_with(nodes, asked)
+    settings = _settings_on_nodes(asked, coordinator.world_size)
     run_folder.claim_folder(settings)
     preflight.prestart(settings)
     folder, train_set, eval_set = prepare.prepare(settings)
-    planned, with_plan = _planned(settings, flags, train_set, eval_set)
+    planned, asked = _planned(settings, train_set, eval_set)  # the other nodes learn it with the first attempt's order
     preflight.publish(planned)
     folder = _agree(coordinator, settings, train_set, eval_set, folder)
-    if with_plan != flags:  # the other nodes learn it with the first attempt's order
-        flags, settings = with_plan, _settings_on_nodes(program.recipe, with_plan, coordinator.world_size)
-    job = _job_on_nodes(coordinator, args, program, flags, settings, folder, count)
+    job = _job_on_nodes(coordinator, args, program, asked, settings, folder, count)
     if canary.wanted(settings, planned, prepare.number_of_steps(settings, train_set)):
         print("note: --canary is skipped: it runs on one node only", flush=True)
     raise SystemExit(supervisor.run(job))
 
 
-def _launch_as_follower(coordinator: Coordinator, args, program: Program, flags: list[str], count: int) -> None:
+def _launch_as_follower(coordinator: Coordinator, args, program: Program, asked: Request, count: int) -> None:
     """Run this node's part of a job that node 0 leads. count: processes of this node."""
     coordinator.membership.gather()
-    if preflight.is_auto(program.recipe, flags):
-        flags = documents.with_decisions(flags, coordinator.job.flags)
-    settings = _settings_on_nodes(program.recipe, flags, coordinator.world_size)
+    if asked.get("zero") == "auto":
+        asked = documents.with_decisions(asked, coordinator.job.decided)
+    settings = _settings_on_nodes(asked, coordinator.world_size)
     _, train_set, eval_set = prepare.prepare(settings, decides=False)
     preflight.publish(None)
     folder = _agree(coordinator, settings, train_set, eval_set, None)
-    job = _job_on_nodes(coordinator, args, program, flags, settings, folder, count)
+    job = _job_on_nodes(coordinator, args, program, asked, settings, folder, count)
     raise SystemExit(supervisor.follow(job))
 
 
@@ -144,29 +167,39 @@ def _agree(coordinator: Coordinator, settings: Settings, train_set, eval_set, fo
 
 
 def _job_on_nodes(
-    coordinator: Coordinator, args, program: Program, flags: list[str], settings: Settings, folder: Path, count: int
+    coordinator: Coordinator, args, program: Program, asked: Request, settings: Settings, folder: Path, count: int
 ) -> supervisor.Job:
-    def command(flags):
+    """Return this node's part of the job. settings: with which it was prepared."""
+
+    def command() -> list[str]:
         nodes = coordinator.attempt.order.nodes
         if sum(nodes.values()) > 1:
-            return prepare.node_command(coordinator.place, nodes, again(program), flags)
-        return prepare.command(args.launcher, count, node_options.port_of(""), again(program), flags)
+            return prepare.node_command(coordinator.place, nodes, again(program))
+        return prepare.command(args.launcher, count, node_options.port_of(""), again(program))
 
-    flags = command_line.put(flags, gpus=coordinator.world_size, output_dir=folder)
     env = _environment(settings, count)
-    return supervisor.Job(command, partial(_settings, program.recipe), settings, flags, folder, env, count, coordinator)
+    asked = asked.put(gpus=coordinator.world_size, output_dir=str(folder))
+    settings = _resolved(asked, coordinator.world_size)
+    return supervisor.Job(_starter(program, command), _resolved, settings, folder, env, count, coordinator)
 
 
-def _settings(recipe: str, flags: list[str], ranks: int) -> Settings:
-    """Resolve the ranks' command line; --show and --plan print and end the process."""
-    settings = resolve.resolve_settings(recipe, flags, ranks)
+def _settings(asked: Request, ranks: int) -> Settings:
+    """Resolve a request; --show and --plan print and end the process."""
+    settings = resolve.resolve(asked, ranks)
     preflight.only_print(settings)
     return settings
 
 
-def _settings_on_nodes(recipe: str, flags: list[str], ranks: int) -> Settings:
-    """Resolve the command line of `ranks` ranks on several nodes. Raises: UserError also for what works on one only."""
-    settings = _settings(recipe, command_line.put(flags, gpus=ranks), ranks)
+def _resolved(asked: Request, ranks: int) -> Settings:
+    """Return the settings that ranks train with: of the model too, so that no rank decides anything again."""
+    settings = resolve.resolve(asked, ranks)
+    resolve.resolve_for_model(settings)
+    return settings
+
+
+def _settings_on_nodes(asked: Request, ranks: int) -> Settings:
+    """Resolve a request for `ranks` ranks on several nodes. Raises: UserError also for what works on one only."""
+    settings = _settings(asked.put(gpus=ranks), ranks)
     if settings.search_batch_size:
         raise UserError(prepare.SEARCHES_ON_ONE_NODE)
     return settings
@@ -175,14 +208,13 @@ def _settings_on_nodes(recipe: str, flags: list[str], ranks: int) -> Settings:
 def _environment(settings: Settings, count: int) -> dict[str, str]:
     added = prepare.environment(count, hide_gpus=settings.use_cpu and settings.source["use_cpu"] != "decided")
     if settings.use_cpu:
-        chosen = " ".join(defaults.cpu_precision(settings))
-        # Not for the ranks alone: searches and simulations inherit this process's environment.
-        os.environ[hardware.CPU_PRECISION] = added[hardware.CPU_PRECISION] = chosen
+        # A timing: for what is resolved later, here and in a simulation, which inherits this process's environment.
+        os.environ[hardware.CPU_PRECISION] = " ".join(defaults.cpu_precision(settings))
     return added
 
 
-def _choose_nodes(coordinator: Coordinator, recipe: str, flags: list[str]) -> tuple[dict[int, int], list[str]]:
-    """Return the nodes that the job begins with, {node rank: processes}, and the flags with --zero auto resolved.
+def _choose_nodes(coordinator: Coordinator, asked: Request) -> tuple[dict[int, int], Request]:
+    """Return the nodes that the job begins with, {node rank: processes}, and the request with --zero auto resolved.
 
     They are the most of the nodes present among which the batch can be divided evenly.
     Raises: UserError if that is not possible with the minimum of nodes either.
@@ -191,9 +223,9 @@ def _choose_nodes(coordinator: Coordinator, recipe: str, flags: list[str]) -> tu
     while True:
         ranks = sum(nodes.values())
         try:
-            is_auto = preflight.is_auto(recipe, flags)
-            chosen = preflight.chosen_flags(recipe, flags, ranks, node=nodes[0]) if is_auto else flags
-            _settings_on_nodes(recipe, chosen, ranks)
+            is_auto = asked.get("zero") == "auto"
+            chosen = _chosen_by_plan(asked, ranks, node=nodes[0]) if is_auto else asked
+            _settings_on_nodes(chosen, ranks)
             return nodes, chosen
         except UserError:
             if len(nodes) == coordinator.place.least:
@@ -201,12 +233,12 @@ def _choose_nodes(coordinator: Coordinator, recipe: str, flags: list[str]) -> tu
             nodes.popitem()
 
 
-def _show_nodes(place: node_options.Place, program: Program, flags: list[str], count: int) -> None:
+def _show_nodes(place: node_options.Place, program: Program, asked: Request, count: int) -> None:
     """Print what `--show` prints for one node of several, without contacting the other nodes."""
     ranks = count * place.most
-    flags = command_line.put(flags, gpus=ranks)
-    command = prepare.node_command(place, dict.fromkeys(range(place.most), count), again(program), flags)
-    _show(_settings(program.recipe, flags, ranks), command, prepare.environment(count))
+    asked = asked.put(gpus=ranks)
+    command = prepare.node_command(place, dict.fromkeys(range(place.most), count), again(program))
+    _show(_settings(asked, ranks), [*command, *asked.flags()], prepare.environment(count))
 
 
 def _show(settings: Settings, words: list[str], env: dict[str, str]) -> None:

@@ -4,6 +4,7 @@ import argparse
 import math
 import os
 import sys
+from collections.abc import Sequence
 from pathlib import Path
 
 from zerofit.base import command_line, distributed
@@ -12,6 +13,7 @@ from zerofit.base.paths import PROJECT, import_path, is_project
 from zerofit.config import parse
 from zerofit.job import program
 from zerofit.job.program import Program
+from zerofit.job.request import Request
 from zerofit.job.settings import Settings
 from zerofit.launch.cluster import node_options
 
@@ -30,10 +32,10 @@ def without_a_launchers_variables() -> None:
             del os.environ[name]
 
 
-def without_token(flags: list[str]) -> tuple[list[str], dict[str, str]]:
-    """Return (flags without --hub_token, {"HF_TOKEN": token}): any user can read a command line."""
-    token = command_line.value_of(flags, ("--hub_token",))
-    return command_line.drop(flags, "--hub_token"), {"HF_TOKEN": token} if token else {}
+def without_token(asked: Request) -> tuple[Request, dict[str, str]]:
+    """Return (the request without --hub_token, {"HF_TOKEN": token}): any user can read a command line."""
+    token = asked.get("hub_token")
+    return asked.drop("hub_token"), {"HF_TOKEN": token} if token else {}
 
 
 def check_for_nodes(flags: list[str], launcher: str = "torchrun") -> None:
@@ -182,7 +184,7 @@ def environment(count: int, hide_gpus: bool = False) -> dict[str, str]:
     return added | ({"CUDA_VISIBLE_DEVICES": ""} if hide_gpus else {})
 
 
-def command(launcher: str, count: int, port: int, recipe: Path, flags: list[str]) -> list[str]:
+def command(launcher: str, count: int, port: int, recipe: Path, flags: Sequence[str] = ()) -> list[str]:
     """Return the exact command. It only places processes: no ZeRO stage, no precision, no DeepSpeed JSON."""
     python = sys.executable
     if count == 1:
@@ -207,13 +209,13 @@ def command(launcher: str, count: int, port: int, recipe: Path, flags: list[str]
     return [python, *start[launcher], str(recipe), *flags]
 
 
-def node_command(here: node_options.Place, nodes: dict[int, int], recipe: Path, flags: list[str]) -> list[str]:
+def node_command(here: node_options.Place, nodes: dict[int, int], recipe: Path) -> list[str]:
     """Return the command that starts one node's ranks of several. nodes: {node rank: its processes}."""
     return [
         sys.executable, "-m", "zerofit.launch.torchrun", "--nnodes", str(len(nodes)),
         "--node_rank", str(sorted(nodes).index(here.rank)), "--nproc_per_node", str(nodes[here.rank]),
         "--master_addr", here.address, "--master_port", str(here.port + 1),
-        "--rdzv_conf", f"timeout={int(here.timeout)}", str(recipe), *flags,
+        "--rdzv_conf", f"timeout={int(here.timeout)}", str(recipe),
     ]  # fmt: skip
 
 

@@ -10,14 +10,15 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from zerofit.base import command_line, rank_status
+from zerofit.base import rank_status
 from zerofit.base.errors import EXIT_CODES, BrokenLinks
 from zerofit.checkpoint import resumable
 from zerofit.checkpoint.facts import ASIDE
 from zerofit.job import run_folder
+from zerofit.job.request import Request
 from zerofit.job.settings import Settings
 from zerofit.launch import postmortem, retry, standby
 from zerofit.launch.cluster import documents, node_options
@@ -38,25 +39,25 @@ SUSPENDED_SECONDS = 5.0
 class Job:
     """What `run` needs to start attempts.
 
-    command: flags -> argv; parse: (flags, ranks) -> Settings; flags: with --output_dir; count: processes of this node;
-    coordinator: None for a job on one node.
+    start: (settings, folder, facts, trial) -> argv, whose job.json it has written into the folder; resolve: (request,
+    ranks) -> Settings; settings: with --output_dir; count: processes of this node; coordinator: None for a job on one
+    node; facts: found before the first attempt, for run.json (job/job.py).
     """
 
-    command: Callable[[list[str]], list[str]]
-    parse: Callable[[list[str], int], Settings]
+    start: Callable[[Settings, Path, dict, dict], list[str]]
+    resolve: Callable[[Request, int], Settings]
     settings: Settings
-    flags: list[str]
     folder: Path
     env: dict[str, str]
     count: int
     coordinator: Coordinator | None = None
+    facts: dict = field(default_factory=dict)
 
 
 @dataclass
 class Attempt:
     """One attempt to start. change: from the one before; nodes: {node rank: processes} on several nodes, else None."""
 
-    flags: list[str]
     settings: Settings
     nodes: dict[int, int] | None
     change: str = ""
@@ -66,7 +67,7 @@ class Attempt:
 def run(job: Job) -> int:
     """Run the job, with new attempts as far as --on_oom and --max_restarts allow; return the exit code."""
     endings, restarts = [], 0
-    attempt = Attempt(job.flags, job.settings, job.coordinator.job.nodes if job.coordinator else None)
+    attempt = Attempt(job.settings, job.coordinator.job.nodes if job.coordinator else None)
     while True:
         records = Path(tempfile.mkdtemp(prefix="zerofit-attempt-"))
         try:
@@ -83,7 +84,7 @@ def run(job: Job) -> int:
             checkpoint = retry.archive_attempt(job.folder, records) if opened else None
         finally:
             shutil.rmtree(records, ignore_errors=True)
-        following.flags = _resumed(following.flags, checkpoint, job)
+        following.settings = _resumed(following.settings, checkpoint, job)
         attempt = following
         where = f"from {checkpoint.name}" if checkpoint else "from the start"
         print(
@@ -101,17 +102,17 @@ def follow(job: Job) -> int:
                 print(f"{coordinator.name}: zerofit: {order.sentence}", file=sys.stderr)
             return order.code
         coordinator.begin(order)
-        flags = documents.with_decisions(job.flags, order.flags, job.folder)
-        settings = job.parse(flags, coordinator.world_size)
+        asked = documents.with_decisions(job.settings.request, order.decided, job.folder)
+        settings = job.resolve(asked, coordinator.world_size)
         with tempfile.TemporaryDirectory(prefix="zerofit-attempt-") as folder:
-            coordinator.report(*_watch(job, flags, settings, Path(folder)), Path(folder))
+            coordinator.report(*_watch(job, settings, Path(folder)), Path(folder))
 
 
 def _run_attempt(job: Job, attempt: Attempt, number: int, records: Path) -> postmortem.Outcome:
     if job.coordinator:
-        job.coordinator.order(number, attempt.nodes, attempt.flags)
+        job.coordinator.order(number, attempt.nodes, attempt.settings.request)
     kills = _host_kills()
-    code, signals, hung = _watch(job, attempt.flags, attempt.settings, records)
+    code, signals, hung = _watch(job, attempt.settings, records)
     kills = _host_kills() - kills
     if job.coordinator:
         job.coordinator.report(code, signals, hung, records)
@@ -124,9 +125,9 @@ def _run_attempt(job: Job, attempt: Attempt, number: int, records: Path) -> post
     return last
 
 
-def _watch(job: Job, flags: list[str], settings: Settings, records: Path) -> tuple[int, list[int], int | None]:
-    command = job.command(flags)
-    added_env = {rank_status.FOLDER: str(records), "ZEROFIT_COMMAND": command_line.hide_secrets(command)}
+def _watch(job: Job, settings: Settings, records: Path) -> tuple[int, list[int], int | None]:
+    command = job.start(settings, records, job.facts, {})
+    added_env = {rank_status.FOLDER: str(records)}
     if coordinator := job.coordinator:
         added_env |= node_options.interface_variables(coordinator.place, coordinator.attempt.order.addresses)
     env = os.environ | job.env | added_env
@@ -140,10 +141,10 @@ def _next_attempt(job: Job, attempt: Attempt, last: postmortem.Outcome, restarts
     """Return the attempt to make after one that ended like `last`; None to end the job."""
     settings = attempt.settings
     if last.kind == "out of memory" and settings.on_oom != "fail":
-        smaller = retry.next_smaller_setting(settings, attempt.flags, job.parse, last.phase)
+        smaller = retry.next_smaller_setting(settings, job.resolve, last.phase)
         if smaller and (settings.on_oom == "retry" or _agreed(last, smaller[0])):
-            change, flags, settings = smaller
-            return replace(attempt, flags=flags, settings=settings, change=change, is_restart=False)
+            change, settings = smaller
+            return replace(attempt, settings=settings, change=change, is_restart=False)
     if change := without_copies_between_gpus(job, last, settings):
         return replace(attempt, change=change, is_restart=False)
     if last.kind == "stopped" and job.coordinator and (change := job.coordinator.attempt.change):
@@ -172,26 +173,28 @@ def _on_present_nodes(job: Job, attempt: Attempt) -> Attempt | None:
     nodes = job.coordinator.next_nodes()
     if nodes is None:
         return None
-    flags, settings, ranks = attempt.flags, attempt.settings, sum(nodes.values())
+    settings, ranks = attempt.settings, sum(nodes.values())
     if ranks != settings.world_size:
         batch = retry.same_batch(
             settings.effective_batch_size, settings.per_device_train_batch_size, ranks, settings.ranks_per_row
         )
-        flags = [*command_line.drop(flags, *retry.BATCH), *batch]
-        flags = command_line.put(flags, zero=settings.zero, gpus=ranks)
-        settings = job.parse(flags, ranks)
+        asked = settings.request.drop(*retry.BATCH).put(**batch, zero=settings.zero, gpus=ranks)
+        settings = job.resolve(asked, ranks)
     place = f"{len(nodes)} node{'s' * (len(nodes) > 1)} with {ranks} processes"
     change = f"{attempt.change}, on {place}" if attempt.change else place
-    return replace(attempt, flags=flags, settings=settings, nodes=nodes, change=change)
+    return replace(attempt, settings=settings, nodes=nodes, change=change)
 
 
-def _resumed(flags: list[str], checkpoint: Path | None, job: Job) -> list[str]:
-    if checkpoint is not None:
-        return command_line.put(flags, resume_from_checkpoint=checkpoint)
+def _resumed(settings: Settings, checkpoint: Path | None, job: Job) -> Settings:
+    """Return the settings of an attempt that goes on from a checkpoint; None: there is none."""
     requested = job.settings.resume_from_checkpoint  # the user's flag; its checkpoint may have been archived
-    if requested and not Path(requested).exists():
-        return command_line.drop(flags, "--resume_from_checkpoint")
-    return flags
+    if checkpoint is not None:
+        asked = settings.request.put(resume_from_checkpoint=str(checkpoint))
+    elif requested and requested.lower() not in documents.NEWEST and not Path(requested).exists():
+        asked = settings.request.drop("resume_from_checkpoint")
+    else:
+        return settings
+    return job.resolve(asked, settings.world_size)
 
 
 def _agreed(last, what: str) -> bool:
@@ -228,7 +231,7 @@ def _write_report(job: Job, attempt: Attempt, endings: list[postmortem.Outcome],
         return
     smaller = None
     if last.kind == "out of memory":
-        smaller = retry.next_smaller_setting(attempt.settings, attempt.flags, job.parse, last.phase)
+        smaller = retry.next_smaller_setting(attempt.settings, job.resolve, last.phase)
     advice = postmortem.advice(last, job.folder, attempt.settings, smaller)
     report_note = f"; {job.folder}/report.md"
     # An incomplete checkpoint; on a full disk the report needs the space.

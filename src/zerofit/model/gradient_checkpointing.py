@@ -2,7 +2,6 @@
 
 import collections
 import json
-import os
 import weakref
 
 import torch
@@ -37,8 +36,7 @@ IN_FLIGHT = 2  # offloaded tensors that are on the GPU at once: one in use, one 
 
 PROOF_LAYERS, PROOF_WIDTH, PROOF_ROWS = 6, 2048, (2048, 1024)  # of the proof of the streams; rows of two micro batches
 
-# Environment variable of a launch: JSON of what its plan has chosen, {"flags": {argument: value}, "why": sentence}.
-CHOSEN = "ZEROFIT_CHECKPOINTING"
+CHOSEN: dict = {}  # by the plan of this process's launch: {"flags": {argument: value}, "why": sentence}
 
 BY_PLAN = "plan"  # source of arguments that a plan has chosen
 
@@ -51,18 +49,17 @@ def is_open(settings) -> bool:
 
 
 def choose(flags: dict, why: str) -> None:
-    """Let this process and its ranks know that the plan has chosen these flags, which the ranks are given."""
-    os.environ[CHOSEN] = json.dumps({"flags": flags, "why": why})
+    """Remember that the plan has chosen these flags, with which the job is then resolved."""
+    CHOSEN.update(flags=flags, why=why)
 
 
 def _name_the_plan(settings) -> None:
     """Give the flags that the plan of this launch has chosen their source, and add why; others are the user's."""
-    chosen = json.loads(os.environ.get(CHOSEN, "{}"))
-    if chosen and all(
-        settings.values[name] == value and settings.source[name] == "flag" for name, value in chosen["flags"].items()
+    if CHOSEN and all(
+        settings.values[name] == value and settings.source[name] == "flag" for name, value in CHOSEN["flags"].items()
     ):
-        settings.source |= dict.fromkeys(chosen["flags"], BY_PLAN)
-        settings.decisions.append(chosen["why"])
+        settings.source |= dict.fromkeys(CHOSEN["flags"], BY_PLAN)
+        settings.decisions.append(CHOSEN["why"])
 
 
 def resolve(settings) -> None:

@@ -1,7 +1,6 @@
 """Check at the start of a run whether it fits; handle --zero auto and --plan."""
 
 import json
-import os
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -10,8 +9,8 @@ from types import SimpleNamespace
 from zerofit.base import allocator, hardware
 from zerofit.base.errors import UserError
 from zerofit.base.hardware import GIB
-from zerofit.config import defaults, parse, resolve
-from zerofit.job import run_folder
+from zerofit.config import defaults, resolve
+from zerofit.job import job
 from zerofit.job.request import Request
 from zerofit.job.settings import Settings
 from zerofit.model import gradient_checkpointing
@@ -28,8 +27,8 @@ MUCH_FASTER = 1.2  # times as fast by estimate: from here on another micro batch
 
 
 def publish(plan: dict | None) -> None:
-    """Store the prediction in an environment variable, so that no process of this job checks again."""
-    os.environ[run_folder.PLANNED] = json.dumps(plan or {})
+    """Keep the prediction for the job's ranks, or for the end of the run in this process."""
+    job.publish(plan)
 
 
 def prestart(settings) -> None:
@@ -279,19 +278,7 @@ def dry_run(settings) -> None:
         print(memory_report.table(plan["peak"]))
 
 
-# --- --zero auto: called with the words of a command line, before the launcher resolves them ---
-
-
-def is_auto(recipe: str, flags: list[str]) -> bool:
-    """Return whether `auto` is explicit as --zero on the command line, or as zero in its YAML file."""
-    return parse.given(recipe, flags, "zero") == "auto"
-
-
-def chosen_flags(recipe: str, flags: list[str], ranks: int, node: int = formulas.GPUS_OF_A_NODE) -> list[str]:
-    """Return the flags of `chosen_request`; on a CPU they are unchanged."""
-    if not hardware.torch_sees_some():
-        return flags
-    return chosen_request(parse.request(recipe, flags), ranks, node).flags()
+# --- --zero auto ---
 
 
 def chosen_request(request: Request, ranks: int, node: int = formulas.GPUS_OF_A_NODE) -> Request:

@@ -287,7 +287,7 @@ def _write_cached(cache: Path, question: Question, answer: dict) -> None:
 
 
 _OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR",
-                  "MASTER_PORT", "LOCAL_SIZE", "ZEROFIT_PROBE")  # fmt: skip
+                  "MASTER_PORT", "LOCAL_SIZE")  # fmt: skip
 
 
 def _key(question: Question) -> str:

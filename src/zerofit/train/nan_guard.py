@@ -234,7 +234,7 @@ class NanGuard:
         save_file(tensors, folder / f"rank{rank}.safetensors")
         if rank:
             return
-        flags = command_line.without_secrets(settings.flags)
+        flags = command_line.without_secrets(settings.request.all_flags())
         facts = {
             "step": trainer.state.global_step, "recipe": settings.recipe.name, "world_size": trainer.args.world_size,
             "flags": command_line.drop(flags, "--output_dir", "--resume_from_checkpoint"),

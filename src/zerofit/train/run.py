@@ -2,14 +2,13 @@
 
 import contextlib
 import json
-import os
 from pathlib import Path
 
 from zerofit.base import rank_status
 from zerofit.base.errors import DiskFull, Stopped, UserError, full_disk, printable
 from zerofit.certificate import page, saved
 from zerofit.checkpoint import resumable
-from zerofit.job import run_folder
+from zerofit.job import job, run_folder
 from zerofit.job.settings import Check, written
 from zerofit.model import adapters, generation
 from zerofit.model.load import verify_saved
@@ -168,7 +167,7 @@ def write_result(trainer: ZerofitTrainer, metrics: dict) -> None:
 
 def write_prediction(measured_bytes: int, folder: Path) -> None:
     """Write the peak that a simulation has predicted before the launch, and the measured one, to plan.json."""
-    predicted = json.loads(os.environ.get(run_folder.PLANNED, "{}"))
+    predicted = job.published()
     if predicted and "by" not in predicted:
         measured = {"bytes": measured_bytes, "ratio": round(measured_bytes / predicted["peak_bytes"], 4)}
         run_folder.write_json(folder / "plan.json", predicted | {"measured": measured})

@@ -12,12 +12,12 @@ import torch
 from zerofit.base import distributed, rank_status
 from zerofit.base.errors import EXIT_CODES, UserError
 from zerofit.base.paths import size_of
-from zerofit.job import run_folder
+from zerofit.job import job, run_folder
 from zerofit.train import memory_tracker
 
-CANARY_JOB = "ZEROFIT_CANARY"  # environment variable: the file that the canary's rank 0 writes its result to
-
-CANARY_RESULT = "ZEROFIT_CANARY_FOUND"  # environment variable: that result, for run.json
+# Of job.Job.trial: what the ranks measure instead of training.
+CANARY = "canary"  # the file that rank 0 writes its result to
+BATCH_SEARCH = "batch_search"  # {"sizes": [micro batch], "limit_bytes": of a rank, "folder": of the results}
 
 LONG_RUN_SECONDS = 600  # predicted seconds of training from which --canary auto is on
 
@@ -27,7 +27,13 @@ LONG_RUN_SECONDS = 600  # predicted seconds of training from which --canary auto
 
 def is_canary() -> bool:
     """Return whether this process is a rank of a canary."""
-    return CANARY_JOB in os.environ
+    return _of_job(CANARY) is not None
+
+
+def _of_job(kind: str):
+    """Return what the job of this process says of a kind of trial; None if it is none."""
+    running = job.running()
+    return running and running.trial.get(kind)
 
 
 def measure_canary(trainer) -> None:
@@ -49,7 +55,7 @@ def measure_canary(trainer) -> None:
         "steps": trainer.state.max_steps, "checkpoints": _checkpoints(trainer),
     }  # fmt: skip
     if args.process_index == 0:
-        run_folder.write_json(Path(os.environ[CANARY_JOB]), result)
+        run_folder.write_json(Path(_of_job(CANARY)), result)
     sys.stdout.flush()
     distributed.barrier()
     os._exit(0)
@@ -144,11 +150,7 @@ def _checkpoints(trainer) -> int:
     return min(written, kept)
 
 
-NOTHING_OUTSIDE = ("--push_to_hub", "false", "--report_to", "none")  # a trial contacts no hub or experiment tracker
-
-BATCH_SEARCH_JOB = (
-    "ZEROFIT_PROBE"  # environment variable: the job file, with which a recipe's ranks measure instead of training
-)
+NOTHING_OUTSIDE = {"push_to_hub": False, "report_to": "none"}  # a trial contacts no hub or experiment tracker
 
 
 # --- batch size search ---
@@ -156,7 +158,7 @@ BATCH_SEARCH_JOB = (
 
 def is_batch_search() -> bool:
     """Return whether this process is a rank of the batch size search."""
-    return BATCH_SEARCH_JOB in os.environ
+    return _of_job(BATCH_SEARCH) is not None
 
 
 def measure_batch(trainer) -> None:
@@ -164,26 +166,26 @@ def measure_batch(trainer) -> None:
 
     Needs model, optimizer and engine. Each rank writes a line for each size that fits.
     """
-    job = json.loads(Path(os.environ[BATCH_SEARCH_JOB]).read_text())
+    wanted = _of_job(BATCH_SEARCH)
     rank = trainer.args.process_index
-    rows = longest_rows(trainer, max(job["sizes"]))
+    rows = longest_rows(trainer, max(wanted["sizes"]))
     cuda = trainer.args.device.type == "cuda"
     if cuda:
         total_bytes = torch.cuda.get_device_properties(trainer.args.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, job["limit_bytes"] / total_bytes))
+        torch.cuda.set_per_process_memory_fraction(min(1.0, wanted["limit_bytes"] / total_bytes))
         tracker = None
     else:
-        tracker = memory_tracker.MemoryTracker(trainer.model, trainer.optimizer, limit=job["limit_bytes"])
+        tracker = memory_tracker.MemoryTracker(trainer.model, trainer.optimizer, limit=wanted["limit_bytes"])
     exit_code = 0
     try:
-        for size in job["sizes"]:
+        for size in wanted["sizes"]:
             record = _step(trainer, rows[:size], tracker)
-            with (Path(job["folder"]) / f"rank{rank}.jsonl").open("a") as file:
+            with (Path(wanted["folder"]) / f"rank{rank}.jsonl").open("a") as file:
                 file.write(json.dumps({"size": size, **record}) + "\n")
     except RuntimeError as error:
         if not rank_status.gpu_is_full(error):
             raise
-        (Path(job["folder"]) / "out-of-memory").touch()
+        (Path(wanted["folder"]) / "out-of-memory").touch()
         exit_code = EXIT_CODES["out of memory"]
     sys.stdout.flush()
     if not exit_code:

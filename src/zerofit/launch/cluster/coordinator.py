@@ -17,6 +17,7 @@ from pathlib import Path
 
 from zerofit.base import rank_status
 from zerofit.base.errors import EXIT_CODES, UserError
+from zerofit.job.request import Request
 from zerofit.launch.cluster import node_options
 from zerofit.launch.cluster.documents import (
     End,
@@ -43,7 +44,7 @@ STOP_SECONDS = 3.0  # until every node has certainly read the step after which a
 class AttemptState:
     """What a supervisor knows of the running attempt; the next attempt gets a new one."""
 
-    order: Order = field(default_factory=lambda: Order(attempt=0, nodes={}, flags={}, addresses={}))
+    order: Order = field(default_factory=lambda: Order(attempt=0, nodes={}, decided={}, addresses={}))
     stop_written: bool = False
     killed: bool = False
     # the rest on node 0 only
@@ -105,14 +106,14 @@ class Coordinator:
 
     # --- node 0: orders ---
 
-    def begin_with(self, nodes: dict[int, int], flags: list[str]) -> None:
-        """Publish the job's nodes, {node rank: its processes}, and the flags that node 0 decides."""
-        self.transport.update_job(nodes=nodes, flags=decisions(flags))
+    def begin_with(self, nodes: dict[int, int], asked: Request) -> None:
+        """Publish the job's nodes, {node rank: its processes}, and the arguments that node 0 decides."""
+        self.transport.update_job(nodes=nodes, decided=decisions(asked))
 
-    def order(self, number: int, nodes: dict[int, int], flags: list[str]) -> None:
+    def order(self, number: int, nodes: dict[int, int], asked: Request) -> None:
         """Order attempt `number` on these nodes, {node rank: its processes}."""
         addresses = {rank: self.transport.nodes[rank].address for rank in nodes}
-        order = Order(number, nodes, decisions(flags), addresses)
+        order = Order(number, nodes, decisions(asked), addresses)
         self.begin(order)
         self.attempt.supervisors = {rank: self.transport.nodes[rank].id for rank in nodes}
         self.transport.update_job(order=order)

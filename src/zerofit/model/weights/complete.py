@@ -2,16 +2,15 @@
 
 import contextlib
 import hashlib
-import json
 import logging
-import os
 from dataclasses import dataclass
 from pathlib import Path
 
 from zerofit.base.errors import UserError
 from zerofit.model.weights import files
 
-COMPARED = "ZEROFIT_WEIGHTS_COMPARED"  # environment: the last comparison that held, for the ranks of this job
+# The last comparison that held, here or in the launcher of this process: {"key": of the files, "unexpected": names}.
+HELD: dict = {}
 
 PART_OF_IMAGES = ("vision", "visual", "image", "audio", "mm_projector", "multi_modal")  # in names of other weights
 
@@ -42,8 +41,7 @@ def of_loaded(model, info: dict) -> Names:
     named = dict(model.named_parameters()).keys() | (model.state_dict().keys() & dict(model.named_buffers()).keys())
     unexpected = tuple(sorted(info["unexpected_keys"]))
     if is_deepspeed_zero3_enabled():
-        known = json.loads(os.environ.get(COMPARED, "{}"))
-        unexpected = tuple(known["unexpected"]) if known else None
+        unexpected = tuple(HELD["unexpected"]) if HELD else None
     mismatched = tuple(sorted((name, list(found), list(own)) for name, found, own in info["mismatched_keys"]))
     saved_as = (getattr(model.config, "architectures", None) or [""])[0]
     tied = {name for name, other in model.all_tied_weights_keys.items() if other in info["missing_keys"]}
@@ -59,12 +57,11 @@ def check(folder: Path, place: str, remote: bool = False) -> None:
     """
     files.check(folder, place)
     key = _key(folder, place)
-    if json.loads(os.environ.get(COMPARED, "{}")).get("key") == key:
+    if HELD.get("key") == key:
         return
     if (names := _by_headers(folder, place, remote)) is not None:
         refuse(names, place)
-        if len(names.unexpected) <= 1000:  # a variable is at most 128 KiB long
-            os.environ[COMPARED] = json.dumps({"key": key, "unexpected": names.unexpected})
+        HELD.update(key=key, unexpected=names.unexpected)
 
 
 def _key(folder: Path, place: str) -> str:
