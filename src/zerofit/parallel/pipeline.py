@@ -40,7 +40,7 @@ CONFLICTS = (
     Conflict("canary", (True,), "its trial steps need the whole model on a rank", "leave it out"),
     Conflict(
         "num_samples",
-        AllBut((0,)),
+        AllBut(0),
         "no rank has the whole model to generate with",
         "use --num_samples 0 (`zerofit chat` later)",
     ),
