@@ -6,10 +6,11 @@ below are imported when they are first used.
 
 __version__ = "0.1.0"
 
-__all__ = ["Format", "Recipe", "Technique", "Trainer", "__version__"]
+__all__ = ["Format", "OptimizerSpec", "Recipe", "Technique", "Trainer", "__version__"]
 
 _PUBLIC = {  # name: its module and its name there
     "Format": ("zerofit.data.formats", "Format"),
+    "OptimizerSpec": ("zerofit.optim.registry", "OptimizerSpec"),
     "Recipe": ("zerofit.job.recipe", "Recipe"),
     "Technique": ("zerofit.job.technique", "Technique"),
     "Trainer": ("zerofit.train.trainer", "ZerofitTrainer"),

@@ -231,7 +231,8 @@ TECHNIQUES = (
 
 def techniques_of(settings: Settings) -> tuple[Technique, ...]:
     """Return the techniques of a job in their order: the kit's, then those of the recipe."""
-    return (*TECHNIQUES, *getattr(settings.recipe, "techniques", ()))
+    own = (registry.technique(name, spec) for name, spec in settings.recipe.optimizers.items())
+    return (*TECHNIQUES, *own, *settings.recipe.techniques)
 
 
 def install(settings: Settings, model) -> None:

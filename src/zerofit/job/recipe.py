@@ -88,6 +88,9 @@ class Recipe:
     # Formats of rows of its own (data/formats.py), tried before the kit's.
     formats: tuple = ()
 
+    # Name for --optim -> an optimizer of its own (optim/registry.py OptimizerSpec).
+    optimizers: Mapping[str, Any] = field(default_factory=dict)
+
     def __post_init__(self):
         _check_types(self)
         if not NAME.fullmatch(self.name):

@@ -11,6 +11,9 @@ from zerofit.optim import registry
 def own_optimizer(trainer, model):
     """Return the optimizer of --optim if it is built here; None if transformers builds it."""
     settings, args = trainer.settings, trainer.args
+    spec = registry.spec_of(settings)
+    if spec and spec.build:
+        return spec.build(parameter_groups(trainer, model), args.learning_rate)
     extra = registry.arguments(settings)
     common = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     noise = {"seed": args.seed, "part": 0 if settings.zero == 0 else args.process_index}  # ZeRO: a slice per rank
@@ -28,7 +31,7 @@ def own_optimizer(trainer, model):
 
         compiled = _compiles_adamw(extra.get("compile", "auto"), args.device)
         return AdamW(parameter_groups(trainer, model), **common, **noise, compiled=compiled)
-    if registry.OPTIMIZERS.get(settings.optim, registry.NONE).module == "bitsandbytes":
+    if spec and spec.module == "bitsandbytes":
         import bitsandbytes
 
         # Its table of parameters with 32-bit states is global and indexed by position: under ZeRO, the partition of

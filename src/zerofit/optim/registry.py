@@ -2,7 +2,9 @@
 
 import importlib.util
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
+from typing import Any
 
 from zerofit.base.errors import UserError
 from zerofit.job.settings import decide, json_value, merge_json
@@ -11,25 +13,22 @@ from zerofit.job.technique import Conflict, Technique
 
 @dataclass(frozen=True)
 class OptimizerSpec:
-    """What an optimizer needs, supports and costs.
+    """What an optimizer needs, supports and costs."""
 
-    state_bytes: optimizer state per trained parameter, without fp32 weights (r: rank, n: longer side of a matrix)
-    stages, offload: supported ZeRO stages, and whether --offload works; why_not: the reason for the other ones
-    module, extra: package, and the extra of pyproject.toml that installs it (None: the base install)
-    rounding: of bf16 weights without fp32 master (None: refused with --pure_bf16)
-    bundled_lr: a learning rate that reaches more than 90 % exact match on the bundled task
-    """
-
-    state_bytes: str
-    stages: str = "0123"
-    offload: bool = True
-    why_not: str = ""
-    module: str | None = None
-    extra: str | None = None
+    state_bytes: (
+        str  # optimizer state per trained parameter, without fp32 weights (r: rank, n: longer side of a matrix)
+    )
+    stages: str = "0123"  # the ZeRO stages at which it works
+    offload: bool = True  # whether --offload works
+    why_not: str = ""  # why the other stages, or an offload, do not work
+    module: str | None = None  # the package that it needs
+    extra: str | None = None  # of pyproject.toml, which installs the package; None: the base install
     needs_cuda: bool = False
-    rounding: str | None = "nearest"
-    bundled_lr: float = 5e-4
+    rounding: str | None = "nearest"  # of bf16 weights without fp32 master; None: refused with --pure_bf16
+    bundled_lr: float = 5e-4  # a learning rate that reaches more than 90 % exact match on the bundled task
     note: str = ""
+    # (parameter groups, learning rate) -> the optimizer, of a recipe's own (Recipe.optimizers); None: the kit's
+    build: Callable[[list[dict], float], Any] | None = None
 
 
 _BNB = {"module": "bitsandbytes"}
@@ -100,11 +99,14 @@ OPTIMIZERS: dict[str, OptimizerSpec] = {
     "apollo_adamw": OptimizerSpec("8 r/n", **_PROJECTED, module="apollo_torch", note="arXiv 2412.05270; rank 128"),
 }
 
-NONE = OptimizerSpec("?")
-
 ALIASES = {"lion": "lion_32bit", "adamw": "adamw_torch_fused", "adamw_bnb_8bit": "adamw_8bit"}
 
 OURS = ("muon", "sophia")  # not in transformers' OptimizerNames
+
+
+def spec_of(settings) -> OptimizerSpec | None:
+    """Return what is known of --optim: of the recipe's own optimizers, else of OPTIMIZERS; None: nothing."""
+    return settings.recipe.optimizers.get(settings.optim) or OPTIMIZERS.get(settings.optim)
 
 
 def resolve_name(settings) -> None:
@@ -119,7 +121,7 @@ def resolve(settings) -> None:
     Raises: UserError for a combination that cannot work or would silently save no memory.
     """
     explicit, name = settings.given, settings.optim
-    entry = OPTIMIZERS.get(name)
+    entry = spec_of(settings)
     _match_json(settings, explicit)
     if settings.tf32 and settings.use_cpu:
         raise UserError("--tf32 true: TF32 is a mode of NVIDIA GPUs, and this run is on the CPU; leave it out.")
@@ -161,7 +163,8 @@ def _choose_unlisted(settings, name: str) -> None:
     if name not in known:
         import difflib
 
-        close = difflib.get_close_matches(name, [*OPTIMIZERS, *ALIASES, *known], 1, 0.6)
+        own = settings.recipe.optimizers
+        close = difflib.get_close_matches(name, [*own, *OPTIMIZERS, *ALIASES, *known], 1, 0.6)
         raise UserError(
             f"--optim {name}: no such optimizer{f'; did you mean {close[0]}?' if close else ''} (docs/optimizers.md "
             "lists those that are tested here)."
@@ -236,7 +239,7 @@ def _choose_pure_bf16(settings, name: str, entry: OptimizerSpec | None, explicit
 
 def name_for_transformers(settings) -> str:
     """Return --optim for TrainingArguments, with adamw_torch for the names that it would refuse."""
-    return "adamw_torch" if settings.optim in OURS else settings.optim
+    return "adamw_torch" if settings.optim in (*OURS, *settings.recipe.optimizers) else settings.optim
 
 
 def markdown() -> str:
@@ -261,8 +264,8 @@ def markdown() -> str:
     return "\n".join(lines)
 
 
-def _technique(name: str, spec: OptimizerSpec) -> Technique:
-    """Return the technique of a row of OPTIMIZERS."""
+def technique(name: str, spec: OptimizerSpec) -> Technique:
+    """Return the technique of an optimizer: what it excludes."""
     conflicts = []
     if refused := tuple(stage for stage in range(4) if str(stage) not in spec.stages):
         conflicts.append(Conflict("zero", refused, spec.why_not, f"use --zero {' or '.join(spec.stages)}"))
@@ -278,7 +281,7 @@ def _technique(name: str, spec: OptimizerSpec) -> Technique:
 
 TECHNIQUES = (
     Technique(name="optimizer by another name", resolve=resolve_name),  # first: the others ask for its name
-    *(_technique(name, spec) for name, spec in OPTIMIZERS.items()),
+    *(technique(name, spec) for name, spec in OPTIMIZERS.items()),
     Technique(
         name="pure bf16",
         flag="pure_bf16",

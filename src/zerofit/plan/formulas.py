@@ -279,7 +279,7 @@ def _share(s: Shape, setting: Setting) -> Shape:
 
 def _widths(settings, zero: int) -> tuple[float, float, float]:
     """Return the bytes of a trained parameter as weight, gradient, and optimizer state with master copy."""
-    entry = registry.OPTIMIZERS.get(settings.optim)
+    entry = registry.spec_of(settings)
     width = float(entry.state_bytes) if entry and _is_number(entry.state_bytes) else 8.0
     if settings.pure_bf16:
         return 2, 2, width / 2 if width == 8 else width

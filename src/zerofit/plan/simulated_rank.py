@@ -64,7 +64,7 @@ def _import_for(questions: list[simulate.Question]) -> None:
     with contextlib.suppress(UserError):  # the answer reports it
         first = questions[0]
         settings = parse.settings_of(first.request, first.ranks)
-        module = registry.OPTIMIZERS.get(settings.optim, registry.NONE).module
+        module = getattr(registry.spec_of(settings), "module", None)
         if module == "bitsandbytes" or settings.values.get("load_in_4bit"):
             import bitsandbytes
 

@@ -102,13 +102,13 @@ class ZerofitTrainer(Trainer):
         self.settings, self.tokens, self.eval_tokens = settings, train_set, eval_set
         self.ends, tokenizer = generation.stop_at_ends(net, tokenizer, train_set.statistics.get("ends", []))
         self.clock = progress.ThroughputMeter(settings, net)
-        self.numel = count_parameters(net)  # trainable, all; DeepSpeed's tensor parallelism replaces them by shards
         self.shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in net.named_parameters()}
         self.saving_to = None  # folder that a checkpoint is written to before it is renamed
         if settings.zero == 3:
             patches.list_own_parameters_directly()
             patches.forget_releases_with_their_trace()
         self.install_techniques(net)
+        self.numel = count_parameters(net)  # trainable, all; DeepSpeed's tensor parallelism replaces them by shards
         self.fused_loss = self.fuse_loss(net)
         self.router_loss = fused_loss.router_loss(net)
         self.label_counts = []  # of the micro batches of this step that are still to come

@@ -1,0 +1,102 @@
+"""The files of examples/extending, with not one edit in src: they train, are planned, and refuse what cannot be."""
+
+import json
+
+import pytest
+from conftest import ROOT, TINY, Run, run_python, run_world
+
+from zerofit.base import hardware
+from zerofit.base.errors import UserError
+from zerofit.config import help, parse, resolve
+from zerofit.job import program
+from zerofit.plan import simulate
+
+EXTENDING = ROOT / "examples" / "extending"
+SHORT = ["--max_steps", "4", "--logging_steps", "1", "--num_samples", "0", "--save_strategy", "no"]
+
+
+def train(name, folder, *flags, ranks=0):
+    done = run_python([str(EXTENDING / f"{name}.py"), *SHORT, *flags, "--output_dir", str(folder)], ranks=ranks)
+    assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]
+    return Run(folder)
+
+
+@pytest.fixture(scope="module")
+def stock(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("stock")
+    return run_world(1, {"sft": ("sft", [*SHORT, "--zero", "0"])}, folder)["sft"]
+
+
+def test_the_loss_that_counts_all_tokens_alike_is_the_usual_one(stock, tmp_path):
+    same = train("loss", tmp_path / "a", "--focal_gamma", "0")
+    assert same.losses == pytest.approx(stock.losses, rel=1e-5)
+    assert same.json("result.json")["eval_loss"] == pytest.approx(stock.json("result.json")["eval_loss"], rel=1e-4)
+    focal = train("loss", tmp_path / "b")
+    assert all(ours < theirs for ours, theirs in zip(focal.losses, stock.losses, strict=True))
+
+
+@pytest.mark.slow
+def test_the_loss_is_the_same_on_two_ranks(stock, tmp_path):
+    two = train("loss", tmp_path / "two", "--focal_gamma", "0", "--zero", "2", ranks=2)
+    assert two.json("run.json")["world_size"] == 2
+    assert two.losses == pytest.approx(stock.losses, rel=1e-4)
+
+
+def test_rows_of_the_format_are_read_and_a_bad_one_is_named(tmp_path):
+    rows = tmp_path / "rows.jsonl"
+    rows.write_text(
+        '{"dialog": ["Hi?", "Hello."], "system": "Be kind."}\n{"dialog": ["Bye?", "Bye.", "Now?", "Yes."]}\n'
+    )
+    flags = ["--model", str(TINY / "model"), "--data", str(rows), "--effective_batch_size", "2"]
+    facts = train("data_format", tmp_path / "run", *flags).json("run.json")["data"]["training"]
+    assert facts["format"] == "dialog" and facts["kept"] == 2 and facts["columns_not_used"] == {}
+    rows.write_text('{"dialog": ["Hi?"]}\n')
+    done = run_python([str(EXTENDING / "data_format.py"), *SHORT, *flags, "--output_dir", str(tmp_path / "bad")])
+    assert done.returncode == 2 and f"{rows}:1: the conversation does not end in an assistant turn" in done.stderr
+
+
+def test_the_optimizer_is_the_one_that_steps(tmp_path):
+    plain = train("optimizer", tmp_path / "0", "--zero", "0", "--learning_rate", "1e-3")
+    assert plain.losses[-1] < plain.losses[0] - 0.5
+    sharded = train("optimizer", tmp_path / "2", "--zero", "2", "--learning_rate", "1e-3", ranks=2)
+    assert sharded.losses == pytest.approx(plain.losses, rel=1e-3)  # each element by itself: slices do not matter
+
+
+def test_an_optimizer_says_what_it_cannot():
+    recipe = program.of(EXTENDING / "optimizer.py").recipe
+    with pytest.raises(UserError, match="--optim signum with --offload optimizer: it has no step for the CPU; "):
+        resolve.resolve_settings(recipe, ["--zero", "2", "--offload", "optimizer"], 2)
+    assert resolve.resolve_settings(recipe, ["--optim", "sgd"], 1).optim == "sgd"
+
+
+def test_the_technique_is_installed_counted_and_planned(stock, tmp_path):
+    frozen = train("technique", tmp_path / "run", "--freeze_layers", "2")
+    result = frozen.json("result.json")
+    assert result["trainable_parameters"] < stock.json("result.json")["trainable_parameters"]
+    assert frozen.losses[0] == pytest.approx(stock.losses[0], rel=1e-5) and frozen.losses[-1] > stock.losses[-1]
+    recipe = program.start(str(EXTENDING / "technique.py")).recipe
+    flags = ["--model", str(TINY / "model"), "--data", "rows.jsonl"]
+    asked = [parse.request(recipe, [*flags, "--freeze_layers", str(n)]) for n in (0, 2)]
+    gpu = hardware.find("rtx4090-24g")
+    whole, part = simulate.run_all([simulate.Question(request, 1, gpu=gpu) for request in asked])
+    assert part["trainable"] == result["trainable_parameters"] < whole["trainable"]
+    assert part["peak"]["step"]["optimizer"] < whole["peak"]["step"]["optimizer"]
+
+
+def test_its_flag_is_in_the_help_and_its_limits_hold():
+    recipe = program.of(EXTENDING / "technique.py").recipe
+    assert "--freeze_layers" in help.text(recipe, whole=True)
+    settings = resolve.resolve_settings(recipe, ["--freeze_layers", "9"], 1)
+    with pytest.raises(UserError, match="--freeze_layers 9: must be 0 to 3 with this model"):
+        resolve.resolve_for_model(settings)
+    with pytest.raises(
+        UserError, match="--freeze_layers 1 with --new_tokens <a>: their embeddings would stay untrained; "
+    ):
+        resolve.resolve_settings(recipe, ["--freeze_layers", "1", "--new_tokens", "<a>"], 1)
+
+
+def test_the_callback_ends_the_run(tmp_path):
+    flags = ["--eval_strategy", "steps", "--eval_steps", "2", "--stop_below", "9"]
+    run = train("callback", tmp_path / "run", *flags)
+    assert run.json("result.json")["steps"] == 2
+    assert json.loads((tmp_path / "run" / "run.json").read_text())["recipe"] == "until"
