@@ -8,7 +8,7 @@
 Only public command lines are run, and only what a user can read is recorded, so one copy of this file serves both
 commits. One JSON file a command line: what --show prints; of a short real run the values of all arguments with their
 sources, the decisions, deepspeed.json, and losses, gradient norms, learning rates and scores in full precision; of a
-refusal the exit code and the sentence. Paths, ports, dates, speeds and measured memory are left out or replaced.
+refusal the exit code and the sentence. Paths, ports, dates, speeds and free memory are left out or replaced.
 """
 
 import argparse
@@ -103,9 +103,10 @@ RESULT = (
 VOLATILE = [
     (r"\d{4}-\d\d-\d\d[T_ -]?[\d:.-]*(?:[+-]\d{4}|Z)?", "DATE"),
     (r"(?<=port[ =])\d+|(?<=PORT=)\d+|(?<=127\.0\.0\.1:)\d+", "PORT"),
-    (r"[\d.,]+ (?:[KMGT]i?B|tok/s|s(?:econds)?)\b", "MEASURED"),
+    (r"[\d.,]+ (?:tok/s|seconds\b|[KMGT]i?B (?=(?:are )?free))", "MEASURED"),
     (r"/tmp/[\w./-]+", "TMP"),
-]  # of text; numbers of JSON stay as they are
+    (r"(?<=\S) {2,}", "  "),  # --show pads its columns to the longest path
+]  # numbers of JSON stay as they are
 
 
 def main() -> None:
