@@ -24,7 +24,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 
 # {out} is the folder of all runs of this recording, {name} the run's own. A run may read the folder of one above it.
-SHORT = "--max_steps 4 --logging_steps 1 --num_samples 1 --output_dir {out}/{name}"
+SHORT = {"--max_steps": "4", "--logging_steps": "1", "--num_samples": "1", "--output_dir": "{out}/{name}"}  # of RUN
 
 SHOWN = {  # --show alone
     "show-multinode": "zerofit launch --gpus 8 --nnodes 2 --node_rank 0 --master_addr h --show recipes/sft.py --zero 3",
@@ -50,10 +50,10 @@ RUN = {  # real runs; each is shown with --show before
     "dpo-1": "zerofit dpo --gpus 2 --zero 1 --adapter lora",
     "dpo-2": "zerofit dpo --gpus 2 --zero 2",
     "dpo-3": "zerofit dpo --gpus 2 --zero 3 --loss_type ipo",
-    "pipeline": "zerofit pipeline --gpus 2",
-    "pipeline-accumulation": "zerofit pipeline --gpus 2 --per_device_train_batch_size 8 --zero 1",
+    "pipeline": "zerofit pipeline --gpus 2 --num_samples 0",
+    "pipeline-accumulation": "zerofit pipeline --gpus 2 --per_device_train_batch_size 8 --num_samples 0",
     "torchrun": "torchrun --nproc_per_node 2 recipes/sft.py --zero 2",
-    "accelerate": "accelerate launch --num_processes 2 --cpu recipes/lora.py --zero 3",
+    "accelerate": "accelerate launch --use_deepspeed --num_processes 2 recipes/lora.py --zero 3",
     "accumulation": "zerofit sft --gpus 2 --per_device_train_batch_size 4 --effective_batch_size 16",
     "offload-optimizer": "zerofit sft --gpus 2 --zero 2 --offload optimizer",
     "offload-all": "zerofit lora --gpus 2 --zero 3 --offload all",
@@ -131,7 +131,7 @@ def record(folder: Path, only: str) -> None:
             continue
         began, said = time.monotonic(), {"line": line}
         if name in RUN:
-            line = f"{line} {SHORT}"
+            line = " ".join([line, *(f"{flag} {value}" for flag, value in SHORT.items() if flag not in line)])
             said["show"] = execute(f"{line} --show", name, out)
         outcome = execute(line, name, out)
         if name in RUN:
