@@ -1,6 +1,6 @@
 """Record what command lines of zerofit do, to prove that a refactoring changes nothing.
 
-    python tests/record.py --output_dir before              # on the old commit; about 20 minutes on two cores
+    python tests/record.py --output_dir before              # on the old commit; about 12 minutes on two cores
     python tests/record.py --output_dir after               # on the new one
     python tests/record.py --compare before after           # the differences; exit code 1 if there are any
     python tests/record.py --output_dir x --only 'show|refused'
@@ -101,7 +101,8 @@ RESULT = (
     "eval_loss", "exact_match_before", "exact_match_after", "certificate",
 )  # fmt: skip
 VOLATILE = [
-    (r"\d{4}-\d\d-\d\d[T_ -]?[\d:.-]*(?:[+-]\d{4}|Z)?", "DATE"),
+    (r"\d{4}-\d\d-\d\d[T_ -]?[\d:.,-]*(?:[+-]\d{4}|Z)?", "DATE"),
+    (r"[IWE]\d{4} [\d:.]+ \d+ \S+\]", "LOG"),  # of torch: date, time, process, file
     (r"(?<=port[ =])\d+|(?<=PORT=)\d+|(?<=127\.0\.0\.1:)\d+", "PORT"),
     (r"[\d.,]+ (?:tok/s|seconds\b|[KMGT]i?B (?=(?:are )?free))", "MEASURED"),
     (r"/tmp/[\w./-]+", "TMP"),
