@@ -4,7 +4,7 @@ from dataclasses import dataclass, field
 
 from zerofit import Recipe, Technique, entrypoint
 from zerofit.base.errors import UserError
-from zerofit.job.technique import Conflict
+from zerofit.job.technique import AllBut, Conflict
 
 
 @dataclass
@@ -29,6 +29,7 @@ def freeze(settings, model) -> None:
 FREEZE = Technique(
     name="frozen layers",
     flag="freeze_layers",
+    values=AllBut(0),  # it is on with all others
     example="--freeze_layers 1",
     arguments=FreezeArguments,
     conflicts=(Conflict("new_tokens", None, "their embeddings would stay untrained", "leave one of the two out"),),
