@@ -120,7 +120,7 @@ ENTRIES = {
     "zerofit": "sys.argv = ['zerofit', '--version']; from zerofit.cli import main; main()",
     "python -m zerofit": "sys.argv = ['zerofit', '--version']; import runpy; runpy.run_module('zerofit')",
     "guard": "from zerofit import entrypoint; entrypoint.guard(lambda: None)",
-    "recipe": "from zerofit import entrypoint; entrypoint.check_early('sft')",
+    "recipe": "from zerofit import Recipe, entrypoint; entrypoint.check_early(Recipe('x'))",
     "torchrun": """
 import runpy
 from torch.distributed import run

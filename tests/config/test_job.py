@@ -10,9 +10,8 @@ from conftest import ROOT
 from zerofit import recipe
 from zerofit.base.errors import UserError
 from zerofit.commands import resume
-from zerofit.config import arguments, parse, resolve
+from zerofit.config import parse, resolve
 from zerofit.job import job, program
-from zerofit.job.request import Request
 from zerofit.launch import launch as launcher
 from zerofit.launch import retry
 from zerofit.train import trial
@@ -52,7 +51,7 @@ def same(one, other):
     return one == other or (one != one and other != other)
 
 
-@pytest.mark.parametrize("name", arguments.RECIPES)
+@pytest.mark.parametrize("name", program.names())
 def test_what_is_read_is_what_was_resolved(tmp_path, name):
     settings = resolved(parse.request(name, FLAGS[name]))
     found = job.read(written(settings, tmp_path, facts={"plan": {"peak_bytes": 1}}))
@@ -91,7 +90,7 @@ def no_job(monkeypatch):
     monkeypatch.setattr(job, "_published", {})
 
 
-@pytest.mark.parametrize("name", arguments.RECIPES)
+@pytest.mark.parametrize("name", program.names())
 def test_ranks_read_the_job_and_neither_parse_nor_resolve(monkeypatch, tmp_path, no_job, name):
     settings = resolved(parse.request(name, FLAGS[name]), 1 if name != "pipeline" else 2)
     file = written(settings, tmp_path, facts={"plan": {"peak_bytes": 7}})
@@ -116,7 +115,7 @@ def test_ranks_read_the_job_and_neither_parse_nor_resolve(monkeypatch, tmp_path,
 
 
 def test_a_job_for_other_processes_or_of_a_changed_program(monkeypatch, tmp_path, no_job, capsys):
-    settings = resolved(Request("sft"))
+    settings = resolved(parse.request("sft", []))
     file = written(settings, tmp_path)
     with pytest.raises(UserError, match=r"job\.json: is a job for 2 processes, and 4 were started; give the recipe"):
         job.start(file, 4)
@@ -126,7 +125,7 @@ def test_a_job_for_other_processes_or_of_a_changed_program(monkeypatch, tmp_path
 
 
 def test_the_kind_of_a_trial_is_in_the_job(monkeypatch, tmp_path, no_job):
-    settings = resolved(Request("sft"), 1)
+    settings = resolved(parse.request("sft", []), 1)
     job.start(written(settings, tmp_path, trial={trial.CANARY: "answer.json"}), 1)
     assert trial.is_canary() and not trial.is_batch_search()
     job.start(written(settings, tmp_path, trial={trial.BATCH_SEARCH: {"sizes": [1]}}), 1)
@@ -172,7 +171,7 @@ def test_the_job_of_a_retry_differs_in_what_was_changed(tmp_path):
     ],
 )
 def test_a_job_that_was_tampered_with_is_refused(tmp_path, changes, says):
-    file = written(resolved(Request("sft")), tmp_path)
+    file = written(resolved(parse.request("sft", [])), tmp_path)
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(
         UserError, match=rf"job\.json: is no job of zerofit: {says}; restore the file, or start"

@@ -10,8 +10,8 @@ from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import differences, resumable, save
 from zerofit.commands import resume
-from zerofit.config import arguments, parse, resolve
-from zerofit.job import groups
+from zerofit.config import parse, resolve
+from zerofit.job import groups, program
 from zerofit.job.technique import Conflict
 from zerofit.launch import retry
 from zerofit.parallel.interface import Parallel
@@ -46,10 +46,11 @@ TWINS = Parallel(
 
 
 @pytest.fixture(params=[TWINS, replace(TWINS, neighbors=False)], ids=["neighbors", "far apart"])
-def twins(request, monkeypatch):
+def twins(request):
     """The way, registered; its flag is one of recipes/sft.py."""
-    entry = arguments.RECIPES["sft"] | {"arguments": (TwinArguments,)}
-    monkeypatch.setitem(arguments.RECIPES, "sft", entry)
+    sft = program.recipe_of("sft")
+    object.__setattr__(sft, "arguments", (TwinArguments,))  # as a recipe's own; the parsers are kept by recipe
+    request.addfinalizer(lambda: object.__setattr__(sft, "arguments", ()))
     for parser in (parse.build_parser, parse._early_parser):
         parser.cache_clear()
         request.addfinalizer(parser.cache_clear)
@@ -107,7 +108,7 @@ def test_a_checkpoint_says_it_and_a_resumed_run_counts_it(twins, monkeypatch):
     assert facts["twin_size"] == 2 and "twin_size" not in differences.record(settings)
     resumable.check_split(settings_of("--twin_size", "1"), facts, "x")  # each rank has the whole model
     old = {"twin_size": 2}
-    assert groups.per_row(resume._sizes([], old)) == 2 and groups.per_row(resume._sizes(["--twin_size", "1"], old)) == 1
+    assert groups.per_row(resume._sizes({}, old)) == 2 and groups.per_row(resume._sizes({"twin_size": 1}, old)) == 1
     with pytest.raises(UserError, match=r"no multiple of the 2 ranks that share each row .*--twin_size"):
         retry.same_batch(8, 2, 3, settings.ranks_per_row)
 

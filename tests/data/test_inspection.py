@@ -501,5 +501,5 @@ def test_pairs_and_streams_are_counted_too(tmp_path, recipe):
 @pytest.mark.bad_input
 @pytest.mark.parametrize("train_on", ["all", "prompt"])
 def test_a_mask_of_answers_that_are_not_what_is_trained_is_refused(train_on):
-    with pytest.raises(UserError, match=f"--mask_generation_prompt true with --train_on {train_on}: it leaves out"):
+    with pytest.raises(UserError, match=f"--mask_generation_prompt with --train_on {train_on}: it leaves out"):
         settings_for("--mask_generation_prompt", "true", "--train_on", train_on)

@@ -17,8 +17,7 @@ from zerofit import recipe
 from zerofit.base import allocator, hardware, rank_status
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import reshard
-from zerofit.config import offload, resolve
-from zerofit.job.request import Request
+from zerofit.config import offload, parse, resolve
 from zerofit.launch import batch_search, doctor, launch, prepare, standby
 from zerofit.model import quantization
 from zerofit.plan import simulate, simulated_rank
@@ -551,7 +550,7 @@ def test_questions_for_a_real_gpu_are_not_answered_in_forks(monkeypatch):
         "_ask",
         lambda process, text, seconds, keep: (asked.append((process, len(json.loads(text)))), ("", ""))[1],
     )
-    questions = [simulate.Question(Request("sft"), 2, rank, device="cuda", fake=False) for rank in (0, 1)]
+    questions = [simulate.Question(parse.request("sft", []), 2, rank, device="cuda", fake=False) for rank in (0, 1)]
     simulate.run_all(questions)
     assert asked == [(True, 1), (True, 1)]
 

@@ -229,8 +229,10 @@ def test_every_verb_knows_its_flag(tmp_path, monkeypatch, capsys):
     slurm.main(["--print", "--nodes", "2", "--gpus", "2", str(SCALED), *flags])
     assert f"recipe=({SCALED} --loss_factor 3" in capsys.readouterr().out
     own = program.start(str(SCALED)).recipe
-    asked = simulate.question("scaled", ["--loss_factor", "3"], 2)
-    assert asked["program"] == [str(SCALED), program.of(SCALED).sha256] and asked["recipe"] == "scaled"
+    asked = simulate.Question(parse.request(own, ["--loss_factor", "3"]), 2)
+    assert (
+        asked.program == (str(SCALED), program.of(SCALED).sha256) and asked.as_json()["request"]["recipe"] == "scaled"
+    )
     assert simulated_rank._trainer_of(own, str(SCALED)).__name__ == "ScaledTrainer"
     settings = resolve.resolve_settings(own, [*COMMON, "--model", str(TINY / "model"), "--loss_factor", "3"], 1)
     assert (settings.loss_factor, settings.source["loss_factor"]) == (3.0, "flag")
@@ -250,7 +252,7 @@ def test_it_is_made_stopped_and_resumed_with_its_flag(tmp_path):
     _, said = job.communicate(timeout=60)
     assert job.returncode == 75, said
     step = int(re.search(r"stopped after step (\d+)", said).group(1))
-    printed = re.search(r"`(make resume RUN=.*?)` goes on", said).group(1)
+    printed = re.search(r"`(make resume RUN=.*?)` continues", said).group(1)
     more = ["-C", str(ROOT), "ENV=active", f"PYTHON={python()}", f"ARGS=--max_steps {step + 1}"]
     done = subprocess.run([*shlex.split(printed), *more], capture_output=True, text=True, timeout=300)
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-1500:]

@@ -27,7 +27,6 @@ from zerofit.checkpoint import integrity
 from zerofit.commands import resume
 from zerofit.config import resolve
 from zerofit.entrypoint import guard
-from zerofit.job.request import Request
 from zerofit.launch import canary, postmortem, retry, supervisor
 from zerofit.launch import launch as launcher
 from zerofit.model import gradient_checkpointing
@@ -533,7 +532,9 @@ def test_gpus_that_do_not_answer_are_tried_without_peer_to_peer(
 def test_the_canary_too_is_tried_without_peer_to_peer(tmp_path, capfd, monkeypatch):
     """And what it finds holds for the run: both have the environment of the job."""
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
-    settings = SimpleNamespace(use_cpu=False, on_oom="fail", hang_timeout=0, request=Request("sft"), world_size=2)
+    settings = SimpleNamespace(
+        use_cpu=False, on_oom="fail", hang_timeout=0, request=parse.request("sft", []), world_size=2
+    )
     command = [sys.executable, "-c", RANK_WITHOUT_ANSWER, "never"]
     job = supervisor.Job(lambda *_: command, lambda *_: settings, settings, tmp_path / "run", {}, 2)
     with pytest.raises(SystemExit, match="5"):

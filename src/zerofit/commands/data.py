@@ -70,7 +70,7 @@ def _settings(argv: list[str]):
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     args, flags = parser.parse_known_args(argv)
     recipe = program.find(args.recipe).recipe
-    flags, _ = parse.command_line(recipe, flags, args.args)
+    flags, _ = parse.command_line(flags, args.args)
     if {"--help", "-h"} & set(flags):
         parser.print_help()
         return None

@@ -94,7 +94,7 @@ def _search(args: argparse.Namespace, flags: list[str], ranks: int) -> candidate
     with simulate.reused():
         simulate.prestart()  # it imports while the rows are read and the settings are listed
         request = parse.request(candidates.recipe_of(methods[-1]), flags)
-        first = candidates.first_settings(request.recipe, request, ranks, gpu, node)
+        first = candidates.first_settings(methods[-1], request, ranks, gpu, node)
         request, rows, lengths = with_real_lengths(request, ranks, gpu, node)
         notes = [f"rows: {rows}"]
         if missing := attention.missing_kernels(load.load_config(first)):
@@ -137,7 +137,7 @@ def with_real_lengths(
 
     The tokenized rows are cached, so the run does not read them again. Rows that cannot be read are taken to be full.
     """
-    settings = candidates.first_settings(request.recipe, request, ranks, gpu, node)
+    settings = candidates.first_settings(request.recipe.name, request, ranks, gpu, node)
     length = settings.max_length
     full = f"taken to be --max_length {length} tokens long"
     if settings.data == [candidates.UNNAMED]:

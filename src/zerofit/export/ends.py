@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 from zerofit.base.errors import UserError, printable
 from zerofit.data import encoding, end_tokens, reading, sources
-from zerofit.job import run_folder
+from zerofit.job import program, run_folder
 from zerofit.model import generation
 
 LOOKED_AT = 64  # rows of the run's data, of which the one with the shortest answer is tried
@@ -61,6 +61,7 @@ def generate(model, saved, tokenizer, ends: dict[str, int]) -> dict:
 def _sample(saved, tokenizer) -> tuple[list[int], list[int]] | None:
     """Return (prompt, shortest answer) of the first rows of the run's first local data file; None without one."""
     settings = SimpleNamespace(
+        recipe=program.recipe_of(program.DEFAULT),  # a run folder chooses no recipe, and so no formats of one's own
         columns=saved.argument("columns"), data_format=saved.argument("data_format") or "auto", bad_rows="drop",
         documents_per_row=2 if run_folder.trained_on_pairs(saved.facts) else 1, max_length=1 << 30,
         truncation="truncate_right",
