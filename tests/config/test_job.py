@@ -35,7 +35,7 @@ def resolved(asked, ranks=2):
 def written(settings, folder, **more):
     """The file of a job, as the launcher writes it."""
     file = folder / job.FILE
-    facts = program.find(settings.recipe).facts
+    facts = program.find(str(settings.recipe)).facts
     job.write(file, job.Job(settings.request, settings, facts, "python recipes/sft.py", **more))
     return file
 
@@ -54,7 +54,9 @@ def same(one, other):
 @pytest.mark.parametrize("name", program.names())
 def test_what_is_read_is_what_was_resolved(tmp_path, name):
     settings = resolved(parse.request(name, FLAGS[name]))
-    found = job.read(written(settings, tmp_path, facts={"plan": {"peak_bytes": 1}}))
+    file = written(settings, tmp_path, facts={"plan": {"peak_bytes": 1}})
+    assert job.read(file).settings.recipe == name  # somebody else's file chooses no recipe
+    found = job.read(file, settings.recipe)
     for field in FIELDS:
         assert getattr(found.settings, field) == getattr(settings, field), field
     assert same(dict(found.settings.values), dict(settings.values))
@@ -103,8 +105,8 @@ def test_ranks_read_the_job_and_neither_parse_nor_resolve(monkeypatch, tmp_path,
 
     for module, function in ((parse, "request"), (parse, "explicit"), (parse, "settings_of"), (resolve, "resolve")):
         monkeypatch.setattr(module, function, refused)
-    monkeypatch.setattr(resolve, "FROM_MODEL_CONFIG", (refused,))
-    found = recipe.parse(name)
+    monkeypatch.setattr(resolve, "techniques_of", refused)
+    found = recipe.parse(settings.recipe)
     resolve.resolve_for_model(found)
     of_process = {"OMP_WAIT_POLICY passive: idle threads sleep, so that other work slows the run down less"}
     assert [line for line in found.decisions if line not in of_process] == settings.decisions
@@ -118,17 +120,17 @@ def test_a_job_for_other_processes_or_of_a_changed_program(monkeypatch, tmp_path
     settings = resolved(parse.request("sft", []))
     file = written(settings, tmp_path)
     with pytest.raises(UserError, match=r"job\.json: is a job for 2 processes, and 4 were started; give the recipe"):
-        job.start(file, 4)
+        job.start(file, 4, program.recipe_of("sft"))
     monkeypatch.setattr(program, "current", lambda: program.of(ROOT / "recipes" / "lora.py"))
-    job.start(file, 2)
+    job.start(file, 2, program.recipe_of("sft"))
     assert "sft.py (sha256 " in capsys.readouterr().out
 
 
 def test_the_kind_of_a_trial_is_in_the_job(monkeypatch, tmp_path, no_job):
     settings = resolved(parse.request("sft", []), 1)
-    job.start(written(settings, tmp_path, trial={trial.CANARY: "answer.json"}), 1)
+    job.start(written(settings, tmp_path, trial={trial.CANARY: "answer.json"}), 1, program.recipe_of("sft"))
     assert trial.is_canary() and not trial.is_batch_search()
-    job.start(written(settings, tmp_path, trial={trial.BATCH_SEARCH: {"sizes": [1]}}), 1)
+    job.start(written(settings, tmp_path, trial={trial.BATCH_SEARCH: {"sizes": [1]}}), 1, program.recipe_of("sft"))
     assert trial.is_batch_search() and not trial.is_canary()
 
 

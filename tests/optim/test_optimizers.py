@@ -14,6 +14,7 @@ from deepspeed.accelerator import get_accelerator
 
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
+from zerofit.job import program
 from zerofit.optim import bf16_adamw, build, registry, sophia
 from zerofit.train import progress
 
@@ -85,7 +86,7 @@ def test_each_parameter_and_each_slice_of_zero_is_rounded_by_its_own_noise(kind)
 @pytest.mark.parametrize("name", ["adamw_torch_fused", "sophia"])
 @pytest.mark.parametrize(("zero", "part"), [(0, 0), (2, 3), (3, 3)])
 def test_replicas_round_alike_and_slices_each_in_their_own_way(name, zero, part):
-    settings = SimpleNamespace(optim=name, pure_bf16=True, zero=zero, optim_args=None)
+    settings = SimpleNamespace(optim=name, pure_bf16=True, zero=zero, optim_args=None, recipe=program.recipe_of("sft"))
     numbers = {"learning_rate": 1e-3, "adam_beta1": 0.9, "adam_beta2": 0.999, "adam_epsilon": 1e-8, "weight_decay": 0.0}
     trainer = SimpleNamespace(
         optimizer=None, settings=settings, model=torch.nn.Linear(2, 2),

@@ -404,7 +404,7 @@ def test_out_of_memory_in_an_evaluation_names_its_batch():
     assert (tracker.phase, tracker.failed_in) == ("load", "eval")
     settings = SimpleNamespace(
         per_device_eval_batch_size=4, per_device_train_batch_size=4, gradient_checkpointing=False, world_size=1,
-        recipe=program.recipe_of("sft"), ranks_per_row=1, ranks_that_split=lambda *what: 1,
+        recipe=program.recipe_of("sft"), trains_adapter=False, ranks_per_row=1, ranks_that_split=lambda *what: 1,
     )  # fmt: skip
     tracker.following, tracker.alive = True, lambda: {"activations": 2**30}
     trainer = SimpleNamespace(

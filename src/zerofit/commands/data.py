@@ -63,13 +63,13 @@ def _settings(argv: list[str]):
     )
     parser.add_argument(
         "--recipe",
-        default="sft",
+        default=program.DEFAULT,
         help="sft, lora, dpo, pipeline or a recipe's file (default sft)",
     )
     parser.add_argument("--output_dir", default="", help="folder for data.json and data.png (default runs/data-<time>)")
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     args, flags = parser.parse_known_args(argv)
-    recipe = program.find(args.recipe).recipe
+    recipe = program.start(args.recipe).recipe
     flags, _ = parse.command_line(flags, args.args)
     if {"--help", "-h"} & set(flags):
         parser.print_help()
@@ -77,7 +77,7 @@ def _settings(argv: list[str]):
     named = ["--output_dir", args.output_dir] if args.output_dir else []
     # --gpus first: a process count in the YAML file is for the run, not for this command
     flags = ["--gpus", "1", *flags, *named]
-    settings = resolve.resolve_settings(recipe, flags, 1, resolvers=resolve.ARGUMENTS)
+    settings = resolve.resolve_settings(recipe, flags, 1, arguments_only=True)
     if settings.show:
         from zerofit.config import show
 
