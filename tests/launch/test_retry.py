@@ -532,9 +532,7 @@ def test_gpus_that_do_not_answer_are_tried_without_peer_to_peer(
 def test_the_canary_too_is_tried_without_peer_to_peer(tmp_path, capfd, monkeypatch):
     """And what it finds holds for the run: both have the environment of the job."""
     monkeypatch.delenv("NCCL_P2P_DISABLE", raising=False)
-    settings = SimpleNamespace(
-        use_cpu=False, on_oom="fail", hang_timeout=0, request=parse.request("sft", []), world_size=2
-    )
+    settings = SimpleNamespace(use_cpu=False, on_oom="fail", hang_timeout=0, request=Request("sft"), world_size=2)
     command = [sys.executable, "-c", RANK_WITHOUT_ANSWER, "never"]
     job = supervisor.Job(lambda *_: command, lambda *_: settings, settings, tmp_path / "run", {}, 2)
     with pytest.raises(SystemExit, match="5"):

@@ -96,8 +96,9 @@ def refuse_conflicts(technique: Technique, settings: Settings) -> None:
     """Refuse what a technique excludes, if it is on. Raises: UserError naming both arguments, cause and fix."""
     conflict = technique.conflict(settings) if technique.is_on(settings) else None
     if conflict is not None:
-        flag = _typed(settings, technique.flag).removesuffix(" true")
-        raise UserError(f"{flag} with {conflict.typed(settings)}: {conflict.why}; {conflict.instead}.")
+        is_default = settings.source.get(technique.flag) in ("default", "transformers default")
+        what = technique.name if is_default else _typed(settings, technique.flag).removesuffix(" true")
+        raise UserError(f"{what} with {conflict.typed(settings)}: {conflict.why}; {conflict.instead}.")
 
 
 def _typed(settings: Settings, name: str) -> str:

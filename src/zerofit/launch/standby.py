@@ -84,11 +84,17 @@ def prefork() -> None:
 
     The fork leaves this function by SystemExit: no caller may have anything to clean up.
     """
-    if os.environ.get(FORKS) != "0" and sys.platform == "linux" and not _waiting:
+    forks = os.environ.get(FORKS, "0" if _gpus_are_visible() else "1")
+    if forks != "0" and sys.platform == "linux" and not _waiting:
         for name in OF_BOTH:
             importlib.import_module(name)
         if threading.active_count() == 1 and not _driver_is_loaded():
             _waiting.append(Standby())
+
+
+def _gpus_are_visible() -> bool:
+    """Return whether the machine has NVIDIA GPUs that ranks may use; asked without libraries or a driver."""
+    return os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
 def popen(command: list[str], env: dict[str, str], stdout=None) -> Standby | subprocess.Popen:
