@@ -27,6 +27,7 @@ from zerofit.checkpoint import integrity
 from zerofit.commands import resume
 from zerofit.config import resolve
 from zerofit.entrypoint import guard
+from zerofit.job.request import Request
 from zerofit.launch import canary, postmortem, retry, supervisor
 from zerofit.launch import launch as launcher
 from zerofit.model import gradient_checkpointing
@@ -703,6 +704,7 @@ def test_a_clock_that_is_set_forward_is_no_hang(monkeypatch, tmp_path):
 SUPERVISED = """
 import json, os, signal, sys, tempfile
 from pathlib import Path
+from zerofit.job.request import Request
 from zerofit.launch import supervisor
 supervisor.SUSPENDED_SECONDS = 1.0
 RANK = '''
