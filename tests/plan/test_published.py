@@ -70,6 +70,7 @@ def test_a_gradient_that_overwrites_the_logits_is_simulated():
     assert gradients[0].data_ptr() == shifted.data_ptr() and model.lm_head.weight.grad.isfinite().all()
 
 
+@pytest.mark.slow
 def test_another_training_loop_is_simulated():
     """A copy of the logits in fp32, without each row's last: 64 more rows of the vocabulary."""
     flags = ["--model", str(TINY / "model"), "--data", "none", "--zero", "0", "--max_length", "64",

@@ -96,8 +96,8 @@ def refuse_conflicts(technique: Technique, settings: Settings) -> None:
     """Refuse what a technique excludes, if it is on. Raises: UserError naming both arguments, cause and fix."""
     conflict = technique.conflict(settings) if technique.is_on(settings) else None
     if conflict is not None:
-        is_default = settings.source.get(technique.flag) in ("default", "transformers default")
-        what = technique.name if is_default else _typed(settings, technique.flag).removesuffix(" true")
+        nobody_set_it = settings.defaults.get(technique.flag) == settings.values[technique.flag]
+        what = technique.name if nobody_set_it else _typed(settings, technique.flag).removesuffix(" true")
         raise UserError(f"{what} with {conflict.typed(settings)}: {conflict.why}; {conflict.instead}.")
 
 
