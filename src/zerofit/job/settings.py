@@ -4,7 +4,6 @@ import copy
 from dataclasses import FrozenInstanceError, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from zerofit.base.errors import UserError
 from zerofit.job import groups
 from zerofit.job.recipe import Recipe
 
@@ -237,22 +236,6 @@ def decide(settings: Settings, name: str, value: Any, why: str) -> None:
     settings.values[name] = value
     settings.source[name] = "decided"
     settings.decisions.append(f"{name} {written(name, value)}: {why}")
-
-
-def refuse_with(settings: Settings, flag: str, table: dict) -> None:
-    """Refuse the arguments that another one excludes.
-
-    Args: flag: the other one's name, e.g. "adapter".
-        table: argument -> (values that are refused; None: any that is on; why; what to use instead).
-    Raises: UserError.
-    """
-    for name, (values, why, instead) in table.items():
-        value = settings.values.get(name)
-        is_on = bool(value) and str(value) != "1"
-        if value in values if values else is_on:
-            word = " ".join(map(str, value)) if isinstance(value, list) else str(value)
-            word = word.lower() if isinstance(value, bool) else word
-            raise UserError(f"--{flag} {settings.values[flag]} with --{name} {word}: {why}; {instead}.")
 
 
 def json_value(config: dict, dotted: str, default: Any = None) -> Any:
