@@ -8,6 +8,7 @@ import shlex
 import shutil
 import signal
 import subprocess
+import sys
 import time
 from pathlib import Path
 from types import SimpleNamespace
@@ -271,11 +272,11 @@ def test_it_is_made_stopped_and_resumed_with_its_flag(tmp_path):
 @pytest.mark.parametrize("launcher", ["make", "zerofit", "torchrun", "accelerate", "deepspeed"])
 def test_every_launcher_trains_with_its_loss(tmp_path, launcher):
     flags = [*COMMON, "--max_steps", "2", "--loss_factor", "3", "--zero", "2", "--output_dir", str(tmp_path / "run")]
-    scripts = Path(python()).parent
+    scripts = Path(sys.executable).parent
     begin = {
         "zerofit": [python(), "-m", "zerofit", "launch", "--gpus", "2"],
         "torchrun": [str(scripts / "torchrun"), "--nproc_per_node", "2"],
-        "accelerate": [str(scripts / "accelerate"), "launch", "--cpu", "--num_processes", "2"],
+        "accelerate": [str(scripts / "accelerate"), "launch", "--use_deepspeed", "--num_processes", "2"],
         "deepspeed": [python(), "-m", "zerofit", "launch", "--gpus", "2", "--launcher", "deepspeed"],
     }
     if launcher == "make":
