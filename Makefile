@@ -135,7 +135,7 @@ report: $(STAMP) ## write report.html of RUN=runs/x, or of several side by side:
 
 slurm: $(STAMP) ## submit a SLURM job that saves, is requeued and resumes (NODES=4 GPUS=8 RECIPE= SBATCH="--partition=x" SWEEP=file)
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit slurm --nodes="$${NODES:-1}" --gpus="$$GPUS" \
-		--sbatch="$$SBATCH" --sweep="$$SWEEP" --args="$$ARGS" $(if $(SHOW),--print) $(PROGRAM) $(KNOBS)
+		--sbatch="$$SBATCH" --sweep="$$SWEEP" $(if $(JOIN_TIMEOUT),--join_timeout="$$JOIN_TIMEOUT") --args="$$ARGS" $(if $(SHOW),--print) $(PROGRAM) $(KNOBS)
 
 status: $(STAMP) ## show how the job of RUN=runs/x stands
 	@test -n "$$RUN" || { echo 'zerofit: error: make status: name the run folder with RUN=runs/...' >&2; exit 2; }

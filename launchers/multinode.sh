@@ -10,7 +10,7 @@
 # --gpus         processes on this node
 # --port         port on node 0; this one and the next must be reachable from the others (default 29500)
 # --interface    network interface between the nodes (default: the one that leads to node 0)
-# --join_timeout seconds that the nodes wait for each other at the start (default 45)
+# --join_timeout seconds that the nodes wait for each other (default 600)
 #
 # ZEROFIT_JOB_SECRET: the same random text on all nodes (openssl rand -hex 16); needed only if --output_dir is not given
 # or not on a shared disk.

@@ -19,7 +19,7 @@ from pathlib import Path
 import pytest
 from fork_server import ForkServer, start
 
-from zerofit.base import distributed
+from zerofit.base import distributed, rank_status
 
 # `make test-gpu` runs only the tests marked `gpu`. All others expect the CPU's numbers, so a GPU of the machine is
 # hidden from them.
@@ -87,10 +87,12 @@ def clean_environment(tmp_path_factory):
 
 @contextlib.contextmanager
 def process_as_before():
-    """Restore SIGTERM, which a rank ignores (rank_status.Heartbeat), and the environment: processes inherit both."""
-    handler, environment = signal.getsignal(signal.SIGTERM), dict(os.environ)
+    """Restore the signals that a rank hears (rank_status.StopRequest), and the environment: processes inherit both."""
+    handlers = {number: signal.getsignal(number) for number in rank_status.ASKS_TO_SAVE}
+    environment = dict(os.environ)
     yield
-    signal.signal(signal.SIGTERM, handler)
+    for number, handler in handlers.items():
+        signal.signal(number, handler)
     for name in os.environ.keys() - environment.keys():
         del os.environ[name]
     os.environ.update(environment)

@@ -18,7 +18,7 @@ from zerofit.config import resolve
 from zerofit.job import job, program, run_folder
 from zerofit.job.recipe import Recipe
 from zerofit.job.settings import Settings
-from zerofit.launch import batch_search
+from zerofit.launch import batch_search, restart
 from zerofit.model import load
 from zerofit.model.weights import complete
 from zerofit.plan import preflight
@@ -41,7 +41,7 @@ def parse(recipe: Recipe) -> Settings:
         preflight.publish(found.get("plan"))
         complete.HELD.update(found.get("weights", {}))
     else:
-        settings = resolve.resolve_settings(recipe)
+        settings = restart.with_batch_of_run(resolve.resolve_settings(recipe))
         if settings.search_batch_size and not settings.show:
             asked = batch_search.resolve(settings)
             settings = resolve.of_this_process(lambda: resolve.resolve(asked, distributed.size()))
@@ -92,7 +92,10 @@ def start_processes(settings: Settings, train_set, eval_set):
     nvme.reserve_folder(settings)
     if distributed.rank() == 0 and not rank_status.folder():  # else the supervisor has locked it
         run_folder.claim_folder(settings)
-    folder = str(resumable.choose_folder(settings)) if distributed.rank() == 0 else None  # sets the checkpoint too
+    started_by, folder = restart.starters(), None
+    if distributed.rank() == 0:
+        restart.go_on(settings, started_by)
+        folder = str(resumable.choose_folder(settings))  # sets the checkpoint too
     run_of_rank_0 = distributed.broadcast((folder, settings.resume_from_checkpoint))
     settings.output_dir, settings.resume_from_checkpoint = run_of_rank_0
     network_check.check_disk(settings, Path(run_of_rank_0[0]))
@@ -116,6 +119,7 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
         if resumed is None or Path(resumed).parent.resolve() == folder.resolve():
             run_folder.keep_metrics(folder, int(resumed.rpartition("-")[2]) if resumed else 0)
     _leave_newer_checkpoints(settings)
+    started_by = restart.starters()
     run_folder.open_folder(settings)
     _remember_program(settings)
     sets = {"training": train_set, "evaluation": eval_set}
@@ -134,7 +138,7 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
         facts = {name: {"fingerprint": rows.fingerprint, **rows.statistics} for name, rows in sets.items()}
         started = _job(settings)
         more = {name: found for name, found in started.facts.items() if found}
-        more |= {"program": started.program, "resumed": settings.resumed}
+        more |= {"program": started.program, "resumed": settings.resumed, "started_by": started_by}
         job.write(folder / job.FILE, started)
         run_folder.write_run(settings, started.command, {"data": facts} | more)
 

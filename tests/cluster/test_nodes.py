@@ -238,7 +238,7 @@ def test_a_machine_that_dies_comes_back(hosts, tmp_path, undisturbed, cut):
     if cut:
         second.cut()
     second.kill()
-    wait_for(lambda: "1 of 2 nodes are here; waiting 45 s for node 1 (host1)" in first.text(), 90)
+    wait_for(lambda: "1 of 2 nodes are here; waiting 600 s for node 1 (host1)" in first.text(), 90)
     if cut:
         second.mend()
     again = launch(second, 1, "sft", flags, log="again.txt")

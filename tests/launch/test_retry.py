@@ -337,13 +337,21 @@ def test_a_signal_to_every_process_leaves_the_data_workers_to_finish(tmp_path):
 # --- the parts ---
 
 
-def test_ranks_are_told_where_to_stop(monkeypatch, tmp_path):
-    rank_status.write_stop(tmp_path, 0)
-    monkeypatch.setenv(rank_status.FOLDER, str(tmp_path))
-    heartbeat = rank_status.Heartbeat()
-    assert not heartbeat.is_last(10**6)
-    rank_status.write_stop(tmp_path, 9)
-    assert not heartbeat.is_last(8) and heartbeat.is_last(9) and heartbeat.is_last(10)
+def test_a_rank_without_a_supervisor_notes_one_signal_and_ends_at_the_second():
+    said = """
+import os, signal, time
+from zerofit.base import rank_status
+asked = rank_status.StopRequest()
+asked.listen()
+os.kill(os.getpid(), signal.SIGUSR1)
+os.kill(os.getpid(), signal.SIGTERM)  # at once: the same request
+print(asked.received is not None, flush=True)
+time.sleep(rank_status.ONE_SIGNAL_SECONDS + 0.1)
+os.kill(os.getpid(), signal.SIGTERM)
+print("not reached")
+"""
+    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "True\n")
 
 
 def test_what_cannot_be_resumed(tmp_path):
@@ -710,8 +718,9 @@ supervisor.SUSPENDED_SECONDS = 1.0
 RANK = '''
 import sys, time
 from zerofit.base import rank_status
-heartbeat, step = rank_status.Heartbeat(), 0
-while not heartbeat.is_last(step):
+heartbeat, asked, step = rank_status.Heartbeat(), rank_status.StopRequest(), 0
+asked.listen()
+while asked.received is None or sys.argv[1] == "hangs":
     if sys.argv[1] == "trains" or step == 0:
         step += 1
         heartbeat.beat(step)

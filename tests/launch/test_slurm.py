@@ -111,11 +111,12 @@ def test_the_rendered_script(printed, tmp_path, monkeypatch):
         "#SBATCH --exclusive",
     ]
     where = lines.index("set -u")
-    assert lines[where + 2 : where + 9] == [
+    assert lines[where + 2 : where + 10] == [
         f"root={ROOT}",
         f"python={shlex.quote(sys.executable)}",
         f"out='{tmp_path}/my runs/50% \"x\"'",
         "gpus=8",
+        "join_timeout=600",
         f"recipe=({ROOT}/recipes/sft.py --zero 3 --learning_rate 1e-5 --run_name 'a; b')  # relative paths begin at "
         "--chdir",
         "case ${SLURM_ARRAY_TASK_ID:-} in    # further flags of each job of a sweep; its runs are in $out/0, "
@@ -140,7 +141,7 @@ def test_the_words_reach_every_machine_as_they_were(printed, bash, tmp_path):
     assert code == 0
     assert json.loads(output) == [
         "-m", "zerofit", "launch", "--node_rank", "1", "--gpus", "4", "--nnodes", "2", "--master_addr", "node7",
-        "--port", "20014", str(ROOT / RECIPE), "--zero", "3", "--run_name", odd,
+        "--port", "20014", "--join_timeout", "600", str(ROOT / RECIPE), "--zero", "3", "--run_name", odd,
         "--output_dir", str(tmp_path / odd), "--resume_from_checkpoint", "auto",
     ]  # fmt: skip
     srun = next(words for words in said if words[0] == "srun")

@@ -41,6 +41,21 @@ def size() -> int:
     return int(os.environ.get("WORLD_SIZE", "1"))
 
 
+BY_AGENT = "TORCHELASTIC_RUN_ID"  # set by torchrun's agent, which accelerate uses too
+
+BY_SLURM = "SLURM_RESTART_COUNT"  # set in a job that SLURM has queued again
+
+
+def may_be_restart() -> bool:
+    """Return whether this process may have been started again by torchrun's agent or by SLURM."""
+    return BY_AGENT in os.environ or queued_again()
+
+
+def queued_again() -> bool:
+    """Return whether SLURM has queued this job again."""
+    return os.environ.get(BY_SLURM, "0") != "0"
+
+
 def single_process_defaults() -> None:
     """Set the variables that a launcher would set, with a free port, in a process that has none."""
     if "WORLD_SIZE" in os.environ:

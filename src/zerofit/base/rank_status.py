@@ -20,12 +20,12 @@ FOLDER = "ZEROFIT_ATTEMPT"  # environment variable: the attempt's folder; unset:
 
 SUPERVISOR = "ZEROFIT_SUPERVISOR"  # environment variable: the supervisor's process id
 
-STOP = "stop"  # file with the step after which every rank saves and exits; 0: none
-
-# Sent to a supervisor by SLURM, by users and by a terminal that closes: its ranks save and end.
+# Sent by SLURM, by users, by torchrun's agent and by a terminal that closes: the ranks save and end.
 ASKS_TO_SAVE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
-SENT_TO_ALL = (signal.SIGTERM, signal.SIGUSR1)  # by SLURM, to every process of a job: ranks and launchers ignore them
+SENT_TO_ALL = (signal.SIGTERM, signal.SIGUSR1)  # by SLURM, to every process of a job
+
+WRITES_STACK = signal.SIGQUIT  # to a rank under a supervisor
 
 ONE_SIGNAL_SECONDS = 1.0  # signals that ask for a save count as one
 
@@ -40,8 +40,6 @@ BEAT_SECONDS = 5.0  # between heartbeats while a checkpoint is written
 LOOK_SECONDS = 1.0  # between checks that the supervisor is alive
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
-
-_STEP = struct.Struct("<q")
 
 # Process id, optimizer step, seconds of time.monotonic(): setting the clock or suspending the machine is no hang. On
 # Linux all processes of a machine share it, so the supervisor can compare; a heartbeat is read on its own node only.
@@ -256,7 +254,7 @@ class Heartbeat:
     written."""
 
     def __init__(self):
-        self.map = self.stop = None
+        self.map = None
         attempt = folder()
         if attempt is None:
             return
@@ -264,12 +262,10 @@ class Heartbeat:
         with (attempt / f"heartbeat{rank}").open("w+b") as file:
             file.truncate(_HEARTBEAT_FILE.size)
             self.map = mmap.mmap(file.fileno(), _HEARTBEAT_FILE.size)
-        if (attempt / STOP).exists():
-            with (attempt / STOP).open("r+b") as file:
-                self.stop = mmap.mmap(file.fileno(), _STEP.size)
         self.stack = (attempt / f"stack{rank}.txt").open("w")
-        faulthandler.register(signal.SIGUSR1, file=self.stack, all_threads=True)
-        signal.signal(signal.SIGTERM, signal.SIG_IGN)  # SLURM sends it to every process; the supervisor handles it
+        faulthandler.register(WRITES_STACK, file=self.stack, all_threads=True)
+        for number in SENT_TO_ALL:  # until it trains, the supervisor decides (StopRequest)
+            signal.signal(number, signal.SIG_IGN)
 
     def beat(self, step: int) -> None:
         if self.map is not None:
@@ -299,9 +295,30 @@ class Heartbeat:
             done.set()
             thread.join()
 
-    def is_last(self, step: int) -> bool:
-        """Return whether all ranks must save after this step and exit; the same on every rank."""
-        return self.stop is not None and 0 < _STEP.unpack_from(self.stop)[0] <= step
+
+class StopRequest:
+    """Whether a signal has asked this rank to save and end, whoever has started it."""
+
+    def __init__(self):
+        self.received = None  # time.monotonic() of the first signal
+
+    def listen(self) -> None:
+        """Note signals that ask for a save, from now on.
+
+        A supervisor ends ranks with SIGHUP, and hears a second signal itself. Without one, the second ends the rank.
+        """
+        if threading.current_thread() is not threading.main_thread():  # a program of one's own: signals are its affair
+            return
+        for number in SENT_TO_ALL if folder() else ASKS_TO_SAVE:
+            if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
+                signal.signal(number, self._note)
+
+    def _note(self, number, _frame) -> None:
+        if self.received is None:
+            self.received = time.monotonic()
+        elif not folder() and not is_repeated(number, self.received):
+            signal.signal(number, signal.SIG_DFL)
+            os.kill(os.getpid(), number)
 
 
 def handle_signals(handler) -> dict:
@@ -320,11 +337,11 @@ def is_repeated(number: int, first: float | None) -> bool:
     return first is not None and number in ASKS_TO_SAVE and time.monotonic() - first < ONE_SIGNAL_SECONDS
 
 
-def write_stop(where: Path, step: int) -> None:
-    """Set the step after which every rank saves and exits; 0: none (the initial value)."""
-    file = where / STOP
-    with file.open("r+b" if file.exists() else "wb") as stream:  # in place: the ranks have mapped the file
-        stream.write(_STEP.pack(step))
+def ask_to_save(where: Path) -> None:
+    """Ask the ranks of this node that have made a step to save and end; they agree with all others on the step."""
+    for pid, _, _ in heartbeats(where).values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGTERM)
 
 
 def heartbeats(where: Path) -> dict[int, tuple[int, int, float]]:
@@ -341,7 +358,7 @@ def write_stacks(where: Path) -> None:
     """Make every rank of this node write its stack, and wait STACK_SECONDS for it."""
     for pid, _, _ in heartbeats(where).values():
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, signal.SIGUSR1)
+            os.kill(pid, WRITES_STACK)
     time.sleep(STACK_SECONDS)
 
 

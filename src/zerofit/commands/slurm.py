@@ -23,6 +23,7 @@ from zerofit.job.recipe import Recipe
 from zerofit.job.request import FLAG
 from zerofit.job.settings import Settings
 from zerofit.launch import prepare
+from zerofit.launch.cluster import node_options
 from zerofit.plan import preflight
 
 TEMPLATE = PROJECT / "launchers" / "slurm.sbatch"
@@ -53,6 +54,7 @@ class Request:
     partition: str = ""
     account: str = ""
     qos: str = ""
+    join_timeout: str = node_options.JOIN_TIMEOUT
     sweep: list[list[str]] = field(default_factory=list)
     more: list[tuple[str, str]] = field(default_factory=list)
 
@@ -67,6 +69,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--gpus", default="1", help="GPUs, and so processes, on each (with --use_cpu true: processes)")
     parser.add_argument("--cpus", default="", help=f"cores of each node (default: {CORES_PER_GPU} per GPU)")
     parser.add_argument("--time", default="24:00:00", help="limit of one start; the job goes on after it by itself")
+    parser.add_argument(
+        "--join_timeout", default=node_options.JOIN_TIMEOUT, help="seconds that the nodes wait for each other"
+    )
     for name in ("partition", "account", "qos"):
         parser.add_argument(f"--{name}", default="", help="as sbatch's")
     parser.add_argument("--sbatch", default="", help="more of sbatch's options in one string; they win over the others")
@@ -95,6 +100,7 @@ def request_of(given) -> Request:
     if not given.nodes.isdigit() or int(given.nodes) < 1:
         raise UserError(f"NODES={given.nodes}: must be a whole number of 1 or more.")
     on_cpu = (command_line.value_of(flags, ("--use_cpu",)) or "false").lower() in ("true", "1", "yes")
+    node_options.seconds(given.join_timeout)
     cpus = given.cpus or str(gpus * (1 if on_cpu else CORES_PER_GPU))
     if not cpus.isdigit() or int(cpus) < 1:
         raise UserError(f"--cpus {cpus}: must be a whole number of 1 or more.")
@@ -117,8 +123,8 @@ def request_of(given) -> Request:
         raise UserError(f"--output_dir {folder}: already holds {content}; name another folder (OUT=...).")
     return Request(
         named.file.absolute(), command_line.drop(flags, "--output_dir", "--resume_from_checkpoint"), folder.absolute(),
-        int(given.nodes), gpus, int(cpus), on_cpu, given.time, given.partition, given.account, given.qos, sweep,
-        _options(given.sbatch),
+        int(given.nodes), gpus, int(cpus), on_cpu, given.time, given.partition, given.account, given.qos,
+        given.join_timeout, sweep, _options(given.sbatch),
     )  # fmt: skip
 
 
@@ -219,6 +225,7 @@ def render(request: Request) -> str:
         "python": shlex.quote(sys.executable),
         "out": shlex.quote(str(request.folder)),
         "gpus": str(request.gpus),
+        "join_timeout": request.join_timeout,
         "recipe": f"({shlex.join([str(request.recipe), *request.flags])})  # relative paths begin at --chdir",
     }.items():
         script = _fill(script, f"{name}=.*# EDIT", f"{name}={value}")

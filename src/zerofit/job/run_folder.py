@@ -35,7 +35,8 @@ _BYTES_BY_PHASE = {...: {...: FINITE}}  # phase -> part -> bytes
 RECORDS = {
     "run.json": {
         **dict.fromkeys(("recipe", "started", "device", "command", "git_commit"), TEXT),
-        "world_size": WHOLE, "decisions": [TEXT], "versions": {...: TEXT}, "arguments": {...: {"source": TEXT}},
+        "world_size": WHOLE, "decisions": [TEXT], "versions": {...: TEXT}, "started_by": [TEXT],
+        "arguments": {...: {"source": TEXT}},
         "data": {...: {}}, "plan": {"peak": _BYTES_BY_PHASE, "limit_bytes": FINITE},
     },
     "result.json": {

@@ -292,7 +292,6 @@ def watch(
         coordinator: None on one node.
     Returns: exit code (128 + n for signal n), signals received, the rank furthest behind if the job hung, else None.
     """
-    rank_status.write_stop(records, 0)
     env = env | {rank_status.SUPERVISOR: str(os.getpid())}
     child = standby.popen(command, env, stdout)
     signals: list[int] = []
@@ -344,14 +343,10 @@ def _receiver(signals: list[int], group: int, records: Path, count: int, alone: 
 
 
 def _asked_to_save(records: Path, count: int) -> bool:
-    """Write the step after which all ranks save and end; return False if some rank has made no step yet.
-
-    Ranks are less than two steps apart, since each step waits for the others: two more steps reach all of them.
-    """
-    heartbeats = rank_status.heartbeats(records)
-    if len(heartbeats) < count:
+    """Ask the ranks to save and end; return False if some rank has made no step yet, and cannot."""
+    if len(rank_status.heartbeats(records)) < count:
         return False
-    rank_status.write_stop(records, max(step for _, step, _ in heartbeats.values()) + 2)
+    rank_status.ask_to_save(records)
     return True
 
 
@@ -392,7 +387,7 @@ def _leave_terminal() -> None:
 
 
 def signal_group(group: int, number: int) -> None:
-    if number in rank_status.SENT_TO_ALL:  # ranks and torchrun ignore these (launch/torchrun.py)
+    if number in rank_status.SENT_TO_ALL:  # torchrun ignores these (launch/torchrun.py), ranks save
         number = signal.SIGHUP
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)

@@ -42,8 +42,8 @@ def main() -> None:
 def _for_a_supervisor() -> list[str]:
     """Ignore the signals that ask for a save and return the matching torchrun options.
 
-    SLURM sends them to every process of a job; the supervisor handles them. Training ranks ignore SIGTERM too
-    (rank_status.Heartbeat), so torchrun ends them with rank_status.ENDS_RANKS.
+    SLURM sends them to every process of a job; the supervisor handles them. Training ranks save at SIGTERM
+    (rank_status.StopRequest), so torchrun ends them with rank_status.ENDS_RANKS.
     """
     for number in rank_status.SENT_TO_ALL:
         signal.signal(number, signal.SIG_IGN)

@@ -17,7 +17,7 @@ from zerofit.config import offload
 from zerofit.job import run_folder
 from zerofit.model import generation, quantization
 from zerofit.model.load import count_parameters
-from zerofit.train import memory_tracker, trial
+from zerofit.train import memory_tracker, stop, trial
 
 SHOWN = ("perplexity", "rewards/margins", "rewards/accuracies", "preference_accuracy")  # in step lines, if measured
 
@@ -86,7 +86,8 @@ class Reporter(TrainerCallback):
         self.skipped_steps = 0  # by stage 0's loss scaler; DeepSpeed's engine counts its own
         self.heartbeat = rank_status.Heartbeat()
         self.save_clock = save.SaveTimer(trainer.settings.save_every_minutes)
-        self.stopping = False  # the supervisor was asked to stop: this step is saved and is the last
+        self.asked, self.vote = rank_status.StopRequest(), stop.Vote()
+        self.stopping = False  # all ranks have agreed to stop: this step is saved and is the last
         self.before = None  # the score before training, on the bundled task
         self.samples_before = {}  # {prompt: answer before training}
 
@@ -119,6 +120,8 @@ class Reporter(TrainerCallback):
         if trainer.settings.zero != 3 and state.global_step == 0:  # stage 3 would gather all weights for each token
             answered = generation.samples(trainer, trainer.settings.num_samples)
             self.samples_before = {prompt: answer for prompt, answer, _ in answered}
+        if args.save_strategy != "no":
+            self.asked.listen()
         trainer.seed_this_rank()  # a resumed run loads the saved RNG states after this
         self.began, self.first_step = time.perf_counter(), state.global_step
         if args.process_index == 0 and wants_bar(trainer.settings):
@@ -162,7 +165,7 @@ class Reporter(TrainerCallback):
         self.trainer.guard.after_step()
         if self.save_clock.is_due(state.global_step):
             control.should_save = True
-        if self.heartbeat.is_last(state.global_step) and args.save_strategy != "no":
+        if args.save_strategy != "no" and self.vote.passes(self.asked.received is not None):
             control.should_save = control.should_training_stop = self.stopping = True
 
     def on_log(self, args, state, control, logs=None, **kwargs):

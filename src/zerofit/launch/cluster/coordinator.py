@@ -5,14 +5,11 @@ follow. transport.py carries the orders and the nodes' states, membership.py kno
 a timeout.
 """
 
-import math
 import signal
 import sys
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass, field
-from itertools import pairwise
 from pathlib import Path
 
 from zerofit.base import rank_status
@@ -37,22 +34,19 @@ from zerofit.launch.cluster.transport import HEARTBEAT_SECONDS, Transport
 
 GRACE_SECONDS = 5.0  # for ranks to end by themselves after those of another node have failed
 
-STOP_SECONDS = 3.0  # until every node has certainly read the step after which all save and end
-
 
 @dataclass
 class AttemptState:
     """What a supervisor knows of the running attempt; the next attempt gets a new one."""
 
     order: Order = field(default_factory=lambda: Order(attempt=0, nodes={}, decided={}, addresses={}))
-    stop_written: bool = False
+    asked_to_save: bool = False
     killed: bool = False
     # the rest on node 0 only
     supervisors: dict[int, str] = field(default_factory=dict)  # {node rank: id of its supervisor} at the start
     lost: list[int] = field(default_factory=list)  # nodes that the attempt has lost
     failing_since: float | None = None  # when ranks of some, but not all nodes had failed
     signaled_since: float | None = None  # since when a signal waits for ranks without a step
-    steps: deque = field(default_factory=lambda: deque(maxlen=20))  # (time.monotonic(), step) of the last polls
     change: str = ""  # why the next attempt of an elastic job has other nodes
 
 
@@ -127,7 +121,7 @@ class Coordinator:
     def begin(self, order: Order) -> None:
         """Start this node's record of the ordered attempt."""
         self.attempt = AttemptState(order)
-        self.transport.update_node(report=None, progress=Progress(), signal=None, passed_stop=False)
+        self.transport.update_node(report=None, progress=Progress(), signal=None)
 
     def next_order(self) -> Order | End:
         """Wait for node 0; return the next order with this node in it, or the end of the job."""
@@ -158,10 +152,9 @@ class Coordinator:
         if self.leads:
             self.decide()
         attempt, stop, kill = self.attempt, self._of_attempt(self.job.stop), self._of_attempt(self.job.kill)
-        if stop and not attempt.stop_written:
-            rank_status.write_stop(records, stop.step)
-            attempt.stop_written = True
-            self.transport.update_node(passed_stop=progress.step >= stop.step)
+        if stop and not attempt.asked_to_save:
+            attempt.asked_to_save = True
+            rank_status.ask_to_save(records)
         if kill and not attempt.killed:
             attempt.killed = True
             if kill.stacks:
@@ -184,7 +177,7 @@ class Coordinator:
     # --- node 0: during an attempt ---
 
     def decide(self) -> None:
-        """Handle lost nodes, failed ranks, missed stops, signals and newcomers, in this order."""
+        """Handle lost nodes, failed ranks, signals and newcomers, in this order."""
         attempt, states, reports, now = self.attempt, self._states(), self._reports(), time.monotonic()
         lost = [r for r in states if r and r not in reports and self.membership.is_lost(r, attempt.supervisors.get(r))]
         failed = [report for report in reports.values() if report.code not in (0, EXIT_CODES["stopped"])]
@@ -198,10 +191,6 @@ class Coordinator:
             if hung or now - attempt.failing_since > GRACE_SECONDS:
                 self._kill(signal.SIGKILL, stacks=hung)
                 return
-        if any(state.passed_stop for state in states.values()):
-            self._kill(signal.SIGTERM)
-            return
-        attempt.steps.append((now, max(state.progress.step for state in states.values())))
         self._order_stop_or_kill(states, has_ended=bool(reports))
 
     def _states(self) -> dict[int, NodeState]:
@@ -217,8 +206,8 @@ class Coordinator:
     def _order_stop_or_kill(self, states: dict[int, NodeState], has_ended: bool) -> None:
         """Order a stop or a kill if a node received a signal, a stop if a node joins.
 
-        A stop is a step in the future, far enough away that every node reads it in time. Ranks that have not all made
-        a step cannot save: they get the signal itself, after GRACE_SECONDS (other nodes' progress is a second old).
+        Asked to stop, the ranks agree on the step. Ranks that have not all made one cannot save: they get the signal
+        itself, after GRACE_SECONDS (other nodes' progress is a second old).
         A signal that does not ask for a save (SIGINT) is passed on at once.
         """
         attempt = self.attempt
@@ -227,7 +216,7 @@ class Coordinator:
         if (not signals and not newcomers) or self._of_attempt(self.job.stop) or self._of_attempt(self.job.kill):
             return
         number = next(iter(signals.values()), signal.SIGTERM)
-        now, step = attempt.steps[-1]
+        now = time.monotonic()
         is_training = sum(state.progress.ranks for state in states.values()) >= sum(attempt.order.nodes.values())
         if number not in rank_status.ASKS_TO_SAVE:
             self._kill(number)
@@ -235,15 +224,9 @@ class Coordinator:
             attempt.signaled_since = attempt.signaled_since or now
             if now - attempt.signaled_since > GRACE_SECONDS:
                 self._kill(number)
-        elif is_training and not has_ended and len(attempt.steps) > 1:
-            self.transport.update_job(stop=Stop(attempt.order.attempt, step + self._steps_until_read()))
+        elif is_training and not has_ended:
+            self.transport.update_job(stop=Stop(attempt.order.attempt))
             attempt.change = self._change(signals, newcomers)
-
-    def _steps_until_read(self) -> int:
-        """Return how many steps the ranks make at most until every node has read a stop."""
-        polls = [(after[0] - before[0], after[1] - before[1]) for before, after in pairwise(self.attempt.steps)]
-        fastest = max((steps / seconds for seconds, steps in polls if seconds > 0.1), default=0.0)  # steps/s
-        return 2 + math.ceil(fastest * STOP_SECONDS)
 
     def _change(self, signals: dict[int, int], newcomers: list[int]) -> str:
         """Return why the next attempt of an elastic job has other nodes; "" if the job ends."""

@@ -63,7 +63,6 @@ class NodeState:
     ready: dict | None = None  # data and arguments, once they are prepared; must be equal on all nodes
     progress: Progress = Progress()
     signal: int | None = None  # the first that the supervisor received in this attempt
-    passed_stop: bool = False  # its ranks were beyond the stop's step when it read the stop
     report: Report | None = None  # of the latest attempt, once its ranks have ended
     error: str = ""  # why it has left before the job ended
     left: bool = False
@@ -81,10 +80,9 @@ class Order:
 
 @dataclass(frozen=True)
 class Stop:
-    """The step after which all ranks of an attempt save and end."""
+    """The ranks of an attempt shall save after the same step, and end."""
 
     attempt: int
-    step: int
 
 
 @dataclass(frozen=True)

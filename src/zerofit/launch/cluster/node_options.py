@@ -21,6 +21,8 @@ def port_of(text: str) -> int:
     return int(text)
 
 
+JOIN_TIMEOUT = "600"  # seconds, as torchrun's: nodes that import from one file server differ by minutes
+
 PORT = 29500  # default port of the supervisors' store; the ranks use the next one
 
 
@@ -53,7 +55,7 @@ def add_options(parser: argparse.ArgumentParser) -> None:
 
 def add_meeting(parser: argparse.ArgumentParser) -> None:
     """Add the rendezvous options that are equal on all nodes."""
-    parser.add_argument("--join_timeout", default="45", help="seconds that the nodes wait for each other at the start")
+    parser.add_argument("--join_timeout", default=JOIN_TIMEOUT, help="seconds that the nodes wait for each other")
     parser.add_argument("--interface", default="", help="network interface between the nodes (default: the one that "
                                                         "leads there)")  # fmt: skip
 
@@ -89,15 +91,21 @@ def of(given) -> Place | None:
     if not port.isdigit() or not 1 <= int(port) < 65535:
         raise UserError(f"PORT={port}: must be a number from 1 to 65534 (the next port is used too), the same on all "
                         "nodes.")  # fmt: skip
-    try:
-        timeout = float(given.join_timeout)
-    except ValueError:
-        timeout = 0.0
-    if not timeout > 0:
-        raise UserError(f"--join_timeout {given.join_timeout}: must be a number of seconds above 0.")
+    timeout = seconds(given.join_timeout)
     if given.interface and given.interface not in interfaces():
         raise UserError(f"--interface {given.interface}: this machine has {', '.join(interfaces())}.")
     return Place(least, most, int(given.node_rank), given.master_addr, int(port), timeout, given.interface)
+
+
+def seconds(text: str) -> float:
+    """Return --join_timeout as a number. Raises: UserError."""
+    try:
+        number = float(text)
+    except ValueError:
+        number = 0.0
+    if not 0 < number < float("inf"):
+        raise UserError(f"--join_timeout {text}: must be a number of seconds above 0.")
+    return number
 
 
 def check_ports(place: Place) -> None:

@@ -1,0 +1,55 @@
+"""Let all ranks agree to save and end after the same step."""
+
+import torch
+import torch.distributed as dist
+
+
+class Vote:
+    """Ask all ranks at the end of each step whether one of them wants to stop, and read the answer a step later.
+
+    By then it has come: neither the host nor a stream that computes waits for it.
+    """
+
+    def __init__(self):
+        self._answer = None  # of the step before: () -> whether a rank wanted to stop
+        self._nccl = None  # what `_ask_by_nccl` keeps: the flag, its copy on the host, the stream
+
+    def passes(self, wanted: bool) -> bool:
+        """Return whether this step is the last, the same on every rank. Collective.
+
+        Args: wanted: whether this rank wants to stop.
+        """
+        if not dist.is_initialized() or dist.get_world_size() == 1:
+            return wanted
+        last = self._answer is not None and self._answer()
+        self._answer = (self._ask_by_nccl if dist.get_backend() == "nccl" else _ask)(wanted)
+        return last
+
+    def _ask_by_nccl(self, wanted: bool):
+        if self._nccl is None:  # one stream, as each has a pool of memory of its own
+            flag, stream = torch.zeros(1, dtype=torch.int32, device="cuda"), torch.cuda.Stream()
+            stream.wait_stream(torch.cuda.current_stream())
+            self._nccl = flag, torch.empty(1, dtype=torch.int32, pin_memory=True), stream
+        (flag, host, stream), copied = self._nccl, torch.cuda.Event()
+        with torch.cuda.stream(stream):  # that of the step goes on
+            flag.fill_(int(wanted))
+            dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True).wait()  # this stream waits, not the host
+            host.copy_(flag, non_blocking=True)
+            copied.record()
+
+        def answer() -> bool:
+            copied.synchronize()
+            return bool(host)
+
+        return answer
+
+
+def _ask(wanted: bool):
+    flag = torch.tensor([int(wanted)])
+    work = dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True)
+
+    def answer() -> bool:
+        work.wait()
+        return bool(flag)
+
+    return answer

@@ -1,0 +1,97 @@
+"""Recipes under a plain torchrun: a signal to its agent saves on all ranks, and the next start goes on from there."""
+
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import psutil
+import pytest
+from conftest import ROOT, TINY, Run
+
+from zerofit.base import distributed
+
+pytestmark = pytest.mark.fault
+
+FLAGS = [
+    "--data", str(TINY / "train.jsonl"), "--max_samples", "64", "--max_length", "64", "--effective_batch_size", "8",
+    "--per_device_train_batch_size", "2", "--learning_rate", "1e-3", "--max_steps", "60", "--logging_steps", "1",
+    "--save_strategy", "steps", "--num_samples", "0", "--zero", "2", "--certificate", "false",
+]  # fmt: skip
+
+
+def torchrun(folder, *options, save_steps="1000", **env):
+    words = [
+        sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", *options,
+        str(ROOT / "recipes" / "sft.py"), *FLAGS, "--save_steps", save_steps, "--output_dir", str(folder),
+    ]  # fmt: skip
+    return subprocess.Popen(words, cwd=ROOT, env=os.environ | env, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                            text=True)  # fmt: skip
+
+
+def wait_for_step(job, folder, step, seconds=240):
+    deadline, file = time.monotonic() + seconds, folder / "metrics.jsonl"
+    while not file.exists() or len(file.read_text().splitlines()) < step:
+        assert time.monotonic() < deadline and job.poll() is None
+        time.sleep(0.1)
+
+
+@pytest.fixture(scope="module")
+def undisturbed(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("torchrun") / "whole"
+    job = torchrun(folder)
+    said = job.communicate(timeout=300)[0]
+    assert job.returncode == 0, said
+    return Run(folder)
+
+
+@pytest.mark.slow
+def test_sigterm_to_the_agent_saves_and_the_next_start_goes_on(undisturbed, tmp_path):
+    """torchrun's own exit code is 1; losses equal those of an undisturbed run, bit for bit."""
+    folder = tmp_path / "run"
+    job = torchrun(folder)
+    wait_for_step(job, folder, 3)
+    job.send_signal(signal.SIGTERM)
+    said = job.communicate(timeout=120)[0]
+    assert job.returncode == 1 and "is saved; `make resume" in said, said
+    (saved,) = folder.glob("checkpoint-*")
+    steps = int(saved.name.rpartition("-")[2])
+    assert 3 < steps < 60 and Run(folder).json("result.json") == {
+        "status": "stopped", "error": Run(folder).json("result.json")["error"], "steps": steps,
+    }  # fmt: skip
+    refused = torchrun(folder)  # a new job, which does not say that it resumes
+    assert "already holds a run" in refused.communicate(timeout=120)[0]
+    again = torchrun(folder, **{distributed.BY_SLURM: "1"})
+    said = again.communicate(timeout=300)[0]
+    assert again.returncode == 0 and f"step {steps + 1}/60" in said and f"step {steps}/60" not in said, said
+    assert Run(folder).losses == undisturbed.losses
+
+
+@pytest.mark.slow
+def test_a_killed_rank_is_started_again_by_the_agent(undisturbed, tmp_path):
+    """The restart needs no flag; torch 2.13 needs the variable, else ranks find the addresses of the dead ones."""
+    folder = tmp_path / "run"
+    job = torchrun(folder, "--max_restarts", "1", save_steps="5", TORCH_DISABLE_SHARE_RDZV_TCP_STORE="1")
+    wait_for_step(job, folder, 8)
+    ranks = [p for p in psutil.Process(job.pid).children() if p.environ().get("RANK") == "1"]
+    ranks[0].send_signal(signal.SIGKILL)
+    said = job.communicate(timeout=200)[0]
+    assert job.returncode == 0 and "the job was started again: it goes on in" in said, said
+    assert "step 5/60" not in said.partition("goes on in")[2] and Run(folder).losses == undisturbed.losses
+
+
+def test_one_rank_of_a_request_is_enough_and_all_read_it_a_step_later(tmp_path):
+    script = tmp_path / "votes.py"
+    script.write_text(
+        "import os, torch.distributed as dist\n"
+        "from zerofit.train.stop import Vote\n"
+        "dist.init_process_group('gloo')\n"
+        "vote = Vote()\n"
+        "answers = [vote.passes(step == 2 and dist.get_rank() == 1) for step in range(5)]\n"
+        "print(answers, flush=True)\n"
+        "dist.barrier(); dist.destroy_process_group()\n"
+    )
+    words = ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2", str(script)]
+    done = subprocess.run([sys.executable, *words], capture_output=True, text=True, timeout=120)
+    assert done.stdout.count(str([False, False, False, True, False])) == 2, done.stderr
