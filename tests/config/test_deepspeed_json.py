@@ -169,6 +169,11 @@ def test_same_value_in_both_places_is_no_contradiction(write):
 @pytest.mark.parametrize(
     ("config", "flags", "says"),
     [
+        (
+            BASE | {"checkpoint": {"writer": {"type": "python", "decoupled": True}}},
+            [],
+            "checkpoint.writer: this writer may still write the optimizer states",
+        ),
         (BASE | {"gradient_cliping": 1}, [], "unknown key 'gradient_cliping'; did you mean 'gradient_clipping'"),
         (BASE | {"tensor_parallel": {"autotp_size": 2}}, [], "tensor_parallel.autotp_size = 2: the batch would be"),
         (BASE | {"tensor_parallel": {"tp": {"tp_size": 4}}}, [], "tensor_parallel.tp.tp_size = 4"),

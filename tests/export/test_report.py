@@ -12,6 +12,8 @@ import pytest
 from conftest import TINY, recipe_process
 
 from zerofit.base.errors import UserError
+from zerofit.checkpoint import integrity, resumable
+from zerofit.checkpoint.facts import FACTS
 from zerofit.commands import status
 from zerofit.job import run_folder
 from zerofit.report import plots, run_page
@@ -123,6 +125,23 @@ def test_the_next_command_after_a_failure(told, tmp_path, capsys):
     run_page.write(make_run(tmp_path / "a", status="failed"), told)
     following = "" if told else f"next: make resume RUN={tmp_path / 'a'}    # from the start\n"
     assert capsys.readouterr().out == f"report: {tmp_path / 'a' / 'report.html'}\n{following}"
+
+
+def test_no_file_is_hashed_for_the_next_command(tmp_path, monkeypatch, capsys):
+    """Exit code 75 waits for the page: hashing a large checkpoint would outlast the time that SLURM leaves a job."""
+    folder = make_run(tmp_path / "a", status="stopped")
+    saved = folder / "checkpoint-7"
+    saved.mkdir()
+    for name, text in {"trainer_state.json": '{"global_step": 7}', "latest": "global_step7"}.items():
+        (saved / name).write_text(text)
+    (saved / "global_step7").mkdir()
+    files = {f.name: [f.stat().st_size, "0"] for f in saved.iterdir() if f.is_file()}
+    facts = {"recipe": "sft", "zero": "2", "world_size": 2, "offload": "none", "fingerprints": {}, "files": files}
+    (saved / FACTS).write_text(json.dumps(facts))
+    monkeypatch.setattr(integrity, "hash_file", lambda *_, **__: pytest.fail("a file is hashed"))
+    run_page.write(folder)
+    assert f"next: make resume RUN={folder}    # from step 7" in capsys.readouterr().out
+    assert "saved up to step 7" in resumable.how_to_go_on("interrupted", folder, 7)
 
 
 def test_a_diverged_run_is_looked_into(tmp_path):

@@ -11,26 +11,30 @@ from zerofit.checkpoint.facts import FACTS, FORMAT, is_of_this_kit, read_facts
 from zerofit.job import run_folder
 
 
-def latest_valid_checkpoint(folder: Path, say=lambda text: None) -> Path | None:
+def latest_valid_checkpoint(folder: Path, say=lambda text: None, hashes: bool = True) -> Path | None:
     """Return the newest checkpoint-<step> of a run folder that can be resumed, or None.
 
-    Args: say: called with one line for every checkpoint that is skipped.
+    Args: say: called with one line for every checkpoint that is skipped; hashes: as of `damage`.
     """
     for checkpoint in reversed(run_folder.checkpoints(folder).values()):
-        if not (reason := find_corruption(checkpoint)):
+        if not (reason := find_corruption(checkpoint, hashes)):
             return checkpoint
         say(f"{checkpoint.name} is passed over: {reason}")
     return None
 
 
-def find_corruption(checkpoint: Path) -> str:
-    """Return why no run can resume from this checkpoint; "" if one can."""
-    reason = damage(checkpoint) or _without_states(checkpoint)
+def find_corruption(checkpoint: Path, hashes: bool = True) -> str:
+    """Return why no run can resume from this checkpoint; "" if one can. Args: hashes: as of `damage`."""
+    reason = damage(checkpoint, hashes) or _without_states(checkpoint)
     return reason or ("" if read_facts(checkpoint) else _incomplete(checkpoint))
 
 
-def damage(checkpoint: Path) -> str:
-    """Return what is wrong with the files of a checkpoint, else ""; it may still hold only a model."""
+def damage(checkpoint: Path, hashes: bool = True) -> str:
+    """Return what is wrong with the files of a checkpoint, else ""; it may still hold only a model.
+
+    Args: hashes: read and hash every file; False: compare their sizes only, which takes no time. A job that has saved
+        and must end uses it: hashing a large checkpoint may outlast the time that SLURM leaves it.
+    """
     try:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
     except OSError:
@@ -44,7 +48,7 @@ def damage(checkpoint: Path) -> str:
         return f"its {FACTS} is missing"
     if known and known.get("format", 1) > FORMAT:
         return f"zerofit {known.get('zerofit')} saved it, in a form that {__version__} does not know; update zerofit"
-    return (_changed(checkpoint, known["files"]) if known else "") or pickles.fault(checkpoint)
+    return (_changed(checkpoint, known["files"], hashes) if known else "") or pickles.fault(checkpoint)
 
 
 def _without_states(checkpoint: Path) -> str:
@@ -54,7 +58,7 @@ def _without_states(checkpoint: Path) -> str:
     return "it holds a model without optimizer states (--save_only_model), which can only be started from with --model"
 
 
-def _changed(checkpoint: Path, files: dict[str, list]) -> str:
+def _changed(checkpoint: Path, files: dict[str, list], hashes: bool) -> str:
     """Return a sentence about the first file that differs from what was written, else ""."""
     for name, (size, digest) in files.items():
         file = checkpoint / name
@@ -62,7 +66,7 @@ def _changed(checkpoint: Path, files: dict[str, list]) -> str:
             return f"{name} is missing"
         if (actual := file.stat().st_size) != size:
             return f"{name} has {actual:,} bytes instead of {size:,}"
-        if hash_file(file) != digest:
+        if hashes and hash_file(file) != digest:
             return f"{name} was changed or damaged (its hash is another)"
     return ""
 

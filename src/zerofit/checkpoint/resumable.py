@@ -152,9 +152,9 @@ def next_command(folder: Path) -> str:
     if not (folder / "run.json").exists():
         return "no run was begun. Give the same command again"
     resume = command_line.next_step("resume", folder)
-    if saved := integrity.latest_valid_checkpoint(folder):
+    if saved := integrity.latest_valid_checkpoint(folder, hashes=False):
         return f"saved up to step {saved.name.rpartition('-')[2]}. Go on: {resume}"
-    models = [f for f in run_folder.checkpoints(folder).values() if not integrity.damage(f)]
+    models = [f for f in run_folder.checkpoints(folder).values() if not integrity.damage(f, hashes=False)]
     if models:
         return (
             f"{models[-1].name} holds the model without optimizer states (--save_only_model), so no run can continue "

@@ -191,6 +191,7 @@ def lint(config: dict, path: str | Path) -> None:
         if dotted not in AUTO_KEYS:
             raise UserError(f'{path}: {dotted} is "auto", but nothing fills that key; write a value.')
     _refuse_unchecked_types(config, path)
+    _refuse_writer(config, path)
     for section, load in (
         ("zero_optimization", get_zero_config),
         ("bf16", get_bfloat16_config),
@@ -259,6 +260,15 @@ def _refuse_unchecked_types(config: dict, path: str | Path) -> None:
         raise UserError(
             f'{path}: scheduler.params.total_num_steps = {json.dumps(steps)}: write "auto", which is the number of '
             "optimizer steps of the run."
+        )
+
+
+def _refuse_writer(config: dict, path: str | Path) -> None:
+    """Refuse DeepSpeed's own checkpoint writers, which may still write when the checkpoint is verified and renamed."""
+    if json_value(config, "checkpoint.writer") is not None:
+        raise UserError(
+            f"{path}: checkpoint.writer: this writer may still write the optimizer states when the checkpoint is "
+            "verified and renamed, and they would be lost; delete it."
         )
 
 

@@ -233,7 +233,7 @@ def next_steps(folder: Path) -> list[str]:
         return [command_line.next_step(verb, folder) for verb in ("chat", "export")]
     if bad_steps := _bad_steps(folder):
         return [f"zerofit replay {shlex.quote(str(bad_steps[-1]))}    # resumed, this step would diverge again"]
-    saved = integrity.latest_valid_checkpoint(folder)
+    saved = integrity.latest_valid_checkpoint(folder, hashes=False)
     where = f"from step {step_of(saved)}" if saved else "from the start"
     return [f"{command_line.next_step('resume', folder)}    # {where}"]
 

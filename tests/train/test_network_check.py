@@ -1,0 +1,46 @@
+"""The exchange of numbers before the model is loaded, on three real ranks."""
+
+import subprocess
+import sys
+
+RANK = """
+import sys
+import torch.distributed as dist
+from zerofit.train import network_check
+rank, store = int(sys.argv[1]), sys.argv[2]
+dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=3)
+network_check.distributed.size, network_check.distributed.rank = dist.get_world_size, dist.get_rank
+opened, destroyed = [], []
+new_group, destroy = dist.new_group, dist.destroy_process_group
+dist.new_group = lambda *a, **k: opened.append(new_group(*a, **k)) or opened[-1]
+dist.destroy_process_group = lambda group=None: destroyed.append(group) or destroy(group)
+dist.all_to_all_single = None  # NCCL would keep channels to every peer
+network_check._exchange(use_cpu=True)
+assert len(opened) == 1 and destroyed == opened, (opened, destroyed)
+send_and_receive = dist.batch_isend_irecv
+if rank == 1:
+    def with_a_wrong_number(operations):
+        for work in send_and_receive(operations):
+            work.wait()
+        operations[1].tensor.fill_(7)
+        return []
+    dist.batch_isend_irecv = with_a_wrong_number
+try:
+    network_check._exchange(use_cpu=True)
+    print("right")
+except RuntimeError as error:
+    print(error)
+dist.barrier()
+"""
+
+
+def test_ranks_exchange_numbers_in_a_group_of_their_own(tmp_path):
+    """And the rank that receives a wrong number says so."""
+    command = [sys.executable, "-c", RANK]
+    ranks = [
+        subprocess.Popen([*command, str(rank), str(tmp_path / "store")], stdout=subprocess.PIPE, text=True)
+        for rank in range(3)
+    ]
+    said = [rank.communicate(timeout=120)[0].strip() for rank in ranks]
+    assert said == ["right", "rank 1 received [0, 1, 2] from all ranks and 7 from rank 0.", "right"]
+    assert [rank.returncode for rank in ranks] == [0, 0, 0]
