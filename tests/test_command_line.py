@@ -24,12 +24,6 @@ def test_a_flag_is_read_and_dropped_in_both_spellings(name):
     assert command_line.drop(LINE, name, "--data") == ["run.py", "--packing", "--zero", "auto"]
 
 
-def test_only_the_named_value_is_dropped():
-    assert command_line.drop_value(LINE, "--zero", "auto") == LINE[:-2]
-    assert command_line.drop_value(["--zero=auto", "--seed", "1"], "--zero", "auto") == ["--seed", "1"]
-    assert command_line.drop_value(LINE, "--zero", "2") == LINE
-
-
 def test_a_flag_with_several_values_is_named():
     """Such as `make sft ZERO=3 ARGS="--zero 2"`; a token's values are not shown."""
     flags = [

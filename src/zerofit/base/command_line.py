@@ -91,11 +91,6 @@ def drop(flags: list[str], *names: str) -> list[str]:
     return [word for name, _, words in by_flag(flags) if name.replace("-", "_") not in dropped for word in words]
 
 
-def drop_value(flags: list[str], name: str, value: str) -> list[str]:
-    """Return the command line without `name value`, such as --zero auto; other values of the flag stay."""
-    return [word for n, values, words in by_flag(flags) if (n, values) != (name, [value]) for word in words]
-
-
 def put(flags: list[str], **values) -> list[str]:
     """Return the command line with these flags and values at its end, instead of those that it has of the same names.
 

@@ -2,19 +2,18 @@
 
 import argparse
 import re
-import shlex
 import sys
 from dataclasses import dataclass
 from pathlib import Path
 
 import yaml
 
-from zerofit.base import command_line, hardware
+from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.base.paths import PROJECT
 from zerofit.config import parse, resolve
 from zerofit.job import program
-from zerofit.job.recipe import Recipe
+from zerofit.job.request import FLAG, Request
 from zerofit.job.settings import Settings
 from zerofit.launch import prepare
 from zerofit.launch.cluster import node_options
@@ -24,8 +23,6 @@ TEMPLATES = {"pytorchjob": "launchers/pytorchjob.yaml", "trainjob": "launchers/t
 RESTARTS = 6  # per node; the default backoffLimit of a Kubernetes Job
 
 LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # a service name in Kubernetes (RFC 1035)
-
-NAME = re.compile(r"[a-z0-9]([-.a-z0-9]*[a-z0-9])?")  # name of a claim or a secret
 
 LONGEST = 63  # characters of a DNS label
 
@@ -45,27 +42,14 @@ class Job:
     image: str
     use_cpu: bool  # request no GPU
     words: list[str]  # recipe and flags for `zerofit launch` in a pod
-    namespace: str = ""  # "" keeps the template's, here and below
-    claim: str = ""
-    mount: str = ""
-    secret: str = ""
 
 
 def main(argv: list[str]) -> None:
-    """`zerofit kubernetes`: see --help. Prints the manifest, or writes it to --output_file.
+    """`zerofit kubernetes`: see --help. Prints the manifest.
 
     Raises: UserError for the user's mistakes, also in the recipe's flags, before anything is printed.
     """
-    args = _parser().parse_args(argv)
-    manifest = render(_job(args))
-    if not args.output_file:
-        sys.stdout.write(manifest)
-        return
-    try:
-        Path(args.output_file).write_text(manifest, encoding="utf-8")
-    except OSError as error:
-        raise UserError(f"--output_file {args.output_file}: cannot be written: {error.strerror}.") from None
-    print(f"{args.output_file}: kubectl apply -f {shlex.quote(args.output_file)}")
+    sys.stdout.write(render(_job(_parser().parse_args(argv))))
 
 
 def _parser() -> argparse.ArgumentParser:
@@ -73,19 +57,11 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument(
         "--kind", default="pytorchjob", help=f"{' or '.join(TEMPLATES)} (training operator v1, Trainer v2)"
     )
-    parser.add_argument("--name", required=True, help="of the job; its run folder is <mount>/<name>")
+    parser.add_argument("--name", required=True, help="of the job; its run folder is /runs/<name>")
     parser.add_argument("--nodes", default="1", help="pods, or MIN:MAX for an elastic pytorchjob")
     parser.add_argument("--gpus", default="1", help="GPUs of each pod, one process on each")
     parser.add_argument("--image", required=True, help="container image with this repository, installed")
-    parser.add_argument("--namespace", default="", help="default: the one that kubectl is set to")
-    parser.add_argument("--volume", default="", help="CLAIM:/mount of the checkpoints (default: the template's)")
-    parser.add_argument(
-        "--secret",
-        default="",
-        help="secret with HF_TOKEN, WANDB_API_KEY and ZEROFIT_JOB_SECRET (default: the template's)",
-    )
     parser.add_argument("--gpu_type", default="h100-80g", help="the cluster's GPU, for the check of the flags")
-    parser.add_argument("--output_file", default="", help="file to write (default: standard output)")
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     parser.add_argument("recipe", help="recipes/sft.py, or any other recipe's file")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="the recipe's flags")
@@ -99,30 +75,26 @@ def _job(given) -> Job:
     if given.kind not in TEMPLATES:
         raise UserError(f"--kind {given.kind}: must be one of {', '.join(TEMPLATES)}.")
     named = program.start(given.recipe)
-    recipe = named.recipe
     flags, gpus = parse.command_line(given.flags, given.args, given.gpus)
     least, most = _nodes(given.nodes, given.kind)
     _check_names(given, most)
-    claim, mount = _volume(given.volume)
-    run_folder = f"{mount or _template_mount(given.kind)}/{given.name}"
-    _check_secrets(flags)
     if most > 1:
         prepare.check_for_nodes(flags)
-    settings = _check_flags(recipe, flags, {least * gpus, most * gpus}, hardware.find(given.gpu_type))
+    request = parse.request(named.recipe, flags)
+    _check_request(request)
+    ranks = {least * gpus, most * gpus}
+    settings = _settings(request, ranks, hardware.find(given.gpu_type))
     if Path(file := named.in_project).is_absolute():
         print(
             f"note: {file} is outside the project, {PROJECT}: the image must hold it at this path",
             file=sys.stderr,
             flush=True,
         )
-    words = [file, *flags, *_to_go_on(settings, run_folder)]
-    if least < most and settings.source["effective_batch_size"] != "flag":
+    words = [file, *flags, *_to_go_on(settings, _mount(given.kind), given.name)]
+    if least < most and settings.source["effective_batch_size"] != FLAG:
         # Otherwise each start would derive it from the number of nodes present.
         words += ["--effective_batch_size", str(settings.effective_batch_size)]
-    return Job(
-        given.kind, given.name, least, most, gpus, given.image, settings.use_cpu, words,
-        given.namespace, claim, mount, given.secret,
-    )  # fmt: skip
+    return Job(given.kind, given.name, least, most, gpus, given.image, settings.use_cpu, words)
 
 
 def _nodes(text: str, kind: str) -> tuple[int, int]:
@@ -145,71 +117,52 @@ def _check_names(given, nodes: int) -> None:
             f"--name {given.name}: must be 1 to {limit} of a-z, 0-9 and -, begin with a letter and not end with -; "
             "Kubernetes makes the pods' names of it."
         )
-    if given.namespace and (not NAME.fullmatch(given.namespace) or "." in given.namespace):
-        raise UserError(f"--namespace {given.namespace}: may have a-z, 0-9 and - only, not first or last.")
-    if given.secret and not NAME.fullmatch(given.secret):
-        raise UserError(f"--secret {given.secret}: must be a secret's name (a-z, 0-9, - and .), not what is in it.")
     if not given.image or any(c.isspace() for c in given.image):
         raise UserError(f"--image {given.image!r}: must be an image's name without spaces.")
 
 
-def _volume(text: str) -> tuple[str, str]:
-    """Split CLAIM:/mount into (claim, mount); ("", "") for "". Raises: UserError."""
-    claim, _, mount = text.partition(":")
-    mount = mount.rstrip("/")
-    if text and (not NAME.fullmatch(claim) or not mount.startswith("/") or set(mount) & set(":$")):
-        raise UserError(f"--volume {text}: must be CLAIM:/mount, a volume claim's name and a folder in the container.")
-    return claim, mount
-
-
-def _check_secrets(flags: list[str]) -> None:
-    """Refuse a token on the command line: the manifest would contain it. Raises: UserError."""
-    if command_line.hide_secrets(flags) != shlex.join(flags):
+def _check_request(request: Request) -> None:
+    """Refuse a token, which the manifest would contain, and flags that only print. Raises: UserError."""
+    if request.get("hub_token"):
         raise UserError(
-            "--hub_token would stand in the manifest for all to read; put it into a secret (kubectl create secret "
-            "generic zerofit --from-literal=HF_TOKEN=...) and name that with --secret."
+            f"hub_token ({request.source['hub_token']}): it would stand in the manifest for all to read; put it into a "
+            "secret (kubectl create secret generic zerofit --from-literal=HF_TOKEN=...) and leave it out."
         )
+    for name in ("show", "plan"):
+        if request.get(name):
+            raise UserError(
+                f"--{name}: prints and trains nothing; a job needs no pods for it (`zerofit launch` does it here)."
+            )
 
 
-def _check_flags(recipe: Recipe, flags: list[str], sizes: set[int], gpu: hardware.Gpu) -> Settings:
+def _settings(request: Request, sizes: set[int], gpu: hardware.Gpu) -> Settings:
     """Resolve the flags for each number of ranks in `sizes`; return the settings for the largest.
 
-    Raises: UserError as resolve.resolve_settings does; if the effective batch depends on the number of ranks.
+    Raises: UserError as resolve.resolve does; if the effective batch depends on the number of ranks.
     """
-    for name in ("--help", "-h", "--show", "--plan"):
-        if any(flag.partition("=")[0] == name for flag in flags):
-            raise UserError(
-                f"{name}: prints and trains nothing; a job needs no pods for it (zerofit launch {name} does it here)."
-            )
-    per_size = [
-        resolve.resolve_settings(recipe, command_line.put(flags, gpus=ranks), ranks, gpu) for ranks in sorted(sizes)
-    ]
+    per_size = [resolve.resolve(request.put(gpus=ranks), ranks, gpu) for ranks in sorted(sizes)]
     smallest, largest = per_size[0], per_size[-1]
     if smallest.effective_batch_size != largest.effective_batch_size:
         raise UserError(
             f"--effective_batch_size: would be {smallest.effective_batch_size} on {smallest.world_size} ranks and "
             f"{largest.effective_batch_size} on {largest.world_size}; name one for all sizes of the job."
         )
-    if largest.hub_token:
-        raise UserError(
-            f"--config {largest.config}: hub_token: the pods get HF_TOKEN from a secret (--secret); take it out."
-        )
     return largest
 
 
-def _to_go_on(settings: Settings, run_folder: str) -> list[str]:
+def _to_go_on(settings: Settings, mount: str, name: str) -> list[str]:
     """Return the flags with which a restarted pod resumes from the checkpoints of the previous one.
 
     Raises: UserError if the user's own --output_dir or --resume_from_checkpoint prevents it.
     """
-    added, mount = [], run_folder.rpartition("/")[0]
+    added = []
     folder, resumed = settings.output_dir, settings.resume_from_checkpoint
     if not folder or settings.source["output_dir"] in ("default", "transformers default"):
-        added += ["--output_dir", run_folder]
+        added += ["--output_dir", f"{mount}/{name}"]
     elif not folder.startswith(f"{mount}/"):
         raise UserError(
             f"--output_dir {folder}: is not on the volume, and a pod's own disk is gone with it; name a folder in "
-            f"{mount} (--volume CLAIM:/mount), or leave it out."
+            f"{mount}, or leave it out."
         )
     if not resumed:
         added += ["--resume_from_checkpoint", "auto"]
@@ -225,12 +178,17 @@ def _to_go_on(settings: Settings, run_folder: str) -> list[str]:
 
 
 def render(job: Job) -> str:
-    """Return the manifest as YAML text: the template with the job's values filled in."""
+    """Return the manifest as YAML text: the template with the job's values filled in.
+
+    Raises: UserError for a template without the keys that are filled in.
+    """
     documents = _template(job.kind)
     try:
-        {"pytorchjob": _fill_pytorchjob, "trainjob": _fill_trainjob}[job.kind](documents, job)
-    except (LookupError, TypeError, ValueError, StopIteration) as error:
-        raise _misses(job.kind, error) from None
+        for document in documents:
+            document["metadata"]["name"] = job.name
+        (_fill_pytorchjob if job.kind == "pytorchjob" else _fill_trainjob)(documents, job)
+    except (LookupError, TypeError) as error:
+        raise _edited(job.kind, error) from None
     head = f"# Made by `zerofit kubernetes` of {TEMPLATES[job.kind]}, where every line is explained.\n"
     return head + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
 
@@ -240,43 +198,37 @@ def _template(kind: str) -> list[dict]:
     file = PROJECT / TEMPLATES[kind]
     try:
         return list(yaml.safe_load_all(file.read_text(encoding="utf-8")))
-    except OSError as error:
-        raise UserError(f"{file}: cannot be read: {error.strerror}.") from None
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         where = f"{file}:{mark.line + 1}" if mark else file
         raise UserError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}.") from None
 
 
-def _pod(kind: str, documents: list[dict]) -> dict:
-    """Return the spec of the template's pod."""
-    if kind == "pytorchjob":
-        return documents[0]["spec"]["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
-    return documents[0]["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
-
-
-def _misses(kind: str, error: Exception) -> UserError:
+def _edited(kind: str, error: Exception) -> UserError:
     return UserError(
         f"{TEMPLATES[kind]}: has been edited so that --options find no place in it ({type(error).__name__}: {error}); "
         "keep its keys and the volume `runs` (git diff shows what was changed)."
     )
 
 
-def _template_mount(kind: str) -> str:
-    """Return the path at which the template mounts the checkpoints' volume."""
+def _mount(kind: str) -> str:
+    """Return the path at which the template mounts the volume `runs`. Raises: UserError if it mounts none."""
+    spec = _template(kind)[0]["spec"]
     try:
-        mounts = _pod(kind, _template(kind))["containers"][0]["volumeMounts"]
-        return next(m["mountPath"] for m in mounts if m["name"] == "runs").rstrip("/")
-    except (LookupError, TypeError, StopIteration) as error:
-        raise _misses(kind, error) from None
+        if kind == "pytorchjob":
+            pod = spec["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
+        else:
+            pod = spec["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+        paths = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
+        return paths["runs"].rstrip("/")
+    except (LookupError, TypeError) as error:
+        raise _edited(kind, error) from None
 
 
 def _fill_pytorchjob(documents: list[dict], job: Job) -> None:
     spec = documents[0]["spec"]
-    replicas, pod = spec["pytorchReplicaSpecs"], _pod("pytorchjob", documents)
-    _fill_metadata(documents, job)
-    _fill_volume(pod, job)
-    container = pod["containers"][0]
+    replicas = spec["pytorchReplicaSpecs"]
+    container = replicas["Master"]["template"]["spec"]["containers"][0]
     _fill_container(container, container["resources"], job)
     spec["nprocPerNode"] = str(job.gpus)
     spec["runPolicy"]["backoffLimit"] = RESTARTS * job.most
@@ -284,40 +236,27 @@ def _fill_pytorchjob(documents: list[dict], job: Job) -> None:
         # No elasticPolicy: it would put torchrun's rendezvous at worker 0, but zerofit's node 0 is the master.
         spec["runPolicy"].setdefault("schedulingPolicy", {})["minAvailable"] = job.least
     if job.most > 1:
-        replicas["Worker"] |= {"replicas": job.most - 1, "template": replicas["Master"]["template"]}
+        replicas["Worker"]["replicas"] = job.most - 1  # its pod is the master's, by an alias in the template
     else:
         del replicas["Worker"]
 
 
 def _fill_trainjob(documents: list[dict], job: Job) -> None:
     runtime, train = (document["spec"] for document in documents)
-    _fill_metadata(documents, job)
-    _fill_volume(_pod("trainjob", documents), job)
-    _fill_container(train["trainer"], train["trainer"]["resourcesPerNode"], job)
-    runtime["mlPolicy"]["numNodes"] = train["trainer"]["numNodes"] = job.most
+    trainer = train["trainer"]
+    _fill_container(trainer, trainer["resourcesPerNode"], job)
+    runtime["mlPolicy"]["numNodes"] = trainer["numNodes"] = job.most
     runtime["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["backoffLimit"] = RESTARTS * job.most
     train["runtimeRef"]["name"] = job.name
-    train["trainer"]["numProcPerNode"] = job.gpus
-
-
-def _fill_metadata(documents: list[dict], job: Job) -> None:
-    for document in documents:
-        document["metadata"] |= {"name": job.name} | ({"namespace": job.namespace} if job.namespace else {})
+    trainer["numProcPerNode"] = job.gpus
 
 
 def _fill_container(container: dict, resources: dict, job: Job) -> None:
     container["image"] = job.image
     container["args"] = _words(container["args"], job)
-    limits = resources["limits"]
-    if job.use_cpu:
-        resources["limits"] = {k: v for k, v in limits.items() if not k.endswith("/gpu")} | {"cpu": job.gpus}
-    else:
-        limits |= {k: job.gpus for k in limits if k.endswith("/gpu")}
-    for variable in container["env"]:
-        if job.secret and "secretKeyRef" in variable.get("valueFrom", {}):
-            variable["valueFrom"]["secretKeyRef"]["name"] = job.secret
-        if job.mount and variable["name"] == "HF_HOME":
-            variable["value"] = f"{job.mount}/huggingface"
+    others = {key: amount for key, amount in resources["limits"].items() if not key.endswith("/gpu")}
+    gpus = {key: job.gpus for key in resources["limits"] if key.endswith("/gpu")}
+    resources["limits"] = others | ({"cpu": job.gpus} if job.use_cpu else gpus)
 
 
 def _words(template: list[str], job: Job) -> list[str]:
@@ -325,22 +264,10 @@ def _words(template: list[str], job: Job) -> list[str]:
 
     Kubernetes expands $(VARIABLE) and turns $$ into $, so the user's dollar signs are doubled. No shell is involved.
     """
-    end = next(i for i, word in enumerate(template) if word.startswith("recipes/"))
-    nodes = str(job.most) if job.least == job.most else f"{job.least}:{job.most}"
-    values, options = {"--gpus": str(job.gpus), "--nnodes": nodes}, template[:end]
-    launch_options = [values.get(before, word) for before, word in zip(["", *options], options, strict=False)]
-    return launch_options + [word.replace("$", "$$") for word in job.words]
-
-
-def _fill_volume(pod: dict, job: Job) -> None:
-    if not job.claim:
-        return
-    for volume in pod["volumes"]:
-        if volume["name"] == "runs":
-            volume["persistentVolumeClaim"]["claimName"] = job.claim
-    for mount in pod["containers"][0]["volumeMounts"]:
-        if mount["name"] == "runs":
-            mount["mountPath"] = job.mount
+    options = template[: template.index("recipes/sft.py")]
+    options[options.index("--gpus") + 1] = str(job.gpus)
+    options[options.index("--nnodes") + 1] = str(job.most) if job.least == job.most else f"{job.least}:{job.most}"
+    return options + [word.replace("$", "$$") for word in job.words]
 
 
 class _Dumper(yaml.SafeDumper):
