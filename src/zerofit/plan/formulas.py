@@ -13,6 +13,7 @@ from zerofit.model import experts
 from zerofit.model.gradient_checkpointing import IN_FLIGHT
 from zerofit.optim import registry
 from zerofit.parallel.interface import Parallel
+from zerofit.plan.gpu_memory import GPUS_OF_A_NODE
 
 # Share of the data sheet's numbers that a training step reaches. Rough on purpose: they only order the candidates.
 MATRIX_EFFICIENCY = 0.5
@@ -20,8 +21,6 @@ MATRIX_EFFICIENCY = 0.5
 LINK_EFFICIENCY = 0.7
 
 OVERLAPPED = 0.5  # share of the communication that can overlap with arithmetic
-
-GPUS_OF_A_NODE = 8
 
 # Microseconds of latency per NCCL call and hop: hwLat and baseLat (LL128) of NCCL's own cost model,
 # github.com/NVIDIA/nccl src/graph/tuning.cc.
