@@ -75,12 +75,16 @@ def _gpu_memory(candidate: Candidate, plan: Plan) -> str:
     """Return text on what a GPU needs, what nvidia-smi will show, and the parts of the highest moment."""
     size = figures(candidate, plan)
     phase, parts = _highest(candidate)
-    largest = sorted(((part, n) for part, n in parts.items() if n >= 0.05 * GIB), key=lambda pair: -pair[1])
     return (
         f"{size['least'] / GIB:.1f} of {_gpu_bytes(plan) / GIB:.1f} GiB ({_source(candidate)}); nvidia-smi will show "
-        f"{size['nvidia_smi'] / GIB:.1f}\n{'':16}highest {phase}: "
-        + ", ".join(f"{part} {n / GIB:.1f}" for part, n in largest)
+        f"{size['nvidia_smi'] / GIB:.1f}\n{'':16}highest {phase}: {_by_size(parts)}"
     )
+
+
+def _by_size(parts: dict[str, float]) -> str:
+    """Return the parts of 0.1 GiB and more as text, the largest first."""
+    shown = sorted(((part, size) for part, size in parts.items() if size >= 0.05 * GIB), key=lambda pair: -pair[1])
+    return ", ".join(f"{part} {size / GIB:.1f}" for part, size in shown)
 
 
 def _gpu_bytes(plan: Plan) -> int:
@@ -244,7 +248,7 @@ def _source(candidate: Candidate) -> str:
 
 
 def _rounded(number: float) -> str:
-    """Return a number of two significant digits, which is more than an estimate of time knows."""
+    """Return a number with two significant digits: no estimate of time is more exact."""
     rounded = float(f"{number:.2g}")
     return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
 
@@ -272,12 +276,7 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
         **({"rows": plan.rows} if plan.rows else {}),
         **({} if allocator.expandable_segments() else {"rows of different lengths": _UNEQUAL_ROWS}),
         **({"experts": _EXPERTS.format(shape.experts)} if shape.experts else {}),
-        "closed forms": f"{sum(candidate.formula.values()) / GIB:.1f} GiB: "
-        + ", ".join(
-            f"{part} {size / GIB:.1f}"
-            for part, size in sorted(candidate.formula.items(), key=lambda p: -p[1])
-            if size > 0.05 * GIB
-        ),
+        "closed forms": f"{sum(candidate.formula.values()) / GIB:.1f} GiB: {_by_size(candidate.formula)}",
         "sent by each GPU": _sent(candidate, plan),
         "estimate": f"from data sheets at {formulas.MATRIX_EFFICIENCY:.0%} of the GPU's matrix peak; the speeds of "
         "links and offload were never compared with a measurement",

@@ -47,16 +47,22 @@ class Candidate:
 
     @property
     def label(self) -> str:
+        """Return the setting in words: "sft ZeRO-3, offload optimizer, checkpointing, micro batch 8"."""
         s = self.setting
-        checkpointing = "" if not s.every else ", checkpointing" + (f" every {s.every}" if s.every > 1 else "")
-        checkpointing = ", selective checkpointing" if s.selective else checkpointing
-        checkpointing += " offloaded" if s.activation_offload else ""
-        hpz = f" with hpZ {s.hpz}" if s.hpz > 1 else ""
-        offload = "" if s.offload == "none" else f", offload {s.offload}{' to NVMe' * s.nvme}"
-        change = f", {changed(self.change)}" if self.change else ""
-        split = "".join(f", {way.flag} {size}" for way, size in s.groups if way.splits != "layers")
-        split += f", {s.accumulation} of them through {s.pp} stages" if s.pp > 1 else ""
-        return f"{self.method} ZeRO-{s.zero}{hpz}{offload}{checkpointing}{change}, micro batch {s.micro}{split}"
+        parts = [f"{self.method} ZeRO-{s.zero}" + (f" with hpZ {s.hpz}" if s.hpz > 1 else "")]
+        if s.offload != "none":
+            parts.append(f"offload {s.offload}{' to NVMe' * s.nvme}")
+        if s.every or s.activation_offload:
+            every = f" every {s.every}" if s.every > 1 else ""
+            kind = "selective checkpointing" if s.selective else f"checkpointing{every}"
+            parts.append(kind + " offloaded" * s.activation_offload)
+        if self.change:
+            parts.append(changed(self.change))
+        parts.append(f"micro batch {s.micro}")
+        parts += [f"{way.flag} {size}" for way, size in s.groups if way.splits != "layers"]
+        if s.pp > 1:
+            parts.append(f"{s.accumulation} of them through {s.pp} stages")
+        return ", ".join(parts)
 
     @property
     def workspace(self) -> int:
@@ -467,20 +473,20 @@ def _open(base, disk: str | None, splits: bool) -> tuple[list, list, list, list]
     Args: splits: groups are searched and these have several ranks: then only micro batch 1 with checkpointing.
     """
     disk = disk or _disk_of(base)
-    stages = [base.zero] if _said(base, "zero") else [0, 1, 2, 3]
-    if _said(base, "offload"):
+    stages = [base.zero] if _is_set(base, "zero") else [0, 1, 2, 3]
+    if _is_set(base, "offload"):
         offloads = [(base.offload, bool(disk))]
     else:
         offloads = [("none", False), ("optimizer", False), ("all", False)]
         offloads += [("optimizer", True), ("all", True)] * bool(disk)
-    if any(_said(base, name) for name in gradient_checkpointing.ARGUMENTS):
+    if any(_is_set(base, name) for name in gradient_checkpointing.ARGUMENTS):
         checkpointing = [checkpointing_of(base)]
     else:
         checkpointing = [*less_checkpointing(base), EVERY_LAYER, Checkpointing(1, offloaded=True)]
     per_rank = base.effective_batch_size // base.data_ranks
-    if _said(base, "per_device_train_batch_size"):
+    if _is_set(base, "per_device_train_batch_size"):
         micros = [base.per_device_train_batch_size]
-    elif _said(base, "gradient_accumulation_steps"):
+    elif _is_set(base, "gradient_accumulation_steps"):
         micros = [per_rank // base.gradient_accumulation_steps]
     else:
         micros = [n for n in range(1, min(per_rank, 64) + 1) if per_rank % n == 0]
@@ -490,7 +496,7 @@ def _open(base, disk: str | None, splits: bool) -> tuple[list, list, list, list]
     return stages, offloads, checkpointing, micros
 
 
-def _said(base, name: str) -> bool:
+def _is_set(base, name: str) -> bool:
     """Return whether the user set the argument, in any place."""
     source = base.source[name]
     return source in _FIXED or source.startswith("preset") or source == base.config
@@ -499,7 +505,7 @@ def _said(base, name: str) -> bool:
 def _sensible(zero: int, offload: str, base) -> bool:
     if (offload == "all" and zero != 3) or (offload != "none" and zero == 0):
         return False
-    if base.world_size == 1 and zero in (1, 2, 3) and offload == "none" and not _said(base, "zero"):
+    if base.world_size == 1 and zero in (1, 2, 3) and offload == "none" and not _is_set(base, "zero"):
         return base.precision != "fp32" and zero == 1  # one rank: 16-bit weights with a master, nothing else to shard
     return True
 

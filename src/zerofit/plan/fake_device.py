@@ -226,7 +226,7 @@ def skip_triton_kernels() -> None:
 
 
 def train_on(arguments, device) -> None:
-    """Set the device of TrainingArguments and of accelerate, which know no device "gpu"."""
+    """Set the device of TrainingArguments and of accelerate, which have no device "gpu"."""
     from accelerate.state import PartialState
 
     PartialState._shared_state["device"] = arguments.__dict__["_setup_devices"] = device

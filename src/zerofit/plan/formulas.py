@@ -270,7 +270,7 @@ def stages(s: Shape, setting: Setting, settings, fused: bool, tied: bool) -> lis
 
 
 def _share(s: Shape, setting: Setting) -> Shape:
-    """Return the shape of what one rank holds of the model before ZeRO; of a pipeline `stages` says it."""
+    """Return the shape of what one rank holds of the model before ZeRO; for a pipeline see `stages`."""
     for way, size in setting.groups:
         s = way.share(s, size)
     return s
@@ -325,7 +325,7 @@ class Collective:
     stride: int = 1  # every how many-th GPU is in a call
 
     def nodes(self, node: int) -> int:
-        """Return over how many nodes of `node` GPUs a call goes."""
+        """Return how many nodes of `node` GPUs a call spans."""
         return math.ceil(self.ranks * self.stride / node)
 
 

@@ -329,8 +329,8 @@ def predict(settings, seconds: float | None = None, waits: bool = True) -> dict 
 def _simulate(candidate: Candidate, limit: int, seconds: float | None, waits: bool) -> None:
     """Store the answer of rank 0 in the candidate, with all layers where unused segments decide.
 
-    Only a simulation may refuse a launch, and only a simulation knows a CPU's peak: these are waited for. Without
-    `waits` nothing is, and an answer that lacks layers is none.
+    A launch is refused by a simulation only, and there are no closed forms of a CPU: these simulations are waited for.
+    Without `waits` none is, and without the simulation of all layers there is no answer.
     """
     began = time.perf_counter()
     if waits and (candidate.gpu is None or candidate.allocated > limit):

@@ -77,10 +77,10 @@ def _report(plan: dict, settings) -> None:
 def choose_and_check(
     settings, row_tokens: float | None = None, longest: int | None = None, seconds: float = CHECK_SECONDS
 ) -> tuple[dict | None, dict]:
-    """Check as `check` does; where nothing says how to checkpoint, look first for less of it that fits.
+    """Check as `check` does, after choosing the gradient checkpointing where the user set none: the least that fits.
 
-    A resumed run goes on with the gradient checkpointing that it had, if that fits. A micro batch that the user did not
-    choose is compared with others.
+    A resumed run keeps the gradient checkpointing that it had, if that fits. A micro batch that the user did not choose
+    is compared with others.
     Args: row_tokens: the mean of the training rows; longest: of all rows. None: unknown. seconds: how long to wait for
         simulations.
     Returns: (the prediction, the flags of gradient checkpointing to run with; {}: as the job is).
@@ -139,7 +139,7 @@ def _less_recomputation(settings, limit: int, margin: int, deadline: float) -> t
 
 
 def _may_choose(settings) -> bool:
-    """Return whether nothing says how to checkpoint and a plan knows what rows take: on GPUs with bf16, not padded."""
+    """Return whether the user set no gradient checkpointing and rows are as a plan counts them: bf16, not padded."""
     is_simulated = not settings.use_cpu and settings.ranks_that_split("layers") == 1
     covered = is_simulated and settings.precision == "bf16" and settings.padding_free
     return covered and gradient_checkpointing.is_open(settings)

@@ -122,7 +122,7 @@ def run_all(
 def _ask_all(questions: list[Question], seconds: float | None) -> list[dict]:
     """Return the answers of one process to the questions, or in their place why there is none (see `_as_exception`)."""
     fake, cuda = all(q.fake for q in questions), any(q.device == "cuda" for q in questions)
-    process = (_take_prestarted() if fake and not cuda else None) or _start(fake, cuda)
+    process = _ready.pop() if fake and not cuda and _ready else _start(fake, cuda)
     output, errors = _ask(process, json.dumps([q.as_json() for q in questions]), seconds, keep=_reused and fake)
     if output is None:
         return [{"too slow": True}] * len(questions)
@@ -169,19 +169,17 @@ def reused():
 
 def stop_prestarted() -> None:
     """End the process that waits for questions, if there is one."""
-    if process := _take_prestarted():
-        _kill(process)
-        _close(process)
+    while _ready:
+        _end(_ready.pop())
 
 
-def _kill(process: subprocess.Popen) -> None:
-    """Kill the process and its forks."""
+def _end(process: subprocess.Popen, reader: threading.Thread | None = None) -> None:
+    """Kill the process and its forks, wait for the reader of its output, and close its pipes."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _close(process: subprocess.Popen) -> None:
+    if reader is not None:
+        reader.join()
     for stream in (process.stdin, process.stdout, process.stderr):
         with contextlib.suppress(OSError):  # unwritten input is lost with its reader
             stream.close()
@@ -217,13 +215,7 @@ def _ask(process: subprocess.Popen, text: str, seconds: float | None, keep: bool
         return "".join(answers), process.stderr.read()
     finally:
         if process not in _ready:
-            _kill(process)
-            reader.join()
-            _close(process)
-
-
-def _take_prestarted() -> subprocess.Popen | None:
-    return _ready.pop() if _ready else None
+            _end(process, reader)
 
 
 def _start(fake: bool, cuda: bool) -> subprocess.Popen:
