@@ -14,10 +14,8 @@ A point is compared as what it measures: allocated or reserved by torch, or the 
 where the source does not say which, is compared with the last. Class A: the source states the versions of the trainer
 and of torch, the length of every row, the attention kernel, precision and optimizer, whether logits are whole, and what
 the figure is of; B: one of these is not stated (the point's note says which); C: it used kernels or code that zerofit
-does not have; fit: only that it ran, or ran out of memory. Figures that contradict others of their source (CONTRADICTS)
-are listed with their errors, but are no measure of a plan.
-"rows" of a point: mean, standard deviation and least of the tokens of a row where these are stated; rows above
---max_length were left out. Then some rows of such lengths are simulated too.
+does not have, or rows of different lengths in segments that do not expand; fit: only that it ran, or ran out of memory.
+Figures that contradict others of their source (CONTRADICTS) are listed with their errors, but are no measure of a plan.
 """
 
 import argparse
@@ -25,9 +23,7 @@ import csv
 import functools
 import itertools
 import json
-import math
 import os
-import random
 import shlex
 import statistics
 import time
@@ -40,7 +36,7 @@ from zerofit.base.hardware import GIB
 from zerofit.config import parse, resolve
 from zerofit.job.request import Request
 from zerofit.model import load
-from zerofit.plan import candidates, predict, simulate
+from zerofit.plan import candidates, gpu_memory, predict, simulate
 
 HERE = Path(__file__).resolve().parent
 DATA = HERE / "published"
@@ -96,7 +92,7 @@ REASONS = {
     "V": "the model's own code of 2023, other versions",
     "U": "something that matters is not stated",
     "D": "the page contradicts itself or another page",
-    "R": "rows of mixed length, which leave more unused segments than equal rows; simulated where lengths are stated",
+    "R": "rows of different lengths, which leave more of segments that do not expand unused than a plan's equal rows",
     "W": "the peak is at load",
 }
 
@@ -132,7 +128,7 @@ def contradicted() -> dict[tuple[str, str], str]:
 
 def contradictions(rows: list[dict]) -> dict[tuple[str, str], str]:
     """Return {(id, kind of figure): id of the other point} of figures that contradict each other (CONTRADICTS)."""
-    found, jobs = {}, [(row, _job(row)) for row in rows if row["class"] != "fit"]
+    found, jobs = {}, [(row, _job(row)) for row in rows if row["class"] in ("A", "B")]
     for (less, job), (more, larger_job) in itertools.permutations(jobs, 2):
         if not _needs_no_more(job, larger_job):
             continue
@@ -200,16 +196,12 @@ def plan(point: dict) -> dict:
     if "failed" in figures:
         return figures
     answer = candidate.answer
-    few = None if answer.get("all_layers_replayed") else answer.get("extended_from_layers")
     letters = [letter for letter in point["differences"].split() if letter in SIMULATED]
     hooks = tuple(f"{LOOPS}:{SIMULATED[letter]}" for letter in letters)
     alike = _simulated(candidate, ranks, gpu, hooks) if hooks else None
-    if point["rows"]:
-        predict.vary_rows(candidate, lengths_of(point), ranks, gpu)
-        alike = _figures(candidate, ranks, gpu)
     return figures | {
         "phase": max(answer["total"], key=answer["total"].get), "total": answer["total"], "alike": alike,
-        "extended_from_layers": few, "differences": _differences(point, candidate, gpu),
+        "extended_from_layers": answer.get("extended_from_layers"), "differences": _differences(point, candidate, gpu),
         "seconds_per_step": candidate.seconds, "seconds": round(time.perf_counter() - began, 1),
         "simulation": SIMULATION,
     }  # fmt: skip
@@ -224,32 +216,19 @@ def _simulated(candidate, ranks: int, gpu, hooks: tuple[str, ...] = ()) -> dict:
         if isinstance(answer, Exception):
             return {"failed": str(answer)}
         candidate.answer = answer | {"rank": 0}
-        if not predict.needs_all_layers(candidate, candidates.room(gpu, ranks)):
+        if not predict.needs_all_layers(candidate, gpu_memory.room(gpu, ranks)):
             break
     return _figures(candidate, ranks, gpu)
 
 
 def _figures(candidate, ranks: int, gpu) -> dict[str, int]:
-    outside = candidates.context_bytes(gpu) + candidates.nccl_bytes(ranks)
+    outside = gpu_memory.context_bytes(gpu) + gpu_memory.nccl_bytes(ranks)
     room = int(gpu.memory_gib * GIB) - outside
     reserved = max(candidate.peak, min(candidate.reserved, room))
     return {
         "allocated": candidate.allocated, "reserved": reserved, "driver": reserved + outside,
         "least": candidate.peak + outside,
     }  # fmt: skip
-
-
-def lengths_of(point: dict) -> list[int]:
-    """Return lengths of rows with the point's mean, deviation and least (log-normal), up to --max_length."""
-    mean, deviation, least = map(float, point["rows"].split())
-    words = shlex.split(point["flags"])
-    longest = int(words[words.index("--max_length") + 1])
-    variance = math.log(1 + (deviation / mean) ** 2)
-    draw, lengths = random.Random(0), []
-    while len(lengths) < 1000:
-        length = round(draw.lognormvariate(math.log(mean) - variance / 2, math.sqrt(variance)))
-        lengths += [length] * (least <= length <= longest)
-    return lengths
 
 
 def _differences(point: dict, candidate, gpu) -> dict[str, int]:

@@ -24,7 +24,7 @@ from zerofit.base import hardware
 from zerofit.commands import plan as plan_command
 from zerofit.config import parse, resolve
 from zerofit.model import fused_loss
-from zerofit.plan import candidates, formulas, predict, simulate
+from zerofit.plan import candidates, formulas, gpu_memory, predict, simulate
 
 GIB = 2**30
 NODE = 8
@@ -96,13 +96,13 @@ def measure(gpu, answers: dict) -> list[dict]:
                 bare = formulas.memory(shape, setting, settings, shape.vocabulary >= fused_loss.LARGE_VOCABULARY)
                 answer = answers.get(f"{model} {way} {ranks}")
                 peak = max(answer["total"].values()) if answer else sum(bare.values())
-                peak += candidates.workspace_bytes(gpu)
+                peak += gpu_memory.workspace_bytes(gpu)
                 within, across = formulas.wire_bytes(shape, setting)
                 seconds = formulas.step_seconds(shape, setting, gpu, LENGTH)
                 rows.append({
                     "model": model, "way": way, "gpus": ranks, "peak_bytes": int(peak),
                     "by": "simulation" if answer else "formula",
-                    "formula_bytes": int(sum(bare.values())) + candidates.workspace_bytes(gpu),
+                    "formula_bytes": int(sum(bare.values())) + gpu_memory.workspace_bytes(gpu),
                     "fits": peak <= limit(gpu, ranks), "within_bytes": int(within), "across_bytes": int(across),
                     "wire_seconds": round(formulas.wire_seconds(shape, setting, gpu), 3), "seconds": round(seconds, 3),
                     "tokens_per_second_a_gpu": round(setting.tokens / seconds),
@@ -117,8 +117,8 @@ def _setting(zero: int, hpz: int, ranks: int, accumulation: int = 1, micro: int 
 
 def limit(gpu, ranks: int) -> int:
     """Return the bytes that tensors may take, as in a plan on a node without a history."""
-    free = candidates.context_bytes(gpu) + candidates.nccl_bytes(ranks, NODE)
-    return int((gpu.memory_gib * GIB - free) / (1 + candidates.FRAGMENTATION))
+    free = gpu_memory.context_bytes(gpu) + gpu_memory.nccl_bytes(ranks, NODE)
+    return int((gpu.memory_gib * GIB - free) / (1 + gpu_memory.FRAGMENTATION))
 
 
 def _efficiency(rows: list[dict]) -> None:

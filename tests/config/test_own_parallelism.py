@@ -15,7 +15,7 @@ from zerofit.job import groups, program
 from zerofit.job.technique import Conflict
 from zerofit.launch import retry
 from zerofit.parallel.interface import Parallel
-from zerofit.plan import answer_text, candidates
+from zerofit.plan import answer_text, candidates, run_line
 
 MODEL = ["--model", str(ROOT / "tests" / "configs" / "llama3.1-8b"), "--data", "unread"]
 
@@ -129,7 +129,7 @@ def test_a_plan_counts_the_ranks_of_a_row_and_searches_them(twins):
     assert {candidate.setting.ranks_per_row for candidate in found} == {2}
     assert {candidate.setting.micro * candidate.setting.accumulation for candidate in found} == {2}
     first = found[0]
-    assert ", twin_size 2" in first.label and "--twin_size 2" in candidates.command(first, 8)
+    assert ", twin_size 2" in first.label and "--twin_size 2" in run_line.of(first)
     assert first.tokens_per_second == pytest.approx(8 * 2048 / first.seconds)
     assert answer_text._data_ranks(first.setting) == "4 groups of 2 GPUs that compare their results"
     groups.register(replace(twins, searched=(2, 4)))

@@ -16,7 +16,7 @@ from zerofit.config import parse
 from zerofit.job import program
 from zerofit.job.request import Request
 from zerofit.model import attention, load
-from zerofit.plan import candidates, formulas, search, simulate
+from zerofit.plan import candidates, gpu_memory, search, simulate
 
 
 def main(argv: list[str]) -> None:
@@ -50,31 +50,27 @@ def main(argv: list[str]) -> None:
 
 
 def _parser() -> argparse.ArgumentParser:
-    parser = argparse.ArgumentParser(
-        prog="zerofit plan", allow_abbrev=False,
-        description="Whether a job fits and what is fastest, before anything is downloaded or allocated. Only the "
-        "model's config.json is needed. What you leave open is searched; every flag of the recipe works too.",
-    )  # fmt: skip
-    parser.add_argument("--recipe", default=program.DEFAULT, help="sft, lora, dpo or a recipe's file (default sft)")
-    parser.add_argument(
-        "--method",
-        default="",
-        help="sft, lora, qlora, dpo or auto (the first that fits of the recipe and those with less memory)",
+    about = (
+        "Whether a job fits and what is fastest, before anything is downloaded or allocated. Only the model's "
+        "config.json is needed. What you leave open is searched; every flag of the recipe works too."
     )
-    parser.add_argument("--gpus", default="1", help="GPUs of all nodes together; with --nodes those of each")
-    parser.add_argument("--nodes", default="", help="nodes with --gpus GPUs each (default: as many as --gpus needs "
-                        f"at {formulas.GPUS_OF_A_NODE} each)")  # fmt: skip
-    parser.add_argument(
-        "--node_link_gbs", default="", help="GB/s one way that each GPU has to other nodes, all adapters of a node "
-        f"over its GPUs (default {hardware.NODE_LINK_GBS:g}: 400 Gbit/s a GPU)",
-    )  # fmt: skip
-    parser.add_argument("--gpu_type", default="", help="a GPU of the table, or detect (default: this machine's)")
-    parser.add_argument("--host_memory", default="", help="GiB of a node's host memory (default: this machine's with "
-                        "--gpu_type detect, else not looked at)")  # fmt: skip
-    parser.add_argument(
-        "--output_dir", default="", help="folder for plan.json, plan.md, plan.png (default runs/plan-<time>)"
-    )
-    parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
+    options = {
+        "recipe": "sft, lora, dpo or a recipe's file (default sft)",
+        "method": "sft, lora, qlora, dpo or auto (the first that fits of the recipe and those with less memory)",
+        "gpus": "GPUs of all nodes together; with --nodes those of each",
+        "nodes": f"nodes with --gpus GPUs each (default: as many as --gpus needs at {gpu_memory.GPUS_OF_A_NODE} each)",
+        "node_link_gbs": "GB/s one way that each GPU has to other nodes, all adapters of a node over its GPUs "
+        f"(default {hardware.NODE_LINK_GBS:g}: 400 Gbit/s a GPU)",
+        "gpu_type": "a GPU of the table, or detect (default: this machine's)",
+        "host_memory": "GiB of a node's host memory (default: this machine's with --gpu_type detect, else not looked "
+        "at)",
+        "output_dir": "folder for plan.json, plan.md, plan.png (default runs/plan-<time>)",
+        "args": "more recipe flags in one string, split like a shell would",
+    }
+    parser = argparse.ArgumentParser(prog="zerofit plan", allow_abbrev=False, description=about)
+    defaults = {"recipe": program.DEFAULT, "gpus": "1"}
+    for name, text in options.items():
+        parser.add_argument(f"--{name}", default=defaults.get(name, ""), help=text)
     return parser
 
 
@@ -95,14 +91,14 @@ def _search(args: argparse.Namespace, flags: list[str], ranks: int) -> candidate
         simulate.prestart()  # it imports while the rows are read and the settings are listed
         request = parse.request(candidates.recipe_of(methods[-1]), flags)
         first = candidates.first_settings(methods[-1], request, ranks, gpu, node)
-        request, rows, lengths = with_real_lengths(request, ranks, gpu, node)
+        request, rows = with_real_lengths(request, ranks, gpu, node)
         notes = [f"rows: {rows}"]
         if missing := attention.missing_kernels(load.load_config(first)):
             notes.append("note: {}; {}".format(*missing))
         print("\n".join(notes), flush=True)
         say, end = _progress(notes)
         try:
-            plan = search.search(methods, request, ranks, gpu, say, host_limit, node, lengths)
+            plan = search.search(methods, request, ranks, gpu, say, host_limit, node)
             plan.instead = search.adapters_instead(plan, methods, request)
             plan.instead |= search.pipeline_instead(plan, methods, request)
         finally:
@@ -130,10 +126,8 @@ def _progress(lines: list[str]) -> tuple[Callable[[str], None], Callable[[], Non
     return say, lambda: print("\r\033[K", end="", flush=True) if live else None
 
 
-def with_real_lengths(
-    request: Request, ranks: int, gpu, node: int = formulas.GPUS_OF_A_NODE
-) -> tuple[Request, str, tuple[int, ...]]:
-    """Return (the request with --max_length of the longest row or pack of its data, a sentence on rows, their lengths).
+def with_real_lengths(request: Request, ranks: int, gpu, node: int = gpu_memory.GPUS_OF_A_NODE) -> tuple[Request, str]:
+    """Return (the request with --max_length of the longest row or pack of its data, a sentence on the rows).
 
     The tokenized rows are cached, so the run does not read them again. Rows that cannot be read are taken to be full.
     """
@@ -141,55 +135,53 @@ def with_real_lengths(
     length = settings.max_length
     full = f"taken to be --max_length {length} tokens long"
     if settings.data == [candidates.UNNAMED]:
-        return request, f"{full}; with DATA= their real lengths are planned", ()
+        return request, f"{full}; with DATA= their real lengths are planned"
     if settings.streaming:
-        return request, f"{full}, since --streaming reads them later", ()
+        return request, f"{full}, since --streaming reads them later"
     try:
-        lengths = _lengths(settings)
+        longest = _longest(settings)
     except UserError as error:
-        return request, f"{full}, since they cannot be read: {error}", ()
-    longest = max(lengths)
+        return request, f"{full}, since they cannot be read: {error}"
     width = min(length, -(-longest // 8) * 8)  # as the collator rounds
     kind = "pack" if settings.packing else "side of a pair" if settings.documents_per_row == 2 else "row"
     if width == length:
-        return request, f"the longest {kind} of --data fills --max_length {length}", lengths
+        return request, f"the longest {kind} of --data fills --max_length {length}"
     sentence = f"the longest {kind} of --data has {longest} tokens: planned with --max_length {width} instead of "
-    return request.put(max_length=width), f"{sentence}{length}", lengths
+    return request.put(max_length=width), f"{sentence}{length}"
 
 
-def _lengths(settings) -> tuple[int, ...]:
-    """Return the tokens of each row of the training data; of each pack, or of the longer side of each pair."""
+def _longest(settings) -> int:
+    """Return the tokens of the longest row of the training data, of the fullest pack, or of the longer side of a pair.
+
+    Raises: UserError if the data cannot be read.
+    """
     from zerofit.data.batches import lengths_of
     from zerofit.data.load import load_datasets
     from zerofit.model.load import load_tokenizer
 
     train_set, _ = load_datasets(settings, load_tokenizer(settings))
-    sequences = train_set.sequences(settings)
-    if settings.documents_per_row == 2:
-        return tuple(map(max, sequences["lengths"]))
     if not settings.packing:
-        return tuple(lengths_of(sequences).tolist())
+        return train_set.statistics["longest"]
+    sequences = train_set.sequences(settings)
     lengths = lengths_of(sequences.documents)
-    return tuple(int(lengths[pack].sum()) for pack in sequences.packs)
+    return max(int(lengths[pack].sum()) for pack in sequences.packs)
 
 
 def _machines(nodes: str, gpus: int) -> tuple[int, int]:
     """Return (GPUs of all nodes, GPUs of one node)."""
     if not nodes:
-        return gpus, formulas.GPUS_OF_A_NODE
+        return gpus, gpu_memory.GPUS_OF_A_NODE
     if not nodes.isdigit() or int(nodes) < 1:
         raise UserError(f"NODES={nodes}: must be a whole number of 1 or more nodes, each with GPUS={gpus} GPUs.")
     return int(nodes) * gpus, gpus
 
 
 def _with_node_link(gpu: hardware.Gpu, text: str) -> hardware.Gpu:
+    """Return the GPU with the speed of --node_link_gbs. Raises: UserError."""
     if not text:
         return gpu
-    try:
-        if 0 < (speed := float(text)) < math.inf:
-            return replace(gpu, node_gbs=speed)
-    except ValueError:
-        pass
+    if speed := _positive(text):
+        return replace(gpu, node_gbs=speed)
     raise UserError(
         f"--node_link_gbs {text}: must be a number of GB/s above 0: what the network between the nodes of NODES= "
         "gives each GPU, one way."
@@ -202,9 +194,15 @@ def _host_limit(text: str, here: bool) -> int | None:
 
     if not text:
         return psutil.virtual_memory().total if here else None
-    try:
-        if 0 < (size := float(text)) < math.inf:
-            return int(size * GIB)
-    except ValueError:
-        pass
+    if size := _positive(text):
+        return int(size * GIB)
     raise UserError(f"--host_memory {text}: must be a number of GiB.")
+
+
+def _positive(text: str) -> float | None:
+    """Return a number above 0; None for other text."""
+    try:
+        number = float(text)
+    except ValueError:
+        return None
+    return number if 0 < number < math.inf else None

@@ -1,12 +1,12 @@
 """Print and write a plan: terminal text, plan.md, plan.json and plan.png."""
 
-from dataclasses import asdict, replace
+from dataclasses import asdict
 from pathlib import Path
 
 from zerofit.base import allocator, paths
 from zerofit.base.hardware import GIB
 from zerofit.job import run_folder
-from zerofit.plan import candidates, formulas, search
+from zerofit.plan import candidates, formulas, gpu_memory, run_line, search
 from zerofit.plan.candidates import Candidate, Plan
 from zerofit.train import memory_report
 
@@ -14,6 +14,11 @@ SPEED_ERROR = "12 published runs on one A100: -21 to +49 %"
 
 _EXPERTS = (
     "{} in a layer; how tokens spread over them is not known before a run and may change activations by a quarter"
+)
+
+_UNEQUAL_ROWS = (
+    f"may hold up to {gpu_memory.UNEQUAL_ROWS} times as much as planned here, with rows of one length; "
+    "PYTORCH_ALLOC_CONF=expandable_segments:True avoids it"
 )
 
 LARGE_CHECKPOINT = 100 * GIB  # above it a plan warns about the disk
@@ -47,7 +52,7 @@ def text(plan: Plan) -> str:
 
 def _run_it(plan: Plan) -> str:
     others = " (and NODE_RANK=1, 2, ... on the other nodes)" if plan.nodes > 1 else ""
-    return f"run it: {candidates.command(plan.chosen, plan.ranks)}{others}"
+    return f"run it: {run_line.of(plan.chosen)}{others}"
 
 
 def _gpu(plan: Plan) -> list[str]:
@@ -55,7 +60,7 @@ def _gpu(plan: Plan) -> list[str]:
     gpus = candidates.gpus_as_text(plan.ranks, plan.node)
     parts = [f"{name} {size / GIB:.2f}" for name, size in plan.allowance.items() if size > 0.005 * GIB]
     kept = (
-        f"kept free for the error of plans {plan.margin / GIB:.2f} ({candidates.MARGIN:.0%})"
+        f"kept free for the error of plans {plan.margin / GIB:.2f} ({gpu_memory.MARGIN:.0%})"
         if plan.margin
         else "nothing is kept free for the error of plans: only so a setting fits; see docs/planning.md"
     )
@@ -70,12 +75,16 @@ def _gpu_memory(candidate: Candidate, plan: Plan) -> str:
     """Return text on what a GPU needs, what nvidia-smi will show, and the parts of the highest moment."""
     size = figures(candidate, plan)
     phase, parts = _highest(candidate)
-    largest = sorted(((part, n) for part, n in parts.items() if n >= 0.05 * GIB), key=lambda pair: -pair[1])
     return (
         f"{size['least'] / GIB:.1f} of {_gpu_bytes(plan) / GIB:.1f} GiB ({_source(candidate)}); nvidia-smi will show "
-        f"{size['nvidia_smi'] / GIB:.1f}\n{'':16}highest {phase}: "
-        + ", ".join(f"{part} {n / GIB:.1f}" for part, n in largest)
+        f"{size['nvidia_smi'] / GIB:.1f}\n{'':16}highest {phase}: {_by_size(parts)}"
     )
+
+
+def _by_size(parts: dict[str, float]) -> str:
+    """Return the parts of 0.1 GiB and more as text, the largest first."""
+    shown = sorted(((part, size) for part, size in parts.items() if size >= 0.05 * GIB), key=lambda pair: -pair[1])
+    return ", ".join(f"{part} {size / GIB:.1f}" for part, size in shown)
 
 
 def _gpu_bytes(plan: Plan) -> int:
@@ -99,9 +108,11 @@ def figures(candidate: Candidate, plan: Plan) -> dict[str, int]:
     outside = sum(plan.allowance.values())
     reserved = min(candidate.reserved, max(plan.limit + plan.margin, candidate.peak))
     return {
-        "allocated": candidate.allocated, "reserved": reserved, "nvidia_smi": reserved + outside,
+        "allocated": candidate.allocated,
+        "reserved": reserved,
+        "nvidia_smi": reserved + outside,
         "least": candidate.peak + outside,
-    }  # fmt: skip
+    }
 
 
 def _three_figures(candidate: Candidate, plan: Plan) -> list[str]:
@@ -123,7 +134,7 @@ def rejected_ideas(plan: Plan) -> list[str]:
     kinds: dict[tuple, list[Candidate]] = {}
     for candidate, _ in plan.rejected:
         kinds.setdefault(_kind(candidate, plan), []).append(candidate)
-    smallest = [min(alike, key=lambda c: (_host_is_short(c, plan), c.peak)) for alike in kinds.values()]
+    smallest = [min(alike, key=lambda c: (plan.host_is_short(c), c.peak)) for alike in kinds.values()]
     smallest.sort(key=lambda c: (c.change, ("none", "optimizer", "all").index(c.setting.offload), c.setting.zero))
     methods = {candidate.method for candidate in [*smallest, *([plan.chosen] if plan.chosen else [])]}
     return [
@@ -153,12 +164,8 @@ def _states(candidate: Candidate) -> tuple:
     return candidate.method, candidate.change, setting.offload, setting.nvme, stage
 
 
-def _host_is_short(candidate: Candidate, plan: Plan) -> bool:
-    return plan.host_limit is not None and candidate.host_of_a_node > plan.host_limit
-
-
 def _size_of(candidate: Candidate, plan: Plan) -> str:
-    if _host_is_short(candidate, plan):
+    if plan.host_is_short(candidate):
         return f"{candidate.host_of_a_node / GIB:.0f} of {plan.host_limit / GIB:.0f} GiB of a node's host memory"
     about, too_much = "" if candidate.answer else "about ", max(candidate.peak - plan.limit, 0.05 * GIB)
     return f"{about}{candidate.peak / GIB:.1f} GiB, {too_much / GIB:.1f} too much"
@@ -166,7 +173,7 @@ def _size_of(candidate: Candidate, plan: Plan) -> str:
 
 def _most(candidate: Candidate, plan: Plan) -> str:
     """Return what takes the most memory, or where states go that the host has no room for."""
-    if _host_is_short(candidate, plan):
+    if plan.host_is_short(candidate):
         return "--offload_path puts the states on a disk"
     part, size = max(_highest(candidate)[1].items(), key=lambda pair: pair[1])
     return f"mostly {part}, {size / GIB:.1f}"
@@ -241,7 +248,7 @@ def _source(candidate: Candidate) -> str:
 
 
 def _rounded(number: float) -> str:
-    """Return a number of two significant digits, which is more than an estimate of time knows."""
+    """Return a number with two significant digits: no estimate of time is more exact."""
     rounded = float(f"{number:.2g}")
     return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
 
@@ -267,50 +274,18 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
         f"{setting.tokens:,} tokens a micro batch on a GPU",
         "parameters": f"{shape.parameters / 1e9:.3g} billion, {shape.trainable / 1e9:.3g} of them train",
         **({"rows": plan.rows} if plan.rows else {}),
-        **_unequal_rows(candidate),
+        **({} if allocator.expandable_segments() else {"rows of different lengths": _UNEQUAL_ROWS}),
         **({"experts": _EXPERTS.format(shape.experts)} if shape.experts else {}),
-        "closed forms": f"{sum(candidate.formula.values()) / GIB:.1f} GiB: "
-        + ", ".join(
-            f"{part} {size / GIB:.1f}"
-            for part, size in sorted(candidate.formula.items(), key=lambda p: -p[1])
-            if size > 0.05 * GIB
-        ),
+        "closed forms": f"{sum(candidate.formula.values()) / GIB:.1f} GiB: {_by_size(candidate.formula)}",
         "sent by each GPU": _sent(candidate, plan),
-        "estimate": f"from data sheets at {formulas.MATRIX_EFFICIENCY:.0%} of the GPU's matrix peak",
+        "estimate": f"from data sheets at {formulas.MATRIX_EFFICIENCY:.0%} of the GPU's matrix peak; the speeds of "
+        "links and offload were never compared with a measurement",
     }
-    return result | _order(plan) | _hpz(candidate, plan)
+    return result
 
 
 def _count(number: int, name: str) -> str:
     return f"{number} {name}{'s' * (number > 1)}"
-
-
-def _unequal_rows(candidate: Candidate) -> dict[str, str]:
-    """Return {title: text} on what rows of different lengths leave unused in the allocator's segments."""
-    answer = candidate.answer or {}
-    if "equal_rows" not in answer:
-        return {}
-    beyond = [
-        replay["reserved"] - replay["allocated"]
-        for replay in (answer["equal_rows"]["segments"], answer["allocator"]["segments"],
-                       answer["allocator"]["expandable"])
-    ]  # fmt: skip
-    equal, unequal, expandable = (f"{size / GIB:.1f}" for size in beyond)
-    usual = (
-        f"{unequal} GiB of reserved memory unused, equal ones {equal} (by {len(answer['widths'])} micro batches in "
-        "their usual order; another may leave more or less)"
-    )
-    if allocator.expandable_segments():
-        text = f"leave {expandable} GiB unused in expandable segments; with {allocator.off()} {usual}"
-    else:
-        text = f"leave {usual}; with PYTORCH_ALLOC_CONF=expandable_segments:True {expandable}"
-    return {"rows of different lengths": text}
-
-
-def _record(setting: formulas.Setting) -> dict:
-    """Return a setting as JSON holds it, with the ranks that split tokens, matrices and layers."""
-    values = {name: value for name, value in vars(setting).items() if name != "groups"}
-    return values | {"sp": setting.sp, "tp": setting.tp, "pp": setting.pp}
 
 
 def _data_ranks(setting: formulas.Setting) -> str:
@@ -362,28 +337,6 @@ def _sent(candidate: Candidate, plan: Plan) -> str:
         f"{within / GIB:.1f} GiB a step within its node at {plan.gpu.link_gbs:g} GB/s and {across / GIB:.1f} GiB to "
         f"other nodes at {plan.gpu.node_gbs:g} GB/s (--node_link_gbs)"
     )
-
-
-def _order(plan: Plan) -> dict[str, str]:
-    """Return {title: text} on constants that order the settings and were never compared with a measurement."""
-    if not plan.unmeasured:
-        return {}
-    return {"order of the settings": f"also by the speed of {' and '.join(plan.unmeasured)}, which was never measured"}
-
-
-def _hpz(candidate: Candidate, plan: Plan) -> dict[str, str]:
-    """Return {flag: text} on what ZeRO++ hpZ would change; {} if it does not apply."""
-    setting, shape = candidate.setting, candidate.shape
-    if setting.zero != 3 or setting.hpz > 1 or plan.nodes == 1 or setting.offload == "all" or plan.ranks % plan.node:
-        return {}
-    seconds = formulas.step_seconds(
-        shape, replace(setting, hpz=plan.node), plan.gpu, setting.tokens * setting.sp // setting.micro
-    )
-    more = 2 * shape.parameters / plan.node / GIB
-    return {
-        f"--zero_hpz_partition_size {plan.node}": f"would take about {more:.1f} GiB more of each GPU; estimate "
-        f"{seconds:.2f} s a step instead of {candidate.seconds:.2f} (ZeRO++ hpZ, docs/scaling.md)"
-    }
 
 
 def nothing_fits(plan: Plan) -> str:
@@ -446,7 +399,7 @@ def _markdown(plan: Plan) -> str:
         parts += [f"## Rejected: {REJECTED}", "\n".join(f"- {line}" for line in ideas)]
     offers = [candidate for candidate, _ in plan.instead.values() if candidate]
     if offers:
-        parts += ["## Instead", _block("\n".join(candidates.command(candidate, plan.ranks) for candidate in offers))]
+        parts += ["## Instead", _block("\n".join(run_line.of(candidate) for candidate in offers))]
     if plan.notes:
         parts += ["## Search", _block("\n".join([*plan.notes, f"{plan.seconds:.0f} s"]))]
     return "\n\n".join(parts) + "\n"
@@ -458,27 +411,47 @@ def _block(body: str) -> str:
 
 
 def as_json(plan: Plan) -> dict:
-    def entry(candidate: Candidate | None, why: str = "") -> dict | None:
-        if candidate is None:
-            return None
-        return {
-            "label": candidate.label, "method": candidate.method, **_record(candidate.setting),
-            "peak_bytes": candidate.peak,
-            **{f"{name}_bytes": size for name, size in figures(candidate, plan).items()},
-            "source": _source(candidate), "formula": {k: int(v) for k, v in candidate.formula.items()},
-            "simulation": candidate.answer, "seconds_per_step": round(candidate.seconds, 4),
-            "tokens_per_second": round(candidate.tokens_per_second), "why_not": why,
-            "command": candidates.command(candidate, plan.ranks),
-        }  # fmt: skip
-
+    """Return the plan as data that JSON can hold."""
     best = plan.chosen or plan.nearest
     return {
-        "gpu": asdict(plan.gpu), "gpus": plan.ranks, "gpus_of_a_node": plan.node, "limit_bytes": plan.limit,
-        "kept_free_bytes": plan.allowance, "margin_bytes": plan.margin,
-        "chosen": entry(plan.chosen), "facts": facts(plan.chosen, plan) if plan.chosen else None,
-        "nearest": entry(plan.nearest), "host_limit_bytes": plan.host_limit,
-        "host_memory": best and host_memory(best, plan), "disk": best and disk_space(best, plan),
-        "instead": {name: entry(candidate) for name, (candidate, _) in plan.instead.items()},
-        "gpus_that_would_do": plan.would_do, "seconds": round(plan.seconds, 1),
-        "rejected": [entry(candidate, why) for candidate, why in plan.rejected],
-    }  # fmt: skip
+        "gpu": asdict(plan.gpu),
+        "gpus": plan.ranks,
+        "gpus_of_a_node": plan.node,
+        "limit_bytes": plan.limit,
+        "kept_free_bytes": plan.allowance,
+        "margin_bytes": plan.margin,
+        "chosen": _entry(plan.chosen, plan),
+        "facts": facts(plan.chosen, plan) if plan.chosen else None,
+        "nearest": _entry(plan.nearest, plan),
+        "host_limit_bytes": plan.host_limit,
+        "host_memory": best and host_memory(best, plan),
+        "disk": best and disk_space(best, plan),
+        "instead": {name: _entry(candidate, plan) for name, (candidate, _) in plan.instead.items()},
+        "gpus_that_would_do": plan.would_do,
+        "seconds": round(plan.seconds, 1),
+        "rejected": [_entry(candidate, plan, why) for candidate, why in plan.rejected],
+    }
+
+
+def _entry(candidate: Candidate | None, plan: Plan, why: str = "") -> dict | None:
+    """Return a candidate as data that JSON can hold; its setting with the ranks that split tokens, matrices, layers."""
+    if candidate is None:
+        return None
+    setting = candidate.setting
+    return {
+        "label": candidate.label,
+        "method": candidate.method,
+        **{name: value for name, value in vars(setting).items() if name != "groups"},
+        "sp": setting.sp,
+        "tp": setting.tp,
+        "pp": setting.pp,
+        "peak_bytes": candidate.peak,
+        **{f"{name}_bytes": size for name, size in figures(candidate, plan).items()},
+        "source": _source(candidate),
+        "formula": {part: int(size) for part, size in candidate.formula.items()},
+        "simulation": candidate.answer,
+        "seconds_per_step": round(candidate.seconds, 4),
+        "tokens_per_second": round(candidate.tokens_per_second),
+        "why_not": why,
+        "command": run_line.of(candidate),
+    }

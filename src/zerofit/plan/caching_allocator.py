@@ -25,8 +25,7 @@ ROUND_LARGE = 2 * MIB
 
 ENDLESS = 2**40 * LARGE_SEGMENT  # addresses of an expandable segment
 
-# As the key of an event: the cache is emptied; a layer (its size) or a pass (extended_trace.BEGINS) runs from here on.
-EMPTY_CACHE, LAYER, PASS = -1, -2, -3
+EMPTY_CACHE = -1  # as the key of an event: the cache is emptied
 
 
 class OutOfMemory(Exception):
@@ -233,16 +232,13 @@ def _has_room(block: _Block, size: int) -> bool:
 def replay(events: list[tuple], capacity: int | None = None, expandable: bool = False) -> dict:
     """Return {"reserved", "allocated": highest bytes, "fits": False if the capacity did not suffice}.
 
-    Args: events: (key, bytes, stream) for an allocation, (key, 0, 0) for its release, (EMPTY_CACHE, 0, 0), and
-        (LAYER, number, 0) and (PASS, number, 0), which are ignored.
+    Args: events: (key, bytes, stream) for an allocation, (key, 0, 0) for its release, (EMPTY_CACHE, 0, 0).
     """
     allocator, blocks = CachingAllocator(capacity, expandable), {}
     try:
         for key, size, stream in events:
             if key == EMPTY_CACHE:
                 allocator.empty_cache()
-            elif key in (LAYER, PASS):
-                continue
             elif size:
                 blocks[key] = allocator.allocate(size, stream)
             else:
@@ -267,8 +263,3 @@ def needs(events: list[tuple], expandable: bool = False, capacity: int | None = 
         low, high = (low, middle) if replay(events, middle, expandable)["fits"] else (middle, high)
     reserved = (here if here["fits"] else roomy)["reserved"]
     return {"allocated": roomy["allocated"], "reserved": reserved, "least": high}
-
-
-def of_both_kinds(events: list[tuple], capacity: int | None = None) -> dict[str, dict[str, int]]:
-    """Return `needs` with torch's usual segments and with expandable ones."""
-    return {kind: needs(events, kind == "expandable", capacity) for kind in ("segments", "expandable")}

@@ -3,58 +3,28 @@
 import itertools
 import math
 import os
-import re
-import shlex
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zerofit.base import allocator, hardware
+from zerofit.base import hardware
 from zerofit.base.errors import EXIT_CODES, UserError
-from zerofit.base.hardware import GIB
-from zerofit.base.paths import IN_WHEEL, PROJECT
 from zerofit.config import nvme, parse, resolve
 from zerofit.job import groups, program
 from zerofit.job.recipe import Recipe
 from zerofit.job.request import FLAG, Request
 from zerofit.job.settings import as_typed
 from zerofit.model import gradient_checkpointing, preference_loss
-from zerofit.plan import formulas
+from zerofit.plan import formulas, gpu_memory
 from zerofit.plan.formulas import Setting, Shape
 
-# CUDA context, kernels and libraries of one process, in GiB: what torch's out-of-memory messages call "non-PyTorch
-# memory", and for the T4 process memory minus reserved. Every message is in benchmarks/published/contexts.csv.
-CONTEXT_GIB = {"T4": 0.15, "L4": 0.25, "A10G": 0.65, "A100": 0.5, "L40S": 0.5, "L40": 0.5, "RTX 4090": 0.5,
-               "RTX 3090": 0.5, "RTX 5090": 0.6}  # fmt: skip
-
-UNKNOWN_CONTEXT_GIB = 0.6  # of a GPU for which no message was found
-
-# NCCL's channels and buffers: the same messages of jobs on several GPUs, minus the context. Four and five GPUs of one
-# node 0.6 to 0.9, 48 GPUs on six nodes 1.5.
-NCCL_GIB = {"within a node": 0.8, "across nodes": 1.5}
-
-# cuBLAS has a workspace for each of two handles (the main thread's and autograd's), counted by the allocator:
-# aten/src/ATen/cuda/CublasHandlePool.cpp, 32 MiB from Hopper on, else 8 MiB and 128 KiB. cuBLASLt's is 1 MiB.
-WORKSPACE_BYTES = {"Hopper": 2 * 32 * 2**20, "older": 2 * (8 * 2**20 + 128 * 2**10)}
-
-SINCE_HOPPER = ("H100", "H200", "B200", "GH200", "GB200", "RTX 5090")
-
-FRAGMENTATION = 0.03  # of the allocated bytes: what the allocator loses to fragmentation where it is not simulated
-
-MARGIN = 0.01  # of a GPU's memory: the largest error of allocated bytes in benchmarks/published, where all is stated
-
 CLEARLY_TOO_MUCH = 1.25  # settings above this share of the limit by formula are simulated only if nothing else fits
-
-KEPT_GATHERED = 1e9  # parameters that stage 3 keeps gathered (stage3_max_live_parameters): linear below and above
 
 FORMULA_MARGIN = 0.1  # added to the closed forms' bytes
 
 ESTIMATE = f"the exact check failed: {{}}; this is an estimate by formula, with a margin of {FORMULA_MARGIN:.0%}"
 
 SMALLER_STATES = [("optim", "adamw_bnb_8bit"), ("pure_bf16", True)]
-
-# Arguments that have a make variable.
-WITH_VARIABLE = ("zero", "offload", "model", "data", "config", *groups.flags())
 
 UNNAMED = "not-named-yet"  # placeholder for --data, which a plan does not need
 
@@ -69,40 +39,62 @@ class Candidate:
     formula: dict[str, float]  # {part of formulas.PARTS: bytes of a GPU} by the closed forms
     seconds: float  # of an optimizer step, an estimate
     shape: Shape  # of the model, with the method's adapter
-    gpu: hardware.Gpu
+    gpu: hardware.Gpu | None  # None: a CPU
     answer: dict | None = None  # of the simulation (see simulate.run), None: not run
     failed: str = ""  # why the simulation failed
     change: tuple = ()  # which of SMALLER_STATES it has that the user did not ask for; (): none
+    stage: int | None = None  # of a pipeline that `formula` is of
 
     @property
     def label(self) -> str:
+        """Return the setting in words: "sft ZeRO-3, offload optimizer, checkpointing, micro batch 8"."""
         s = self.setting
-        checkpointing = "" if not s.every else ", checkpointing" + (f" every {s.every}" if s.every > 1 else "")
-        checkpointing = ", selective checkpointing" if s.selective else checkpointing
-        checkpointing += " offloaded" if s.activation_offload else ""
-        hpz = f" with hpZ {s.hpz}" if s.hpz > 1 else ""
-        offload = "" if s.offload == "none" else f", offload {s.offload}{' to NVMe' * s.nvme}"
-        change = f", {changed(self.change)}" if self.change else ""
-        split = "".join(f", {way.flag} {size}" for way, size in s.groups if way.splits != "layers")
-        split += f", {s.accumulation} of them through {s.pp} stages" if s.pp > 1 else ""
-        return f"{self.method} ZeRO-{s.zero}{hpz}{offload}{checkpointing}{change}, micro batch {s.micro}{split}"
+        parts = [f"{self.method} ZeRO-{s.zero}" + (f" with hpZ {s.hpz}" if s.hpz > 1 else "")]
+        if s.offload != "none":
+            parts.append(f"offload {s.offload}{' to NVMe' * s.nvme}")
+        if s.every or s.activation_offload:
+            every = f" every {s.every}" if s.every > 1 else ""
+            kind = "selective checkpointing" if s.selective else f"checkpointing{every}"
+            parts.append(kind + " offloaded" * s.activation_offload)
+        if self.change:
+            parts.append(changed(self.change))
+        parts.append(f"micro batch {s.micro}")
+        parts += [f"{way.flag} {size}" for way, size in s.groups if way.splits != "layers"]
+        if s.pp > 1:
+            parts.append(f"{s.accumulation} of them through {s.pp} stages")
+        return ", ".join(parts)
+
+    @property
+    def workspace(self) -> int:
+        """Return the bytes of cuBLAS's workspaces; 0 on a CPU."""
+        return gpu_memory.workspace_bytes(self.gpu) if self.gpu else 0
+
+    @property
+    def by_formula(self) -> float:
+        """Return the peak of allocated bytes by the closed forms, without a margin."""
+        return sum(self.formula.values()) + self.workspace
 
     @property
     def allocated(self) -> int:
         """Return the peak of allocated bytes, by simulation, or else by the closed forms with a margin."""
         if self.answer:
-            return max(self.answer["total"].values()) + workspace_bytes(self.gpu)
-        return peak_by_formula(self.formula, self.gpu)
+            return max(self.answer["total"].values()) + self.workspace
+        return int(sum(self.formula.values()) * (1 + FORMULA_MARGIN)) + self.workspace
+
+    @property
+    def unused(self) -> dict[str, int]:
+        """Return the bytes above the allocated peak, as gpu_memory.beyond_allocated; none on a CPU."""
+        return gpu_memory.beyond_allocated(self.answer, self.allocated if self.gpu else 0)
 
     @property
     def reserved(self) -> int:
         """Return the bytes that torch's allocator holds at its peak."""
-        return self.allocated + beyond_allocated(self.answer, self.allocated)["reserved"]
+        return self.allocated + self.unused["reserved"]
 
     @property
     def peak(self) -> int:
         """Return the least bytes that torch's allocator must hold, which decides whether the job fits."""
-        return self.allocated + beyond_allocated(self.answer, self.allocated)["least"]
+        return self.allocated + self.unused["least"]
 
     @property
     def host_of_a_node(self) -> int:
@@ -125,50 +117,6 @@ def changed(change: tuple) -> str:
     return f"--{change[0]} {as_typed(*change)}" if change else ""
 
 
-def peak_by_formula(parts: dict[str, float], gpu) -> int:
-    """Return the peak of allocated bytes by the closed forms, with their margin."""
-    return int(sum(parts.values()) * (1 + FORMULA_MARGIN)) + workspace_bytes(gpu)
-
-
-def workspace_bytes(gpu) -> int:
-    """Return the bytes of cuBLAS's workspaces on this GPU."""
-    return WORKSPACE_BYTES["Hopper" if _is_one_of(gpu, SINCE_HOPPER) else "older"]
-
-
-def context_bytes(gpu) -> int:
-    """Return the bytes of the CUDA context on this GPU."""
-    return int(next((size for name, size in CONTEXT_GIB.items() if _is_one_of(gpu, [name])), UNKNOWN_CONTEXT_GIB) * GIB)
-
-
-def nccl_bytes(ranks: int, node: int = formulas.GPUS_OF_A_NODE) -> int:
-    """Return the bytes of NCCL's buffers on each GPU."""
-    if ranks == 1:
-        return 0
-    return int(NCCL_GIB["within a node" if ranks <= node else "across nodes"] * GIB)
-
-
-def _is_one_of(gpu, names) -> bool:
-    """Return whether the GPU's device name has one of these names as whole words: A10G is no A10."""
-    return any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", gpu.device_name) for name in names)
-
-
-def room(gpu, ranks: int) -> int:
-    """Return the bytes of a GPU that torch's allocator can hold."""
-    return int(gpu.memory_gib * GIB) - context_bytes(gpu) - nccl_bytes(ranks) - workspace_bytes(gpu)
-
-
-def beyond_allocated(answer: dict | None, allocated: int) -> dict[str, int]:
-    """Return the bytes that torch's allocator holds above the allocated peak.
-
-    Returns: {"reserved": on the planned GPU, "least": on a full one, where it returns unused segments}.
-    """
-    replayed = (answer or {}).get("allocator")
-    if not replayed:
-        return dict.fromkeys(("reserved", "least"), int(FRAGMENTATION * allocated))
-    mode = replayed["expandable" if allocator.expandable_segments() else "segments"]
-    return {name: mode[name] - mode["allocated"] for name in ("reserved", "least")}
-
-
 @dataclass
 class Plan:
     """The result of a search."""
@@ -182,24 +130,26 @@ class Plan:
     nearest: Candidate | None = None  # the smallest, if nothing fits
     would_do: int | None = None  # GPUs with which something fits by formula; None: no number was found
     longest: int | None = None  # --max_length at which something fits by formula; None: none was found
-    host_limit: int | None = None  # bytes of a node's host memory, None: unknown
-    seconds: float = 0.0  # that the search took
-    notes: list[str] = field(default_factory=list)  # the lines that the search has shown
-    node: int = formulas.GPUS_OF_A_NODE  # GPUs of a node
+    margin: int = 0  # bytes of a GPU that are kept free for the error of plans, 0: none is left
+    node: int = gpu_memory.GPUS_OF_A_NODE  # GPUs of a node
     # {LoRA, QLoRA or pipeline: (its fastest that fits by formula, None: none does; words that plan or explain it)}
     instead: dict[str, tuple[Candidate | None, str]] = field(default_factory=dict)
-    here: bool = False  # the plan is for this machine
+    host_limit: int | None = None  # bytes of a node's host memory, None: unknown
     host_here: int | None = None  # bytes of this machine's host memory
+    here: bool = False  # the plan is for this machine
     disk_free: int | None = None  # bytes that are free for runs/ on this machine
     kept: int | None = None  # checkpoints that a run keeps, None: all
     rows: str = ""  # a sentence on the length of the rows
-    margin: int = 0  # bytes of a GPU that are kept free for the error of plans, 0: none is left
-    unmeasured: list[str] = field(default_factory=list)  # what orders the settings by a speed that was never measured
-    lengths: tuple[int, ...] = ()  # tokens of each row, (): all are full
+    notes: list[str] = field(default_factory=list)  # the lines that the search has shown
+    seconds: float = 0.0  # that the search took
 
     @property
     def nodes(self) -> int:
         return math.ceil(self.ranks / self.node)
+
+    def host_is_short(self, candidate: Candidate) -> bool:
+        """Return whether a candidate needs more host memory than a node has."""
+        return self.host_limit is not None and candidate.host_of_a_node > self.host_limit
 
 
 class NothingFits(UserError):
@@ -291,7 +241,7 @@ def gpus_as_text(ranks: int, node: int) -> str:
 
 
 def candidates(
-    method: str, request: Request, ranks: int, gpu, change: tuple = (), node: int = formulas.GPUS_OF_A_NODE
+    method: str, request: Request, ranks: int, gpu, change: tuple = (), node: int = gpu_memory.GPUS_OF_A_NODE
 ) -> list[Candidate]:
     """Return all settings that the request leaves open, the fastest (by estimate) first.
 
@@ -311,55 +261,67 @@ def candidates(
             _check_groups(base, node)
             resolve.resolve_for_model(base)
             if first is None:
-                first, hpz, shape = base, _hpz(base, ranks, node), shape_of(base)
-            place = Place(gpu, node, hpz, disk)
-            result += _of_group(base, method, change, place, shape, bool(group))
+                first, shape = base, shape_of(base)
+            result += _of_group(base, shape, gpu, node, disk, bool(group))
         except UserError as refused:
             error = error or refused
     if not result:
         raise error
+    result = [replace(candidate, method=method, change=change) for candidate in result]
     return sorted(result, key=lambda c: (round(c.seconds, 4), c.setting.zero))
 
 
-@dataclass
-class Place:
-    """What candidates run on."""
+def _of_group(base, shape: Shape, gpu, node: int, disk: str | None, splits: bool) -> list[Candidate]:
+    """Return the candidates with the groups of `base`, the Settings of a request.
 
-    gpu: hardware.Gpu
-    node: int  # GPUs of a node
-    hpz: int  # ranks that share ZeRO++'s copy of the parameters, 1: there is none
-    disk: str | None  # the flag --offload_path, None: it is not given
-
-
-def _of_group(base, method: str, change: tuple, place: Place, shape: Shape, splits: bool) -> list[Candidate]:
-    """Return the candidates with the groups of `base`, the Settings of a request. splits: see `_open`.
-
+    Args: node: GPUs of a node; disk: the flag --offload_path, None: it is not given; splits: as of `_open`.
     Raises: UserError if the request leaves none.
     """
-    ranks, disk = base.world_size, place.disk or _disk_of(base)
     found, error = [], None
-    for zero, (offload, on_disk), checkpointing, micro in itertools.product(*_open(base, ranks, disk, splits)):
-        if not _sensible(zero, offload, ranks, base) or (on_disk and zero != 3):
+    for zero, (offload, on_disk), checkpointing, micro in itertools.product(*_open(base, disk, splits)):
+        if not _sensible(zero, offload, base) or (on_disk and zero != 3):
             continue
         request = _requested(base, zero, offload, checkpointing, micro)
-        request = request.put(offload_path=disk) if on_disk and place.disk else request
+        request = request.put(offload_path=disk) if on_disk and disk else request
         try:
-            resolve.resolve(request, ranks, place.gpu)
+            setting = setting_of(resolve.resolve(request, base.world_size, gpu), node)
         except UserError as refused:
             error = error or refused
             continue
-        accumulation = base.effective_batch_size // (micro * base.data_ranks)
-        tokens = micro * base.documents_per_row * base.max_length // base.ranks_that_split("tokens")
-        setting = Setting(zero, offload, checkpointing.every, micro, tokens, accumulation, ranks,
-                          checkpointing.offloaded, on_disk, place.node, place.hpz, _runs_reference(base),
-                          groups=tuple(groups.in_use(base.values)), selective=checkpointing.selective,
-                          offload_streams=base.activation_offload_streams)  # fmt: skip
-        by_part = formulas.memory(shape, setting, base, base.fused_loss)
-        seconds = formulas.step_seconds(shape, setting, place.gpu, base.max_length)
-        found.append(Candidate(request, method, setting, by_part, seconds, shape, place.gpu, change=change))
+        found.append(with_formulas(request, setting, shape, base, gpu))
     if not found:
         raise error or UserError("these flags leave no setting to plan.")
     return found
+
+
+def of_settings(settings, gpu) -> Candidate:
+    """Return the job as a candidate. gpu: None for a CPU, which has no time."""
+    request = for_simulation(settings.request)
+    return with_formulas(request, setting_of(settings), shape_of(settings), settings, gpu)
+
+
+def with_formulas(request: Request, setting: Setting, shape: Shape, settings, gpu) -> Candidate:
+    """Return a candidate with its bytes and seconds by the closed forms; of a pipeline those of its fullest stage.
+
+    Args: settings: those of the request, or such as differ from it in the setting alone.
+    """
+    stage = None
+    if setting.pp > 1:
+        stage, parts = _fullest_stage(shape, setting, settings)
+        seconds = formulas.pipeline_seconds(shape, setting, gpu, settings.max_length) if gpu else 0.0
+    else:
+        parts = formulas.memory(shape, setting, settings, settings.fused_loss)
+        seconds = formulas.step_seconds(shape, setting, gpu, settings.max_length) if gpu else 0.0
+    return Candidate(request, settings.recipe.name, setting, parts, seconds, shape, gpu, stage=stage)
+
+
+def _fullest_stage(shape: Shape, setting: Setting, settings) -> tuple[int, dict[str, float]]:
+    """Return the number of a pipeline's stage that needs the most memory by the closed forms, and its bytes by part."""
+    from zerofit.model.load import load_config
+
+    tied = load_config(settings).tie_word_embeddings
+    by_stage = formulas.stages(shape, setting, settings, settings.fused_loss, tied)
+    return max(enumerate(by_stage), key=lambda stage: sum(stage[1].values()))
 
 
 def of_pipeline(
@@ -380,20 +342,8 @@ def of_pipeline(
             resolve.resolve_for_model(settings)
         except UserError:
             continue
-        setting = replace(setting_of(settings), node=plan.node)
-        _, fullest = fullest_stage(best.shape, setting, settings)
-        seconds = formulas.pipeline_seconds(best.shape, setting, plan.gpu, settings.max_length)
-        result.append(Candidate(own, method, setting, fullest, seconds, best.shape, plan.gpu))
+        result.append(with_formulas(own, setting_of(settings, plan.node), best.shape, settings, plan.gpu))
     return result
-
-
-def fullest_stage(shape: Shape, setting: Setting, settings) -> tuple[int, dict[str, float]]:
-    """Return the number of a pipeline's stage that needs the most memory by the closed forms, and its bytes by part."""
-    from zerofit.model.load import load_config
-
-    tied = load_config(settings).tie_word_embeddings
-    by_stage = formulas.stages(shape, setting, settings, settings.fused_loss, tied)
-    return max(enumerate(by_stage), key=lambda stage: sum(stage[1].values()))
 
 
 def first_settings(method: str, request: Request, ranks: int, gpu, node: int):
@@ -422,26 +372,15 @@ def _open_groups(request: Request, ranks: int, node: int) -> list[dict[str, int]
 def _check_groups(settings, node: int) -> None:
     """Raise UserError for groups of neighbors whose size does not divide the GPUs of a node."""
     local = min(settings.world_size, node)
-    for way, size in groups.in_use(settings.values):
-        if way.neighbors and local % size:
+    neighbors = [(way.flag, size) for way, size in groups.in_use(settings.values) if way.neighbors]
+    if settings.world_size > node:  # on one node config/offload.py refuses it
+        neighbors.append(("zero_hpz_partition_size", settings.zero_hpz_partition_size or 1))
+    for flag, size in neighbors:
+        if local % size:
             raise UserError(
-                f"--{way.flag} {size}: a group must be on one node, so it must divide the {local} GPUs of a node of "
+                f"--{flag} {size}: a group must be on one node, so it must divide the {local} GPUs of a node of "
                 "this plan; NODES= and GPUS= say which these are."
             )
-
-
-def _hpz(settings, ranks: int, node: int) -> int:
-    """Return the number of ranks that share ZeRO++'s secondary copy of the parameters; 1: there is none.
-
-    Raises: UserError for a copy that would span several nodes.
-    """
-    size = settings.zero_hpz_partition_size or 1
-    if ranks > node and node % size:
-        raise UserError(
-            f"--zero_hpz_partition_size {size}: its copies are gathered inside a node, so it must divide the {node} "
-            f"GPUs of a node of this plan (best: {node}); NODES= and GPUS= say which these are."
-        )
-    return size
 
 
 def planned(request: Request, method: str) -> Request:
@@ -527,27 +466,27 @@ def checkpointing_of(settings) -> Checkpointing:
     return Checkpointing(every, selective, settings.activation_offload)
 
 
-def _open(base, ranks: int, disk: str | None, splits: bool) -> tuple[list, list, list, list]:
+def _open(base, disk: str | None, splits: bool) -> tuple[list, list, list, list]:
     """Return (stages, offloads, checkpointing, micro batches) to try; one each where the user set it.
 
-    Args: splits: groups are searched and these have several ranks: then only micro batch 1 with checkpointing.
-
     An offload is (what, whether to `disk`).
+    Args: splits: groups are searched and these have several ranks: then only micro batch 1 with checkpointing.
     """
-    stages = [base.zero] if _said(base, "zero") else [0, 1, 2, 3]
-    if _said(base, "offload"):
+    disk = disk or _disk_of(base)
+    stages = [base.zero] if _is_set(base, "zero") else [0, 1, 2, 3]
+    if _is_set(base, "offload"):
         offloads = [(base.offload, bool(disk))]
     else:
         offloads = [("none", False), ("optimizer", False), ("all", False)]
         offloads += [("optimizer", True), ("all", True)] * bool(disk)
-    if any(_said(base, name) for name in gradient_checkpointing.ARGUMENTS):
+    if any(_is_set(base, name) for name in gradient_checkpointing.ARGUMENTS):
         checkpointing = [checkpointing_of(base)]
     else:
         checkpointing = [*less_checkpointing(base), EVERY_LAYER, Checkpointing(1, offloaded=True)]
     per_rank = base.effective_batch_size // base.data_ranks
-    if _said(base, "per_device_train_batch_size"):
+    if _is_set(base, "per_device_train_batch_size"):
         micros = [base.per_device_train_batch_size]
-    elif _said(base, "gradient_accumulation_steps"):
+    elif _is_set(base, "gradient_accumulation_steps"):
         micros = [per_rank // base.gradient_accumulation_steps]
     else:
         micros = [n for n in range(1, min(per_rank, 64) + 1) if per_rank % n == 0]
@@ -557,16 +496,16 @@ def _open(base, ranks: int, disk: str | None, splits: bool) -> tuple[list, list,
     return stages, offloads, checkpointing, micros
 
 
-def _said(base, name: str) -> bool:
+def _is_set(base, name: str) -> bool:
     """Return whether the user set the argument, in any place."""
     source = base.source[name]
     return source in _FIXED or source.startswith("preset") or source == base.config
 
 
-def _sensible(zero: int, offload: str, ranks: int, base) -> bool:
+def _sensible(zero: int, offload: str, base) -> bool:
     if (offload == "all" and zero != 3) or (offload != "none" and zero == 0):
         return False
-    if ranks == 1 and zero in (1, 2, 3) and offload == "none" and not _said(base, "zero"):
+    if base.world_size == 1 and zero in (1, 2, 3) and offload == "none" and not _is_set(base, "zero"):
         return base.precision != "fp32" and zero == 1  # one rank: 16-bit weights with a master, nothing else to shard
     return True
 
@@ -580,16 +519,26 @@ def _requested(base, zero: int, offload: str, checkpointing: Checkpointing, micr
     return result if named else result.put(**checkpointing.flags)
 
 
-def setting_of(settings) -> Setting:
+def setting_of(settings, node: int | None = None) -> Setting:
+    """Return the setting of a job. node: GPUs of a node, None: as many as the launcher starts on this one."""
     checkpointing, micro = checkpointing_of(settings), settings.per_device_train_batch_size
-    node = int(os.environ.get("LOCAL_WORLD_SIZE") or formulas.GPUS_OF_A_NODE)
-    tokens = micro * settings.documents_per_row * settings.max_length // settings.ranks_that_split("tokens")
-    return Setting(settings.zero, settings.offload, checkpointing.every, micro, tokens,
-                   settings.gradient_accumulation_steps, settings.world_size, checkpointing.offloaded,
-                   bool(_disk_of(settings)), node, settings.zero_hpz_partition_size or 1,
-                   _runs_reference(settings), groups=tuple(groups.in_use(settings.values)),
-                   selective=checkpointing.selective,
-                   offload_streams=settings.activation_offload_streams)  # fmt: skip
+    return Setting(
+        zero=settings.zero,
+        offload=settings.offload,
+        every=checkpointing.every,
+        micro=micro,
+        tokens=micro * settings.documents_per_row * settings.max_length // settings.ranks_that_split("tokens"),
+        accumulation=settings.gradient_accumulation_steps,
+        ranks=settings.world_size,
+        activation_offload=checkpointing.offloaded,
+        nvme=bool(_disk_of(settings)),
+        node=node or int(os.environ.get("LOCAL_WORLD_SIZE") or gpu_memory.GPUS_OF_A_NODE),
+        hpz=settings.zero_hpz_partition_size or 1,
+        reference=_runs_reference(settings),
+        selective=checkpointing.selective,
+        offload_streams=settings.activation_offload_streams,
+        groups=tuple(groups.in_use(settings.values)),
+    )
 
 
 def _disk_of(settings) -> str | None:
@@ -604,51 +553,16 @@ def _runs_reference(settings) -> bool:
     return not settings.precompute_ref_log_probs and settings.loss_type not in preference_loss.REFERENCE_FREE
 
 
+# Arguments that do not change memory.
+WITHOUT_BYTES = (
+    *("plan", "show", "gpu_type", "gpus", "ignore_plan", "memory_limit", "output_dir", "resume_from_checkpoint"),
+    *("on_oom", "max_restarts", "hang_timeout", "on_nan", "max_nan_steps", "canary", "ignore_resume_mismatch"),
+)
+
+
 def for_simulation(request: Request) -> Request:
-    """Return the request without what does not change memory, so that equal jobs share a cached answer."""
-    return request.drop(
-        "plan", "show", "gpu_type", "gpus", "ignore_plan", "output_dir", "memory_limit",
-        "resume_from_checkpoint", "on_oom", "max_restarts", "hang_timeout", "on_nan",
-        "max_nan_steps", "canary", "ignore_resume_mismatch",
-    )  # fmt: skip
+    """Return the request without what a simulation leaves out, so that jobs that differ in it share a cached answer.
 
-
-def command(candidate: Candidate, ranks: int) -> str:
-    """Return the command that runs the candidate, on several nodes that of the first: of make where a Makefile is."""
-    request = candidate.request
-    if request.get("data") == [UNNAMED]:
-        request = request.put(data=["your.jsonl"])
-    if request.get("offload") == "none" and request.source["offload"] == FLAG:  # that of a file would be back
-        request = request.drop("offload")
-    several = _first_node(candidate, ranks)
-    if PROJECT == IN_WHEEL:
-        return _command_without_make(request, ranks, several)
-    variables = {"GPUS": str(ranks)}
-    if several:
-        variables = {"GPUS": several[0], "NODES": several[1], "NODE_RANK": "0", "MASTER_ADDR": "name-of-node-0"}
-    of_make = {name: words[1] for name in WITH_VARIABLE if len(words := _words(request, name)) == 2}
-    rest = request.drop(*of_make).flags()  # also --data with several files, since a make variable holds one
-    variables |= {name.removesuffix("_size").upper(): of_make[name] for name in request.values if name in of_make}
-    more = f" ARGS={shlex.quote(shlex.join(rest))}" if rest else ""
-    return f"{program.make(request.recipe)} " + " ".join(f"{k}={shlex.quote(v)}" for k, v in variables.items()) + more
-
-
-def _words(request: Request, name: str) -> list[str]:
-    """Return the words of a flag of the command line; [] where it does not stand there."""
-    return request.drop(*(other for other in request.values if other != name)).flags()
-
-
-def _first_node(candidate: Candidate, ranks: int) -> tuple[str, str] | None:
-    """Return (GPUs of a node, nodes) if there are several nodes with equal GPUs."""
-    nodes = candidate.setting.nodes
-    return (str(ranks // nodes), str(nodes)) if nodes > 1 and ranks % nodes == 0 else None
-
-
-def _command_without_make(request: Request, ranks: int, several: tuple[str, str] | None) -> str:
-    """Return the `zerofit` command that runs a request in any folder."""
-    placed = ["--gpus", str(ranks)]
-    if several:
-        placed = ["--gpus", several[0], "--nnodes", several[1], "--node_rank", "0", "--master_addr", "name-of-node-0"]
-    if program.has_verb(request.recipe):
-        return shlex.join(["zerofit", request.recipe.name, *placed, *request.flags()])
-    return shlex.join(["zerofit", "launch", *placed, str(program.file_of(request.recipe)), *request.flags()])
+    What is offloaded to a disk is simulated as if to host memory.
+    """
+    return drop_flags(request.drop(*WITHOUT_BYTES), "offload_path")

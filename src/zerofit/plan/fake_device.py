@@ -104,9 +104,15 @@ def _accelerator(tracker, total_bytes: int, overlaps: bool):
     from zerofit.base import allocator
     from zerofit.plan import caching_allocator
 
-    typed = {"ByteTensor": torch.uint8, "FloatTensor": torch.float32, "HalfTensor": torch.float16,
-             "BFloat16Tensor": torch.bfloat16, "IntTensor": torch.int32, "LongTensor": torch.int64,
-             "DoubleTensor": torch.float64}  # fmt: skip
+    typed = {
+        "ByteTensor": torch.uint8,
+        "FloatTensor": torch.float32,
+        "HalfTensor": torch.float16,
+        "BFloat16Tensor": torch.bfloat16,
+        "IntTensor": torch.int32,
+        "LongTensor": torch.int64,
+        "DoubleTensor": torch.float64,
+    }
 
     class Accelerator(CPU_Accelerator):
         def __init__(self):
@@ -220,7 +226,7 @@ def skip_triton_kernels() -> None:
 
 
 def train_on(arguments, device) -> None:
-    """Set the device of TrainingArguments and of accelerate, which know no device "gpu"."""
+    """Set the device of TrainingArguments and of accelerate, which have no device "gpu"."""
     from accelerate.state import PartialState
 
     PartialState._shared_state["device"] = arguments.__dict__["_setup_devices"] = device
@@ -468,8 +474,8 @@ def attention_stand_in(name: str) -> None:
             rows, heads, tokens, size = q.shape
             tokens, size = -(-tokens // 128) * 128, -(-size // 32) * 32
             dq, dk, dv = (torch.empty_like(x) for x in (q, k, v))
-            work = [q.new_empty(rows, heads, tokens, dtype=torch.float32),
-                    q.new_empty(rows, tokens, heads, size, dtype=torch.float32)]  # fmt: skip
+            shapes = ((rows, heads, tokens), (rows, tokens, heads, size))
+            work = [q.new_empty(shape, dtype=torch.float32) for shape in shapes]
             if k.shape[1] != heads:  # dk and dv per query head, summed afterwards
                 work += [k.new_empty(rows, k.shape[2], heads, x.shape[-1]) for x in (k, v)]
             del work
@@ -515,9 +521,12 @@ def quantize(net, device: str) -> None:
             self.in_features, self.out_features, self.bias = linear.in_features, linear.out_features, linear.bias
             self.compute_dtype = linear.weight.dtype
             packed, state = bitsandbytes.functional.quantize_4bit(
-                torch.empty_like(linear.weight, device=device), blocksize=64, compress_statistics=True,
-                quant_type="nf4", quant_storage=linear.weight.dtype,
-            )  # fmt: skip
+                torch.empty_like(linear.weight, device=device),
+                blocksize=64,
+                compress_statistics=True,
+                quant_type="nf4",
+                quant_storage=linear.weight.dtype,
+            )
             self.weight = torch.nn.Parameter(packed, requires_grad=False)
             self.weight.compress_statistics, self.weight.quant_type, self.weight.quant_state = True, "nf4", state
 

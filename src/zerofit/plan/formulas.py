@@ -13,6 +13,7 @@ from zerofit.model import experts
 from zerofit.model.gradient_checkpointing import IN_FLIGHT
 from zerofit.optim import registry
 from zerofit.parallel.interface import Parallel
+from zerofit.plan.gpu_memory import GPUS_OF_A_NODE
 
 # Share of the data sheet's numbers that a training step reaches. Rough on purpose: they only order the candidates.
 MATRIX_EFFICIENCY = 0.5
@@ -20,8 +21,6 @@ MATRIX_EFFICIENCY = 0.5
 LINK_EFFICIENCY = 0.7
 
 OVERLAPPED = 0.5  # share of the communication that can overlap with arithmetic
-
-GPUS_OF_A_NODE = 8
 
 # Microseconds of latency per NCCL call and hop: hwLat and baseLat (LL128) of NCCL's own cost model,
 # github.com/NVIDIA/nccl src/graph/tuning.cc.
@@ -271,7 +270,7 @@ def stages(s: Shape, setting: Setting, settings, fused: bool, tied: bool) -> lis
 
 
 def _share(s: Shape, setting: Setting) -> Shape:
-    """Return the shape of what one rank holds of the model before ZeRO; of a pipeline `stages` says it."""
+    """Return the shape of what one rank holds of the model before ZeRO; for a pipeline see `stages`."""
     for way, size in setting.groups:
         s = way.share(s, size)
     return s
@@ -326,7 +325,7 @@ class Collective:
     stride: int = 1  # every how many-th GPU is in a call
 
     def nodes(self, node: int) -> int:
-        """Return over how many nodes of `node` GPUs a call goes."""
+        """Return how many nodes of `node` GPUs a call spans."""
         return math.ceil(self.ranks * self.stride / node)
 
 

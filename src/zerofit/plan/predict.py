@@ -1,18 +1,17 @@
 """Predict the peak memory of one setting, by simulation where possible."""
 
-import functools
 import math
 import os
-import random
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from zerofit.base import allocator, hardware
 from zerofit.base.errors import UserError
 from zerofit.base.hardware import GIB
 from zerofit.base.paths import cache_root
-from zerofit.plan import caching_allocator, candidates, extended_trace, formulas, simulate
+from zerofit.plan import candidates, gpu_memory, simulate
+from zerofit.plan.candidates import Candidate
 from zerofit.plan.formulas import Shape
 from zerofit.plan.simulate import Question
 
@@ -26,118 +25,81 @@ LAYERS_OF_CHOSEN = 48  # up to here all layers of a setting that fits are simula
 
 UNUSED_AT_MOST = 1.25  # least bytes that do / allocated ones: 1.22 in the worst of benchmarks/published
 
-# Of the allocated bytes: an extended trace of equal rows that leaves more unused is not believed. QLoRA of 80 layers
-# left 24 % extended, 10 % with all of them and in the measured run.
-EXTENDED_UNUSED = 0.15
-
-TRACE_ERROR = 0.005  # of the peak: an extended trace that differs more from the extended peak is not used
-
-WIDTHS = 16  # micro batches of different lengths that are simulated where rows vary
-
-LAYERS_OF_ALL_WIDTHS = 256  # widths x simulated layers at most: half a minute on two cores
+# Of the allocated bytes of a few layers: expandable segments that leave less than this leave no larger share with all
+# layers. LoRA of 8B and QLoRA of 7B left 1.1 and 1.3 % with 7 layers, 0.4 and 0.6 % with 32.
+LITTLE_UNUSED = 0.02
 
 LONGEST_PATTERN = 8  # layers after which kinds of layers may repeat: attention in every 8th layer of Jamba
 
 OFF_THE_LINE = 0.001  # of a model's parameters: what an extended answer may lack or have too much of them
 
+KEPT_GATHERED = 1e9  # parameters that stage 3 keeps gathered (stage3_max_live_parameters): linear below and above
+
 STEPPED_AT_ONCE = 1e9  # numbers (stage 3's sub_group_size); the fp32 copy of a rank's share grows only up to it
 
 
-def ask(candidate: candidates.Candidate, ranks: int, gpu, limit: int = 0) -> None:
+def ask(candidate: Candidate, limit: int = 0) -> None:
     """Store the simulation's answer (the higher of first and last rank) or failure in the candidate.
 
-    An extended answer has the unused segments of the deeper of its two models if its trace could not be extended. Then
-    a candidate whose tensors fit is simulated with all layers, unless it has many and does not come near the limit.
+    Where unused segments may matter, a candidate whose tensors fit is simulated with all layers, unless it has many and
+    does not come near the limit.
     Args: limit: bytes of torch's allocator; 0: unused segments do not matter.
     """
-    _ask(candidate, ranks, sorted({0, ranks - 1}), gpu)
+    _ask(candidate, sorted({0, candidate.setting.ranks - 1}))
     if needs_all_layers(candidate, limit):
-        _ask(candidate, ranks, [candidate.answer["rank"]], gpu, whole=True)
+        _ask(candidate, [candidate.answer["rank"]], whole=True)
+        candidate.failed = ""  # the extended answer is kept then
 
 
-def needs_all_layers(candidate: candidates.Candidate, limit: int) -> bool:
+def _ask(candidate: Candidate, asked: Sequence[int], seconds: float | None = None, whole: bool = False) -> None:
+    """Store the simulation's answer or failure in the candidate. Args: as for `answer_of`."""
+    setting = candidate.setting
+    question = Question(candidates.for_simulation(candidate.request), setting.ranks, gpu=candidate.gpu)
+    answer = answer_of(
+        question, candidate.shape, zero=setting.zero, every=setting.every, asked=asked, seconds=seconds, whole=whole
+    )
+    if isinstance(answer, Exception):
+        candidate.failed = str(answer)
+    else:
+        candidate.answer, candidate.failed = answer, ""
+
+
+def needs_all_layers(candidate: Candidate, limit: int) -> bool:
     """Return whether to simulate all layers of a candidate that fits, for the segments that they leave unused."""
-    if candidate.answer is None or not _lacks_layers(candidate.answer) or candidate.allocated > limit:
+    if not _lacks_replay(candidate.answer) or candidate.allocated > limit:
         return False
     return candidate.shape.layers <= LAYERS_OF_CHOSEN or UNUSED_AT_MOST * candidate.allocated > limit
 
 
-def vary_rows(candidate: candidates.Candidate, lengths: list[int], ranks: int, gpu) -> None:
-    """Replay a candidate's allocations with rows of `lengths`, and store what the allocator then needs in its answer.
-
-    Blocks of each length leave segments that longer rows cannot use; how many depends on the order of the rows, so it
-    is that of `extended_trace.usual_order`. Without a trace of all layers nothing is stored.
-    """
-    setting, shape, answer = candidate.setting, candidate.shape, candidate.answer
-    depths = _depths_of_a_trace(_depths(setting.zero, shape, setting.every, ranks)[0], setting.zero, shape)
-    layers = sum(depth or shape.layers for depth in depths)
-    widths = widths_of(lengths, setting.micro, min(WIDTHS, max(2, LAYERS_OF_ALL_WIDTHS // layers)))
-    if answer is None or len(set(widths)) == 1:
-        return
-    varied = _asked(candidate, ranks, [answer["rank"]], gpu, widths)
-    if not isinstance(varied, Exception) and varied.get("allocator") and not _lacks_layers(varied):
-        candidate.answer = answer | {
-            "allocator": varied["allocator"], "equal_rows": answer["allocator"], "widths": widths,
-        }  # fmt: skip
-
-
-def widths_of(lengths: list[int], micro: int, count: int) -> tuple[int, ...]:
-    """Return the tokens of the rows of `count` micro batches, in a drawn order after the median.
-
-    They are the quantiles of the longest of `micro` rows, the highest of them the longest row of all. The first micro
-    batch has the same place in all orders of `extended_trace.usual_order`: behind the longest, nothing would be unused.
-    """
-    ordered = sorted(lengths)
-    chosen = [ordered[int(((i + 0.5) / count) ** (1 / micro) * len(ordered))] for i in range(count - 1)]
-    chosen.append(ordered[-1])
-    first = chosen.pop(count // 2 - 1)
-    random.Random(0).shuffle(chosen)
-    chosen = [first, *chosen]
-    return tuple(-(-length // 8) * 8 for length in chosen)  # as the collator rounds
-
-
-def _lacks_layers(answer: dict) -> bool:
-    """Return whether the allocator's replay had fewer layers than the model."""
-    return "extended_from_layers" in answer and not answer.get("all_layers_replayed")
-
-
-def _ask(candidate: candidates.Candidate, ranks: int, asked: list[int], gpu, whole: bool = False) -> None:
-    answer = _asked(candidate, ranks, asked, gpu, whole=whole)
-    if isinstance(answer, Exception):
-        candidate.failed = str(answer)
-    else:
-        candidate.answer = answer
-
-
-def _asked(
-    candidate: candidates.Candidate, ranks: int, asked: list[int], gpu, widths: tuple[int, ...] = (), whole=False
-):
-    """Return `answer_of` the candidate."""
-    setting = candidate.setting
-    request = candidates.drop_flags(candidate.request, "offload_path")  # from host memory a GPU holds as much, or more
-    question = Question(request, ranks, gpu=gpu, widths=widths)
-    return answer_of(question, candidate.shape, zero=setting.zero, every=setting.every, asked=asked, whole=whole)
+def _lacks_replay(answer: dict | None) -> bool:
+    """Return whether an extended answer does not say what all layers leave unused in the allocator's segments."""
+    return bool(answer) and answer.get("lacks_replay", False)
 
 
 def answer_of(
-    question: Question, shape: Shape, *, zero: int, every: int, asked: Sequence[int] = (0,),
-    seconds: float | None = None, whole: bool = False,
-):  # fmt: skip
-    """Return the simulation's answer of the rank in `asked` with the highest peak, or a SimulationFailed.
+    question: Question,
+    shape: Shape,
+    *,
+    zero: int,
+    every: int,
+    asked: Sequence[int] = (0,),
+    seconds: float | None = None,
+    whole: bool = False,
+) -> dict | simulate.SimulationFailed:
+    """Return the simulation's answer of the rank in `asked` with the highest peak, or why there is none.
 
     Args: question: of any rank and all layers; shape: of its model; zero: its stage; every: every n-th layer is
         checkpointed, 0: none; seconds: time limit, None: no limit; whole: simulate all layers.
     Raises: UserError for the user's mistakes.
     """
-    began, before, gpu, widths = time.perf_counter(), None, question.gpu, question.widths
+    began, before, gpu = time.perf_counter(), None, question.gpu
     if gpu is not None:
         gpu = replace(gpu, node_gbs=hardware.NODE_LINK_GBS)  # no effect on memory: equal questions share an answer
-    tried = [(None,)] if whole else _depths(zero, shape, every, question.ranks)
-    for depths in [_depths_of_a_trace(tried[0], zero, shape)] if widths else tried:
+    for depths in [(None,)] if whole else _depths(zero, shape, every, question.ranks):
         questions = [
-            replace(question, rank=rank, gpu=gpu, overrides={"num_hidden_layers": d} if d else {})
+            replace(question, rank=rank, gpu=gpu, overrides={"num_hidden_layers": depth} if depth else {})
             for rank in asked
-            for d in reversed(depths)  # the longest first: they run in parallel
+            for depth in reversed(depths)  # the longest first: they run in parallel
         ]
         seconds_left = None if seconds is None else seconds - (time.perf_counter() - began)
         answers = simulate.run_all(questions, cache_root() / "simulations", seconds_left)
@@ -149,13 +111,10 @@ def answer_of(
         if len(depths) == 1:
             break
         pairs = list(zip(answers[1::2], answers[::2], strict=True))
-        all_there = all(_has_all_parameters(low, high, depths, shape) for low, high in pairs)
-        if widths and not all_there:
-            return simulate.SimulationFailed("few layers do not stand for all layers of this model")
         slopes = [_slopes(low, high, depths) for low, high in pairs]
-        if all_there and (widths or _is_linear(pairs, slopes, before, zero, shape, question.ranks)):
-            room = candidates.room(gpu, question.ranks) if gpu else None
-            answers = [_extended(low, high, depths, shape.layers, room, bool(widths)) for low, high in pairs]
+        all_there = all(_has_all_parameters(low, high, depths, shape) for low, high in pairs)
+        if all_there and _is_linear(pairs, slopes, before, zero, shape, question.ranks):
+            answers = [_extended(low, high, depths, shape.layers) for low, high in pairs]
             break
         before = slopes
     by_rank = [answer | {"rank": rank} for rank, answer in zip(asked, answers, strict=True)]
@@ -180,9 +139,9 @@ def _pairs(zero: int, shape: Shape, every: int, pattern: int, ranks: int) -> lis
     first, second = LAYERS_MEASURED[buckets]
     distance = second - first
     stored = _numbers_of_a_parameter(shape)
-    if zero == 3 and shape.parameters * stored > candidates.KEPT_GATHERED:
+    if zero == 3 and shape.parameters * stored > KEPT_GATHERED:
         layer = (shape.parameters - 2 * shape.vocabulary * shape.hidden) / shape.layers
-        first = max(first, math.ceil(candidates.KEPT_GATHERED / (layer * stored)))
+        first = max(first, math.ceil(KEPT_GATHERED / (layer * stored)))
         if (
             shape.trainable / ranks > 1.25 * STEPPED_AT_ONCE
         ):  # else the result is at most 1.4 GiB too high, in one phase
@@ -209,15 +168,6 @@ def _line(low: float, high: float, depths: tuple[int, int], layers: int) -> floa
     """Return the value for `layers` on the line through those for two depths."""
     small, large = depths
     return high + (high - low) / (large - small) * (layers - large)
-
-
-def _depths_of_a_trace(depths: tuple, zero: int, shape: Shape) -> tuple:
-    """Return the layer counts whose trace is extended: at stage 0, which gathers nothing, the least that repeat."""
-    if zero or len(depths) == 1:
-        return depths
-    unit = depths[1] - depths[0]
-    least = (3 * unit, 4 * unit)
-    return least if _on_a_line(shape, least) else depths
 
 
 def _numbers_of_a_parameter(shape: Shape) -> float:
@@ -273,7 +223,7 @@ def _level(slopes: list[dict[str, float]], shape: Shape, ranks: int) -> bool:
     A layer may add its shards to the step's buffers: at most 16 bytes a parameter over the ranks, gradients and states
     in fp32. The layers that a forward or backward holds gathered must not grow, unless stage 3 keeps all of them.
     """
-    if shape.parameters * _numbers_of_a_parameter(shape) <= candidates.KEPT_GATHERED:
+    if shape.parameters * _numbers_of_a_parameter(shape) <= KEPT_GATHERED:
         return True
     layer = shape.parameters / shape.layers
     gathered = layer * (shape.frozen_bytes if shape.frozen else 2.0)
@@ -294,12 +244,10 @@ def _alike(slopes: list[dict[str, float]], before: list[dict[str, float]] | None
     )
 
 
-def _extended(
-    low: dict, high: dict, depths: tuple[int, int], layers: int, room: int | None = None, varied: bool = False
-) -> dict:
+def _extended(low: dict, high: dict, depths: tuple[int, int], layers: int) -> dict:
     """Return the answer for `layers`, extrapolated linearly from those for two depths.
 
-    Args: room: of the GPU's allocator. varied: rows differ in length.
+    Unused segments do not grow linearly: those of the deeper model stand for all layers only where they are little.
     """
 
     def line(a, b):
@@ -314,70 +262,18 @@ def _extended(
         peak[phase] = {part: int(value / too_much) for part, value in parts.items()}
     numbers = {name: line(low[name], high[name]) for name in ("host", "host_saving", "parameters", "trainable")}
     answer = high | {"peak": peak, "total": total, "extended_from_layers": list(depths)} | numbers
-    return answer | _replayed(low, high, depths, layers, max(total.values()), room, varied)
+    replayed = high.get("allocator")
+    if replayed and not _is_little(replayed["least"] - replayed["allocated"], replayed["allocated"]):
+        answer |= {"allocator": None, "lacks_replay": True}
+    return answer
 
 
-def _replayed(
-    low: dict, high: dict, depths: tuple[int, int], layers: int, allocated: int, room: int | None, varied: bool
-) -> dict:
-    """Return {"allocator": what it needs with all layers, "all_layers_replayed": whether the trace could be extended}.
-
-    Otherwise it is what the deeper of the two needs.
-    """
-    without = {"events": None, "all_layers_replayed": False}
-    if not high.get("events"):  # of a CPU
-        return without
-    try:
-        events = extended_trace.extend(low["events"], high["events"], depths, layers)
-    except extended_trace.NotRegular:
-        return without
-    needs = caching_allocator.of_both_kinds(extended_trace.usual_order(events) if varied else events, room)
-    if abs(needs["segments"]["allocated"] - allocated) > TRACE_ERROR * allocated:
-        return without
-    mode = needs["expandable" if allocator.expandable_segments() else "segments"]
-    if not varied and mode["least"] > (1 + EXTENDED_UNUSED) * mode["allocated"]:
-        return without
-    return {"events": None, "all_layers_replayed": True, "allocator": needs}
+def _is_little(unused: int, allocated: int) -> bool:
+    """Return whether a few layers leave so little of expandable segments unused that all layers do too."""
+    return allocator.expandable_segments() and unused <= LITTLE_UNUSED * allocated
 
 
-def allowance_of(gpu, ranks: int, node: int = formulas.GPUS_OF_A_NODE) -> dict[str, int]:
-    """Return {reason: bytes} of the GPU memory outside torch's allocator."""
-    return {"CUDA context": candidates.context_bytes(gpu), "NCCL buffers": candidates.nccl_bytes(ranks, node)}
-
-
-def _with_all_layers(answer: dict, ask: Callable, gpu, limit: int, seconds: float | None, waits: bool):
-    """Return the answer with all layers if unused segments decide, and if there is time; else the given one.
-
-    Without them it is waited for: only that simulation may refuse a job whose tensors fit.
-    Args: ask: `answer_of` the job. waits: False: it is not waited for, and what failed or took too long is returned as
-        a SimulationFailed.
-    """
-    allocated = max(answer["total"].values()) + candidates.workspace_bytes(gpu)
-    if not _lacks_layers(answer) or not allocated <= limit < UNUSED_AT_MOST * allocated:
-        return answer
-    if waits and allocated + candidates.beyond_allocated(answer, allocated)["least"] > limit:
-        seconds = None
-    whole = ask(seconds=seconds, whole=True)
-    return answer if isinstance(whole, Exception) and waits else whole
-
-
-def predict_stages(settings) -> dict | None:
-    """Return the memory of the fullest stage of a pipeline by the closed forms, in predict's form; None on a CPU.
-
-    Also "stage", its number, and "by": that no simulation covers pipelines.
-    """
-    if settings.use_cpu:
-        return None
-    gpu, total, allowance = place_of(settings)
-    outside = sum(allowance.values())
-    stage, parts = candidates.fullest_stage(candidates.shape_of(settings), candidates.setting_of(settings), settings)
-    peak = candidates.peak_by_formula(parts, gpu)
-    return {
-        "peak_bytes": peak, "limit_bytes": total - outside, "reserved_bytes": peak, "outside_bytes": outside,
-        "phase": "backward", "host": 0, "gpu": gpu.device_name, "step_seconds": None,
-        "peak": {"backward": {part: int(size) for part, size in parts.items()}},
-        "stage": stage, "by": "no simulation covers pipelines",
-    }  # fmt: skip
+# --- the check of a launch ---
 
 
 def place_of(settings) -> tuple[hardware.Gpu, int, dict[str, int]]:
@@ -385,51 +281,66 @@ def place_of(settings) -> tuple[hardware.Gpu, int, dict[str, int]]:
     ranks = settings.world_size
     local_ranks = min(ranks, int(os.environ.get("LOCAL_WORLD_SIZE") or ranks))
     gpu = settings.planned_gpu or hardware.find("detect", local_ranks)
-    return gpu, int((settings.memory_limit or gpu.memory_gib) * GIB), allowance_of(gpu, ranks, local_ranks)
+    total = int((settings.memory_limit or gpu.memory_gib) * GIB)
+    return gpu, total, gpu_memory.outside_allocator(gpu, ranks, local_ranks)
 
 
 def predict(settings, seconds: float | None = None, waits: bool = True) -> dict | None:
-    """Return the predicted memory of the job, or None on a CPU without --memory_limit.
+    """Return the predicted memory of the job; None on a CPU without --memory_limit, and for a pipeline on a CPU.
 
     Args: seconds: how long to wait for the simulation, None: until it ends; waits: wait longer for an answer that only
         a simulation may give.
-    Returns: {"peak_bytes", "limit_bytes", "phase", "peak", "step_seconds" (an estimate; None on a CPU), ...}; bytes on
-        a CPU are those of a CPU run. If the simulation of a GPU fails, the closed forms are used and "by" holds the
-        reason; also if it takes more than `seconds`, but only if the job fits by them. On a CPU it is waited for.
+    Returns: {"peak_bytes", "limit_bytes", "phase", "peak", "step_seconds" (an estimate; None on a CPU and for a
+        pipeline), "stage" (of a pipeline), ...}; bytes on a CPU are those of a CPU run. If the simulation of a GPU
+        fails, the closed forms are used and "by" holds the reason; also if it takes more than `seconds`, but only if
+        the job fits by them. On a CPU it is waited for.
     Raises: SimulationFailed on a CPU, which the closed forms do not cover; UserError for the user's mistakes.
     """
-    cpu = settings.use_cpu
-    if cpu and not settings.memory_limit:
+    cpu, is_pipeline = settings.use_cpu, settings.ranks_that_split("layers") > 1
+    if cpu and (not settings.memory_limit or is_pipeline):
         return None
-    ranks = settings.world_size
-    gpu, total, allowance = (None, int(settings.memory_limit * GIB), {}) if cpu else place_of(settings)
-    limit = total - sum(allowance.values())
-    began = time.perf_counter()
-    shape, setting = candidates.shape_of(settings), candidates.setting_of(settings)
-    parts = formulas.memory(shape, setting, settings, settings.fused_loss)
-    if waits and (cpu or candidates.peak_by_formula(parts, gpu) > limit):
-        seconds = None  # only a simulation may refuse a launch, and only a simulation knows a CPU's peak
-    question = Question(candidates.for_simulation(settings.request), ranks, gpu=gpu)
-    ask = functools.partial(answer_of, question, shape, zero=setting.zero, every=setting.every)
-    answer = ask(seconds=seconds)
-    if not cpu and not isinstance(answer, Exception):
-        left = None if seconds is None else seconds - (time.perf_counter() - began)
-        answer = _with_all_layers(answer, ask, gpu, limit, left, waits)
-    source = {}  # empty: by simulation
-    if isinstance(answer, Exception):
-        if cpu:
-            raise answer
-        source = {"by": str(answer)}
-        parts = {part: int(size) for part, size in parts.items()}
-        answer = {"total": {"backward": sum(parts.values())}, "peak": {"backward": parts}, "host": 0}
-    peak = max(answer["total"].values()) + (0 if cpu else candidates.workspace_bytes(gpu))
-    peak = candidates.peak_by_formula(parts, gpu) if source else peak
-    beyond = dict.fromkeys(("reserved", "least"), 0) if cpu else candidates.beyond_allocated(answer, peak)
+    gpu, total, outside = (None, int(settings.memory_limit * GIB), {}) if cpu else place_of(settings)
+    limit, began = total - sum(outside.values()), time.perf_counter()
+    candidate = candidates.of_settings(settings, gpu)
+    if is_pipeline:
+        candidate.failed = "no simulation covers pipelines"
+    else:
+        _simulate(candidate, limit, seconds, waits)
+    if cpu and candidate.failed:
+        raise simulate.SimulationFailed(candidate.failed)
+    parts = {part: int(size) for part, size in candidate.formula.items()}
+    answer = candidate.answer or {"total": {"backward": sum(parts.values())}, "peak": {"backward": parts}, "host": 0}
     return {
-        "peak_bytes": peak, "limit_bytes": limit - beyond["least"],
-        "reserved_bytes": min(peak + beyond["reserved"], limit), "outside_bytes": sum(allowance.values()),
+        "peak_bytes": candidate.allocated,
+        "limit_bytes": limit - candidate.unused["least"],
+        "reserved_bytes": min(candidate.reserved, limit),
+        "outside_bytes": sum(outside.values()),
         "phase": max(answer["total"], key=answer["total"].get),
-        "peak": answer["peak"], "host": answer["host"], "gpu": gpu.device_name if gpu else "cpu",
-        "step_seconds": gpu and formulas.step_seconds(shape, setting, gpu, settings.max_length),
-        "seconds": round(time.perf_counter() - began, 1), **source,
-    }  # fmt: skip
+        "peak": answer["peak"],
+        "host": answer["host"],
+        "gpu": gpu.device_name if gpu else "cpu",
+        "step_seconds": None if cpu or is_pipeline else candidate.seconds,
+        "seconds": round(time.perf_counter() - began, 1),
+        **({"stage": candidate.stage} if is_pipeline else {}),
+        **({"by": candidate.failed} if candidate.failed else {}),
+    }
+
+
+def _simulate(candidate: Candidate, limit: int, seconds: float | None, waits: bool) -> None:
+    """Store the answer of rank 0 in the candidate, with all layers where unused segments decide.
+
+    A launch is refused by a simulation only, and there are no closed forms of a CPU: these simulations are waited for.
+    Without `waits` none is, and without the simulation of all layers there is no answer.
+    """
+    began = time.perf_counter()
+    if waits and (candidate.gpu is None or candidate.allocated > limit):
+        seconds = None
+    _ask(candidate, [0], seconds)
+    if not _lacks_replay(candidate.answer) or not candidate.allocated <= limit < UNUSED_AT_MOST * candidate.allocated:
+        return
+    few_layers = candidate.answer
+    if waits and candidate.peak > limit:
+        seconds = None
+    _ask(candidate, [0], None if seconds is None else seconds - (time.perf_counter() - began), whole=True)
+    if candidate.failed:
+        candidate.answer, candidate.failed = (few_layers, "") if waits else (None, candidate.failed)

@@ -14,14 +14,9 @@ from zerofit.job import job
 from zerofit.job.request import Request
 from zerofit.job.settings import Settings
 from zerofit.model import gradient_checkpointing
-from zerofit.plan import candidates, formulas, predict, search, simulate
+from zerofit.plan import candidates, formulas, gpu_memory, predict, search, simulate
 
 CHECK_SECONDS = 18  # that a launch waits for the simulation; the whole check then takes less than 20
-
-
-# What rows of different lengths can leave unused where segments do not expand: the largest of the cases in
-# docs/planning.md held 52 GiB instead of 34.
-UNEQUAL_ROWS = 1.55
 
 MUCH_FASTER = 1.2  # times as fast by estimate: from here on another micro batch is worth a line
 
@@ -47,8 +42,6 @@ def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
     Args: seconds: how long to wait for the simulation if the job fits by formula; None: until it ends.
     Raises: NothingFits if the job does not fit by simulation, without --ignore_plan; UserError for the user's mistakes.
     """
-    if settings.ranks_that_split("layers") > 1:
-        return _check_stages(settings)
     try:
         plan = predict.predict(settings, seconds)
     except simulate.SimulationFailed as error:
@@ -63,27 +56,31 @@ def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
 
 def _report(plan: dict, settings) -> None:
     """Print whether the job fits. Raises: as `check`."""
-    peak, limit = plan["peak_bytes"], plan["limit_bytes"]
-    size = f"{peak / GIB:.2f} of {limit / GIB:.2f} GiB a rank, highest in the {plan['phase']} phase"
+    peak, limit, stage = plan["peak_bytes"], plan["limit_bytes"], plan.get("stage")
+    rank = "rank" if stage is None else f"rank of stage {stage}, the fullest"
+    size = f"{peak / GIB:.2f} of {limit / GIB:.2f} GiB a {rank}, highest in the {plan['phase']} phase"
     fits = "fits" if peak <= limit else "does not fit"
-    if "by" in plan:
+    if stage is not None:
+        margin = f"a margin of {candidates.FORMULA_MARGIN:.0%} is in it"
+        print(f"plan: {fits} by formula ({plan['by']}; {margin}): {size}", flush=True)
+    elif "by" in plan:
         print(f"plan: {candidates.ESTIMATE.format(plan['by'])}\nplan: {fits} by formula: {size}", flush=True)
-        return
-    if peak > limit and not settings.ignore_plan:
+    elif peak > limit and not settings.ignore_plan:
         raise candidates.NothingFits(
             f"this job does not fit: {size}; `make plan` with the same "
             "arguments finds one that does, --ignore_plan true starts it anyway."
         )
-    print(f"plan: {fits}: {size}", flush=True)
+    else:
+        print(f"plan: {fits}: {size}", flush=True)
 
 
 def choose_and_check(
     settings, row_tokens: float | None = None, longest: int | None = None, seconds: float = CHECK_SECONDS
 ) -> tuple[dict | None, dict]:
-    """Check as `check` does; where nothing says how to checkpoint, look first for less of it that fits.
+    """Check as `check` does, after choosing the gradient checkpointing where the user set none: the least that fits.
 
-    A resumed run goes on with the gradient checkpointing that it had, if that fits. A micro batch that the user did not
-    choose is compared with others.
+    A resumed run keeps the gradient checkpointing that it had, if that fits. A micro batch that the user did not choose
+    is compared with others.
     Args: row_tokens: the mean of the training rows; longest: of all rows. None: unknown. seconds: how long to wait for
         simulations.
     Returns: (the prediction, the flags of gradient checkpointing to run with; {}: as the job is).
@@ -94,7 +91,7 @@ def choose_and_check(
         return check(settings), {}
     deadline = time.monotonic() + seconds
     gpu, total, allowance = predict.place_of(settings)
-    limit, margin = total - sum(allowance.values()), int(candidates.MARGIN * total)
+    limit, margin = total - sum(allowance.values()), int(gpu_memory.MARGIN * total)
     settings = settings.replace(planned_gpu=gpu)  # it is looked up once
     with simulate.reused():
         plan, checkpointing = _less_recomputation(settings, limit, margin, deadline)
@@ -142,7 +139,7 @@ def _less_recomputation(settings, limit: int, margin: int, deadline: float) -> t
 
 
 def _may_choose(settings) -> bool:
-    """Return whether nothing says how to checkpoint and a plan knows what rows take: on GPUs with bf16, not padded."""
+    """Return whether the user set no gradient checkpointing and rows are as a plan counts them: bf16, not padded."""
     is_simulated = not settings.use_cpu and settings.ranks_that_split("layers") == 1
     covered = is_simulated and settings.precision == "bf16" and settings.padding_free
     return covered and gradient_checkpointing.is_open(settings)
@@ -157,17 +154,15 @@ def _less_checkpointing(
     """
     if not _may_choose(settings):
         return []
-    gpu, found = settings.planned_gpu, []
-    shape, whole = candidates.shape_of(settings), candidates.setting_of(settings)
+    whole, found = candidates.of_settings(settings, settings.planned_gpu), []
     less = candidates.less_checkpointing(settings)
     for checkpointing in less if earlier is None else {earlier} & set(less):
-        if checkpointing.every > shape.layers:
+        if checkpointing.every > whole.shape.layers:
             continue
         setting = candidates.setting_of(_with(settings, checkpointing.flags))
-        parts = formulas.memory(shape, setting, settings, settings.fused_loss)
-        seconds = [formulas.step_seconds(shape, s, gpu, settings.max_length) for s in (whole, setting)]
-        if seconds[1] < seconds[0] and _fits(sum(parts.values()) + candidates.workspace_bytes(gpu), limit):
-            found.append((checkpointing, seconds[0] / seconds[1]))
+        tried = candidates.with_formulas(whole.request, setting, whole.shape, settings, whole.gpu)
+        if tried.seconds < whole.seconds and _fits(tried.by_formula, limit):
+            found.append((checkpointing, whole.seconds / tried.seconds))
     return sorted(found, key=lambda pair: -pair[1])
 
 
@@ -177,7 +172,7 @@ def _with(settings, flags: dict):
 
 
 def _fits(peak: float, limit: int) -> bool:
-    return peak * (1 if allocator.expandable_segments() else UNEQUAL_ROWS) <= limit
+    return peak * (1 if allocator.expandable_segments() else gpu_memory.UNEQUAL_ROWS) <= limit
 
 
 def _why(checkpointing: candidates.Checkpointing, plan: dict, faster: float) -> str:
@@ -200,15 +195,16 @@ def _faster_micro_batch(settings, row_tokens: float, limit: int) -> str:
     names = ("per_device_train_batch_size", "gradient_accumulation_steps")
     if not {settings.source[name] for name in names} <= {"decided", "default", "transformers default"}:
         return ""
-    gpu, shape, given = settings.planned_gpu, candidates.shape_of(settings), candidates.setting_of(settings)
-    per_rank, seconds = given.micro * given.accumulation, {}
+    job, seconds = candidates.of_settings(settings, settings.planned_gpu), {}
+    given, per_rank = job.setting, job.setting.micro * job.setting.accumulation
+    slices = settings.ranks_that_split("tokens")
     for micro in (n for n in range(1, min(per_rank, 64) + 1) if per_rank % n == 0):
         full = replace(given, micro=micro, tokens=given.tokens // given.micro * micro, accumulation=per_rank // micro)
-        parts = formulas.memory(shape, full, settings, settings.fused_loss)
-        if micro == given.micro or _fits(candidates.peak_by_formula(parts, gpu), limit):
-            slices = settings.ranks_that_split("tokens")
+        tried = candidates.with_formulas(job.request, full, job.shape, settings, job.gpu)
+        if micro == given.micro or _fits(tried.allocated, limit):
             tokens = max(1, round(row_tokens * settings.documents_per_row * micro / slices))
-            seconds[micro] = formulas.step_seconds(shape, replace(full, tokens=tokens), gpu, round(row_tokens))
+            real = replace(full, tokens=tokens)
+            seconds[micro] = formulas.step_seconds(job.shape, real, job.gpu, round(row_tokens))
     fastest = min(seconds, key=seconds.get)
     faster = seconds[given.micro] / seconds[fastest]
     if faster < MUCH_FASTER:
@@ -230,21 +226,6 @@ def _of_resumed_run(settings) -> candidates.Checkpointing | None:
         return candidates.checkpointing_of(SimpleNamespace(**values))
     except (OSError, ValueError, KeyError, TypeError, AttributeError):
         return None
-
-
-def _check_stages(settings) -> dict | None:
-    """Print by formula whether the fullest stage of a pipeline fits, and return the prediction; None on a CPU."""
-    plan = predict.predict_stages(settings)
-    if plan is None:
-        return None
-    fits = "fits" if plan["peak_bytes"] <= plan["limit_bytes"] else "does not fit"
-    print(
-        f"plan: {fits} by formula (no simulation covers pipelines; a margin of {candidates.FORMULA_MARGIN:.0%} is in "
-        f"it): {plan['peak_bytes'] / GIB:.2f} of {plan['limit_bytes'] / GIB:.2f} GiB a rank of stage {plan['stage']}, "
-        f"the fullest of {settings.ranks_that_split('layers')}",
-        flush=True,
-    )
-    return plan
 
 
 def only_print(settings: Settings) -> None:
@@ -281,7 +262,7 @@ def dry_run(settings) -> None:
 # --- --zero auto ---
 
 
-def chosen_request(request: Request, ranks: int, node: int = formulas.GPUS_OF_A_NODE) -> Request:
+def chosen_request(request: Request, ranks: int, node: int = gpu_memory.GPUS_OF_A_NODE) -> Request:
     """Return the request with the fastest setting that fits this machine's GPUs, for --zero auto.
 
     On a CPU it is unchanged: the stage then follows from the number of ranks. node: GPUs of a node.

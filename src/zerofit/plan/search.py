@@ -5,11 +5,13 @@ which runs zerofit's trainer and the real engine on tensors without memory, deci
 """
 
 import time
+from collections.abc import Callable
 
 from zerofit.base.errors import UserError
-from zerofit.base.hardware import GIB
+from zerofit.base.hardware import GIB, Gpu
 from zerofit.job.request import FLAG, Request
-from zerofit.plan import candidates, formulas, predict, simulate
+from zerofit.plan import candidates, formulas, gpu_memory, predict, simulate
+from zerofit.plan.candidates import Candidate, Plan
 
 FIRST_SIMULATIONS = 8  # after this many simulations only settings that clearly fit by the closed forms are tried
 
@@ -26,45 +28,47 @@ PAGE_OF_PIPELINES = "docs/pipeline.md"
 
 
 def search(
-    methods: list[str], request: Request, ranks: int, gpu, say=lambda text: None, host_limit: int | None = None,
-    node: int = formulas.GPUS_OF_A_NODE, lengths: tuple[int, ...] = (),
-) -> candidates.Plan:  # fmt: skip
+    methods: list[str],
+    request: Request,
+    ranks: int,
+    gpu: Gpu,
+    say: Callable[[str], None] = lambda text: None,
+    host_limit: int | None = None,
+    node: int = gpu_memory.GPUS_OF_A_NODE,
+) -> Plan:
     """Return the Plan with the fastest setting that fits among those that the request leaves open.
 
     Args: methods: in order of preference; the first with a setting that fits is chosen. request: of the recipe of any
-        of them. say: called with lines of
-        progress. host_limit: bytes of a node's host memory; settings above it are rejected, unless --offload_path puts
-        their states on a disk. node: GPUs of a node. lengths: tokens of the rows, (): all are full.
+        of them. say: called with lines of progress. host_limit: bytes of a node's host memory; settings above it are
+        rejected, unless --offload_path puts their states on a disk. node: GPUs of a node.
     Raises: UserError for the user's mistakes.
     """
     began = time.perf_counter()
-    allowance = predict.allowance_of(gpu, ranks, node)
+    outside = gpu_memory.outside_allocator(gpu, ranks, node)
     settings = candidates.first_settings(methods[0], request, ranks, gpu, node)
     total = int((settings.memory_limit or gpu.memory_gib) * GIB)
-    margin = int(candidates.MARGIN * total)
-    limit, kept = total - margin - sum(allowance.values()), settings.save_total_limit
-    plan = candidates.Plan(gpu, ranks, limit, allowance, None, [], host_limit=host_limit, node=node, kept=kept,
-                           margin=margin, lengths=lengths)  # fmt: skip
+    margin = int(gpu_memory.MARGIN * total)
+    limit, kept = total - margin - sum(outside.values()), settings.save_total_limit
+    plan = Plan(gpu, ranks, limit, outside, None, [], margin=margin, node=node, host_limit=host_limit, kept=kept)
     with simulate.reused():
         _search(plan, methods, request, say)
     if plan.chosen is None and _fits_into_the_margin(plan):
         plan.limit, plan.margin, plan.chosen, plan.nearest = limit + margin, 0, plan.nearest, None
         plan.rejected = [(candidate, why) for candidate, why in plan.rejected if candidate is not plan.chosen]
     if plan.chosen is None and plan.nearest is not None:
-        plan.would_do = _gpus_that_would_do(methods[-1], request, ranks, gpu, node)
-        plan.longest = _longest_that_fits(methods[-1], request, ranks, gpu, plan.limit, node)
+        plan.would_do = _gpus_that_would_do(methods[-1], request, plan)
+        plan.longest = _longest_that_fits(methods[-1], request, plan)
     plan.seconds = time.perf_counter() - began
     return plan
 
 
-def _fits_into_the_margin(plan: candidates.Plan) -> bool:
+def _fits_into_the_margin(plan: Plan) -> bool:
     nearest = plan.nearest
-    return bool(nearest and nearest.answer and nearest.peak <= plan.limit + plan.margin) and not _host_is_short(
-        nearest, plan
-    )
+    fits = nearest and nearest.answer and nearest.peak <= plan.limit + plan.margin
+    return bool(fits) and not plan.host_is_short(nearest)
 
 
-def _search(plan: candidates.Plan, methods: list[str], request: Request, say) -> None:
+def _search(plan: Plan, methods: list[str], request: Request, say) -> None:
     """Search each (method, change) of `_rungs` until a setting fits; write the result into the plan."""
     ranks, gpu, node = plan.ranks, plan.gpu, plan.node
     for method, change in _rungs(methods, request):
@@ -79,13 +83,11 @@ def _search(plan: candidates.Plan, methods: list[str], request: Request, say) ->
         _decide(plan, tried, say)
         if plan.chosen:
             return
-    if plan.nearest.answer is None and not _host_is_short(plan.nearest, plan):
+    if plan.nearest.answer is None and not plan.host_is_short(plan.nearest):
         _fits(plan.nearest, plan, say)  # a prediction by formula alone must not refuse a job
 
 
-def adapters_instead(
-    plan: candidates.Plan, methods: list[str], request: Request
-) -> dict[str, tuple[candidates.Candidate | None, str]]:
+def adapters_instead(plan: Plan, methods: list[str], request: Request) -> dict[str, tuple[Candidate | None, str]]:
     """Return {name: (the fastest setting of LoRA and QLoRA that fits by formula, None: none does; words that plan it)}.
 
     {} if several methods were searched, or the chosen setting is below EDGE of the limit without offload.
@@ -109,9 +111,7 @@ def adapters_instead(
     return found
 
 
-def pipeline_instead(
-    plan: candidates.Plan, methods: list[str], request: Request
-) -> dict[str, tuple[candidates.Candidate | None, str]]:
+def pipeline_instead(plan: Plan, methods: list[str], request: Request) -> dict[str, tuple[Candidate | None, str]]:
     """Return {its name: (the fastest pipeline that fits by formula, None: none does; words for it)}.
 
     {} for GPUs of one node, for what is no full fine-tuning, and for a model or settings that no pipeline takes. There
@@ -149,15 +149,14 @@ def _rungs(methods: list[str], request: Request) -> list[tuple[str, tuple]]:
     ]
 
 
-def _decide(plan: candidates.Plan, tried: list[candidates.Candidate], say) -> None:
+def _decide(plan: Plan, tried: list[Candidate], say) -> None:
     """Simulate the fastest candidates until one fits; those far too large by formula come last."""
     simulated, large = [], []
-    plan.unmeasured = _unmeasured(tried)
     for candidate in tried:
         share = candidates.CLEARLY_TOO_MUCH if len(simulated) < FIRST_SIMULATIONS else 0.9
         if _expected(candidate, simulated) > share * plan.limit:
             large.append(candidate)
-        elif not _host_is_short(candidate, plan):
+        elif not plan.host_is_short(candidate):
             simulated.append(candidate)  # only a simulated candidate is chosen, unless the simulation fails
             if _fits(candidate, plan, say):
                 break
@@ -171,93 +170,75 @@ def _decide(plan: candidates.Plan, tried: list[candidates.Candidate], say) -> No
         plan.nearest = min([*tried, *([plan.nearest] if plan.nearest else [])], key=lambda candidate: candidate.peak)
 
 
-def _unmeasured(tried: list[candidates.Candidate]) -> list[str]:
-    """Return what the candidates differ in whose speed was never compared with a measurement."""
-    settings = [candidate.setting for candidate in tried]
-    links = any(s.ranks > 1 for s in settings) and len({(s.zero, s.accumulation, s.sp) for s in settings}) > 1
-    offload = len({(s.offload, s.nvme, s.activation_offload) for s in settings}) > 1
-    return ["links"] * links + ["offload"] * offload
-
-
-def _last_tries(plan: candidates.Plan, large: list[candidates.Candidate], say) -> None:
+def _last_tries(plan: Plan, large: list[Candidate], say) -> None:
     """Simulate the smallest candidate of each stage and offload; if one fits, also faster ones like it.
 
     The closed forms can be far too high for an unusual model, so they must not refuse a job.
     """
-    smallest: dict[tuple, candidates.Candidate] = {}
-    for candidate in sorted(large, key=_by_formula):
-        if not _host_is_short(candidate, plan) and _by_formula(candidate) <= HOPELESS * plan.limit:
+    smallest: dict[tuple, Candidate] = {}
+    for candidate in sorted(large, key=lambda candidate: candidate.by_formula):
+        if not plan.host_is_short(candidate) and candidate.by_formula <= HOPELESS * plan.limit:
             smallest.setdefault((candidate.setting.zero, candidate.setting.offload), candidate)
     for last in list(smallest.values())[:LAST_TRIES]:
         if not _fits(last, plan, say):
             continue
-        too_high = _by_formula(last) / last.peak
+        too_high = last.by_formula / last.peak
         for candidate in large:  # the fastest first
             if candidate is last:
                 return
             near = (candidate.setting.zero, candidate.setting.offload) == (last.setting.zero, last.setting.offload)
-            if near and _by_formula(candidate) <= too_high * plan.limit and _fits(candidate, plan, say):
+            if near and candidate.by_formula <= too_high * plan.limit and _fits(candidate, plan, say):
                 return
 
 
-def _by_formula(candidate: candidates.Candidate) -> float:
-    return sum(candidate.formula.values()) + candidates.workspace_bytes(candidate.gpu)
-
-
-def _expected(candidate: candidates.Candidate, simulated: list[candidates.Candidate]) -> float:
+def _expected(candidate: Candidate, simulated: list[Candidate]) -> float:
     """Return the bytes by formula and what it lacked for the same tokens in the simulations of settings like it."""
 
     def kind(setting: formulas.Setting) -> tuple:
         return setting.zero, setting.offload, setting.every > 0
 
     lacked = [
-        (other.allocated - _by_formula(other)) / other.setting.tokens
+        (other.allocated - other.by_formula) / other.setting.tokens
         for other in simulated
         if other.answer and kind(other.setting) == kind(candidate.setting)
     ]
-    return _by_formula(candidate) + max(0.0, min(lacked, default=0.0)) * candidate.setting.tokens
+    return candidate.by_formula + max(0.0, min(lacked, default=0.0)) * candidate.setting.tokens
 
 
-def _fits(candidate: candidates.Candidate, plan: candidates.Plan, say) -> bool:
+def _fits(candidate: Candidate, plan: Plan, say) -> bool:
     """Simulate the candidate, report its peak, and choose it if it fits."""
-    predict.ask(candidate, plan.ranks, plan.gpu, plan.limit)
-    if plan.lengths and candidate.peak <= plan.limit:
-        predict.vary_rows(candidate, list(plan.lengths), plan.ranks, plan.gpu)
+    predict.ask(candidate, plan.limit)
     how = (
         f"by formula, + {candidates.FORMULA_MARGIN:.0%}: the exact check failed"
         if candidate.failed
         else "by simulation"
     )
     say(f"  {candidate.label}: {candidate.peak / GIB:.1f} GiB ({how})")
-    if candidate.peak > plan.limit or _host_is_short(candidate, plan):
+    if candidate.peak > plan.limit or plan.host_is_short(candidate):
         return False
     plan.chosen = candidate
     return True
 
 
-def _host_is_short(candidate: candidates.Candidate, plan: candidates.Plan) -> bool:
-    return plan.host_limit is not None and candidate.host_of_a_node > plan.host_limit
-
-
-def _why_not(candidate: candidates.Candidate, plan: candidates.Plan) -> str:
-    if _host_is_short(candidate, plan):
+def _why_not(candidate: Candidate, plan: Plan) -> str:
+    if plan.host_is_short(candidate):
         return f"host memory {candidate.host_of_a_node / GIB:.0f} GiB a node > {plan.host_limit / GIB:.0f}"
     how = "" if candidate.answer else f" (by formula, + {candidates.FORMULA_MARGIN:.0%})"
-    if candidate.answer and "equal_rows" in candidate.answer:
-        expandable = candidate.answer["allocator"]["expandable"]["least"] + candidates.workspace_bytes(candidate.gpu)
-        how = " with rows of different lengths"
-        how += "; PYTORCH_ALLOC_CONF=expandable_segments:True makes it fit" if expandable <= plan.limit else ""
     return f"{candidate.peak / GIB:.1f} GiB > {plan.limit / GIB:.1f}{how}"
 
 
-def _gpus_that_would_do(method: str, request: Request, ranks: int, gpu, node: int) -> int | None:
+# --- what would do where nothing fits, by formula ---
+
+
+def _gpus_that_would_do(method: str, request: Request, plan: Plan) -> int | None:
     """Return the smallest doubling of the GPUs at which a setting fits by formula; None up to 4096."""
-    more = ranks
+    more = plan.ranks
     while more < 4096:
         more *= 2
-        limit = int(gpu.memory_gib * GIB) - sum(predict.allowance_of(gpu, more, node).values())
+        outside = gpu_memory.outside_allocator(plan.gpu, more, plan.node)
+        limit = int(plan.gpu.memory_gib * GIB) - sum(outside.values())
         try:
-            tried = candidates.candidates(method, request, more, gpu, node=node)
+            tried = candidates.candidates(method, request, more, plan.gpu, node=plan.node)
         except UserError:
             continue
         if any(candidate.peak <= limit for candidate in tried):
@@ -265,13 +246,13 @@ def _gpus_that_would_do(method: str, request: Request, ranks: int, gpu, node: in
     return None
 
 
-def _longest_that_fits(method: str, request: Request, ranks: int, gpu, limit: int, node: int) -> int | None:
+def _longest_that_fits(method: str, request: Request, plan: Plan) -> int | None:
     """Return the largest halving of --max_length at which a setting fits by formula; None below 128."""
-    length = candidates.first_settings(method, request, ranks, gpu, node).max_length // 2
+    length = candidates.first_settings(method, request, plan.ranks, plan.gpu, plan.node).max_length // 2
     while length >= 128:
         shorter = request.put(max_length=length)
-        tried = candidates.candidates(method, shorter, ranks, gpu, node=node)
-        if any(candidate.peak <= limit for candidate in tried):
+        tried = candidates.candidates(method, shorter, plan.ranks, plan.gpu, node=plan.node)
+        if any(candidate.peak <= plan.limit for candidate in tried):
             return length
         length //= 2
     return None

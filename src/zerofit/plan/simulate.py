@@ -5,7 +5,8 @@ trains two steps with ZerofitTrainer. torch's FakeTensorMode makes every tensor 
 group replaces the other ranks, and memory_tracker.MemoryTracker counts the bytes that would have been alive.
 
     job = parse.request("sft", ["--model", "folder", "--zero", "3"])
-    run(Question(job, ranks=64, gpu=hardware.GPUS["h100-80g"]))["total"]["backward"]
+    (answer,) = run_all([Question(job, ranks=64, gpu=hardware.GPUS["h100-80g"])])
+    answer["total"]["backward"]
 
 The patches of fake_device.py change the whole process; hence a process of its own.
 """
@@ -22,7 +23,7 @@ import threading
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from zerofit.base import hardware
+from zerofit.base import allocator, hardware
 from zerofit.base.paths import PACKAGE
 from zerofit.job import program
 from zerofit.job.recipe import Recipe
@@ -52,7 +53,7 @@ class Question:
     fake: bool = True  # False: real tensors, and only the other ranks are simulated
     padded: bool = False  # rows differ in length, so that attention needs a mask
     overrides: dict = field(default_factory=dict)  # values that replace those of the model's config.json (fewer layers)
-    widths: tuple[int, ...] = ()  # tokens of the rows of each micro batch, in order; (): all have --max_length
+    expandable_segments: bool = field(default_factory=allocator.expandable_segments)  # of torch's allocator
     # "FILE:FUNCTION" each: functions that change the trainer before it trains, e.g. to what another training loop does
     before_training: tuple[str, ...] = ()
     program: tuple[str, ...] = ()  # (file, sha256) of a recipe that is not the kit's; (): none
@@ -76,7 +77,7 @@ class Question:
     @classmethod
     def from_json(cls, plain: dict) -> "Question":
         """Return the question whose `as_json` this is, after it has been JSON."""
-        tuples = {name: tuple(plain[name]) for name in ("widths", "before_training", "program")}
+        tuples = {name: tuple(plain[name]) for name in ("before_training", "program")}
         gpu = plain["gpu"] and hardware.Gpu(**plain["gpu"])
         recipe = program.start(plain["program"][0]).recipe if plain["program"] else None
         request = plain["request"] | {"recipe": recipe or program.recipe_of(plain["request"]["recipe"])}
@@ -89,28 +90,18 @@ def _own_program(recipe: Recipe) -> tuple[str, ...]:
     return tuple(own.facts.values()) if own else ()
 
 
-def run(question: Question) -> dict:
-    """Return the answer to one question.
-
-    Returns: {"peak": {phase: {part: bytes}}, "total": {phase: bytes}, "host": bytes of a rank's offload and loading,
-        "host_saving": bytes more on rank 0 while it saves, "model_states": see memory_tracker.MemoryTracker,
-        "parameters", "trainable", "largest_block", "seconds"}.
-    Raises: UserError for the user's mistakes, SimulationFailed if the job cannot be simulated.
-    """
-    (answer,) = run_all([question])
-    if isinstance(answer, Exception):
-        raise answer
-    return answer
-
-
 def run_all(
     questions: list[Question], cache: Path | None = None, seconds: float | None = None
 ) -> list[dict | Exception]:
-    """Return the answers in order; an exception that `run` would raise is returned in place of an answer.
+    """Return the answers in order; in place of one a UserError for the user's mistake, or why it is not there.
 
     Libraries are imported once and each question is answered in a fork, as many at once as there are cores. A question
     for a real GPU gets its own process: CUDA cannot be used in a fork of a process that has queried it.
     Args: cache: folder of answers by question. seconds: time limit after which the open questions fail; None: no limit.
+    Returns: of each {"peak": {phase: {part: bytes}}, "total": {phase: bytes}, "host": bytes of a rank's offload and
+        loading, "host_saving": bytes more on rank 0 while it saves, "model_states": see memory_tracker.MemoryTracker,
+        "allocator": see caching_allocator.needs, "parameters", "trainable", "largest_block", "seconds"}, or a UserError
+        or SimulationFailed.
     """
     answers: list = [_read_cached(cache, q) for q in questions]
     open_questions = [i for i, answer in enumerate(answers) if answer is None]
@@ -131,7 +122,7 @@ def run_all(
 def _ask_all(questions: list[Question], seconds: float | None) -> list[dict]:
     """Return the answers of one process to the questions, or in their place why there is none (see `_as_exception`)."""
     fake, cuda = all(q.fake for q in questions), any(q.device == "cuda" for q in questions)
-    process = (_take_prestarted() if fake and not cuda else None) or _start(fake, cuda)
+    process = _ready.pop() if fake and not cuda and _ready else _start(fake, cuda)
     output, errors = _ask(process, json.dumps([q.as_json() for q in questions]), seconds, keep=_reused and fake)
     if output is None:
         return [{"too slow": True}] * len(questions)
@@ -178,19 +169,17 @@ def reused():
 
 def stop_prestarted() -> None:
     """End the process that waits for questions, if there is one."""
-    if process := _take_prestarted():
-        _kill(process)
-        _close(process)
+    while _ready:
+        _end(_ready.pop())
 
 
-def _kill(process: subprocess.Popen) -> None:
-    """Kill the process and its forks."""
+def _end(process: subprocess.Popen, reader: threading.Thread | None = None) -> None:
+    """Kill the process and its forks, wait for the reader of its output, and close its pipes."""
     with contextlib.suppress(ProcessLookupError):
         os.killpg(process.pid, signal.SIGKILL)
     process.wait()
-
-
-def _close(process: subprocess.Popen) -> None:
+    if reader is not None:
+        reader.join()
     for stream in (process.stdin, process.stdout, process.stderr):
         with contextlib.suppress(OSError):  # unwritten input is lost with its reader
             stream.close()
@@ -226,13 +215,7 @@ def _ask(process: subprocess.Popen, text: str, seconds: float | None, keep: bool
         return "".join(answers), process.stderr.read()
     finally:
         if process not in _ready:
-            _kill(process)
-            reader.join()
-            _close(process)
-
-
-def _take_prestarted() -> subprocess.Popen | None:
-    return _ready.pop() if _ready else None
+            _end(process, reader)
 
 
 def _start(fake: bool, cuda: bool) -> subprocess.Popen:
@@ -286,8 +269,10 @@ def _write_cached(cache: Path, question: Question, answer: dict) -> None:
         os.replace(tmp_path, file)
 
 
-_OF_A_LAUNCHER = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "MASTER_ADDR",
-                  "MASTER_PORT", "LOCAL_SIZE")  # fmt: skip
+_OF_A_LAUNCHER = (
+    *("RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_SIZE"),
+    *("GROUP_RANK", "ROLE_RANK", "MASTER_ADDR", "MASTER_PORT"),
+)
 
 
 def _key(question: Question) -> str:

@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from zerofit.plan import caching_allocator, extended_trace, fake_device, formulas, simulate
+from zerofit.plan import caching_allocator, fake_device, simulate
 
 # --- the answer, in a process of its own ---
 
@@ -102,7 +102,7 @@ def _answer_and_end(number: int, question: simulate.Question) -> None:
 
 
 def _answer(asked: simulate.Question) -> dict:
-    """Train two steps as one rank of the job; return what `simulate.run` returns."""
+    """Train two steps as one rank of the job; return the answer of `simulate.run_all`."""
     import time
 
     import torch
@@ -117,13 +117,13 @@ def _answer(asked: simulate.Question) -> dict:
     config.get_text_config().update(asked.overrides)
     resolve.resolve_for_model(settings, config)  # before TrainingArguments, which copy the DeepSpeed JSON
     _launched(settings, asked.rank)
-    on_gpu, widths = asked.device == "gpu", list(asked.widths)
+    on_gpu = asked.device == "gpu"
     tracker = _tracker(asked.device)
     if on_gpu:
         overlaps = bool((settings.deepspeed or {}).get("zero_optimization", {}).get("overlap_comm"))
         fake_device.register_gpu(tracker, int(asked.gpu.memory_gib * 2**30), overlaps)
     _one_rank_of(settings, asked.rank)
-    settings, arguments, *rows = _trainer_inputs(settings, asked.device, widths)
+    settings, arguments, *rows = _trainer_inputs(settings, asked.device)
     fake_device.without_inference_mode()
     with contextlib.ExitStack() as stack:
         if asked.fake:
@@ -131,7 +131,7 @@ def _answer(asked: simulate.Question) -> dict:
             fake_device.skip_triton_kernels()
             fake_device.without_values(asked.padded, settings.max_length)
             stack.enter_context(torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
-            stack.enter_context(fake_device.answers_for_collectives(_rows_by_tokens(settings, widths)))
+            stack.enter_context(fake_device.answers_for_collectives(_rows_by_tokens(settings)))
         host_tracker = _host_tracker(stack) if on_gpu else None
         stack.enter_context(tracker)
         with _without_collections():
@@ -139,8 +139,6 @@ def _answer(asked: simulate.Question) -> dict:
         for hook in asked.before_training:
             file, _, function = hook.rpartition(":")
             runpy.run_path(file)[function](trainer)
-        if on_gpu and asked.overrides:
-            _mark_layers(trainer.model, tracker, asked.layers or 0)
         trainer.train()
         in_host = host_tracker.highest if host_tracker else tracker.host
         _evaluate_and_save(trainer, tracker)
@@ -149,7 +147,6 @@ def _answer(asked: simulate.Question) -> dict:
             "host": in_host,
             "host_saving": max(0, host_tracker.highest - in_host) if host_tracker else 0,
             "allocator": _replayed(tracker.events, asked) if on_gpu else None,
-            "events": _numbered(tracker.events) if on_gpu and asked.overrides else None,
             "seconds": round(time.perf_counter() - began, 2),
         }
 
@@ -188,23 +185,20 @@ def _in_host_memory(settings):
 
 
 def _replayed(events: list[tuple], asked: simulate.Question) -> dict:
-    """Return what a model of torch's caching allocator reserves for a rank's events; rows are in their usual order."""
-    from zerofit.plan import candidates
+    """Return what torch's caching allocator needs of the planned GPU for a rank's allocations and releases."""
+    from zerofit.plan import gpu_memory
 
-    in_order = extended_trace.usual_order(events) if asked.widths else events
-    return caching_allocator.of_both_kinds(in_order, candidates.room(asked.gpu, asked.ranks))
+    room = gpu_memory.room(asked.gpu, asked.ranks)
+    return caching_allocator.needs(events, asked.expandable_segments, room)
 
 
-def _rows_by_tokens(settings, widths: list[int]) -> dict[int, int]:
+def _rows_by_tokens(settings) -> dict[int, int]:
     """Return {tokens: rows} of the batches of training and evaluation; {} for slices, of which all labels count."""
     if settings.ranks_that_split("tokens") > 1:
         return {}
-    train, evaluation = (
-        rows * settings.documents_per_row
-        for rows in (settings.per_device_train_batch_size, settings.per_device_eval_batch_size)
-    )
-    longest = settings.max_length
-    return {evaluation * longest: evaluation} | {train * width: train for width in widths or [longest]}
+    sizes = (settings.per_device_train_batch_size, settings.per_device_eval_batch_size)
+    rows = [size * settings.documents_per_row for size in sizes]
+    return {count * settings.max_length: count for count in rows}
 
 
 @contextlib.contextmanager
@@ -219,70 +213,19 @@ def _without_collections():
 
 
 def _tracker(device: str):
-    """Return the rank's memory tracker, which marks in its events where a phase and where a micro batch begins."""
+    """Return the rank's memory tracker, which follows all steps; of a GPU it keeps its events."""
     from zerofit.train.memory_tracker import MemoryTracker
 
-    class Tracker(MemoryTracker):
-        def enter(self, phase):
-            begins, before = extended_trace.BEGINS.get(phase), self.phase
-            super().enter(phase)
-            if self.events is not None:
-                self.events.append((caching_allocator.LAYER, extended_trace.OUTSIDE, 0))
-                if begins is not None and phase != before:
-                    self.events.append((caching_allocator.PASS, begins, 0))
-
-    return Tracker(
+    return MemoryTracker(
         device=device, round_to=1 if device == "cpu" else 512, keep_events=device == "gpu", followed_steps=sys.maxsize
     )
-
-
-def _mark_layers(model, tracker, count: int) -> None:
-    """Mark in the tracker's events which layer runs, forward and backward."""
-
-    def mark(number):
-        tracker.events.append((caching_allocator.LAYER, number, 0))
-
-    def before(number):
-        def hook(module, args):
-            if number == 0 and tracker.phase == "forward" and args[0].requires_grad:
-                args[0].register_hook(lambda gradient: mark(extended_trace.OUTSIDE))
-            mark(number)
-
-        return hook
-
-    def after(number, last):
-        def hook(module, args, output):
-            output = output[0] if isinstance(output, tuple) else output
-            if output.requires_grad:
-                output.register_hook(lambda gradient: mark(number))
-            if last and tracker.phase != "backward":
-                mark(extended_trace.OUTSIDE)
-
-        return hook
-
-    layers = formulas.layers_of(model, count)
-    for number, layer in enumerate(layers):
-        layer.register_forward_pre_hook(before(number))
-        layer.register_forward_hook(after(number, layer is layers[-1]))
-
-
-def _numbered(events: list[tuple]) -> list[tuple]:
-    """Return the events with small numbers as keys, which addresses are not."""
-    numbers, result = {}, []
-    for key, size, stream in events:
-        if key >= 0:
-            key = numbers.setdefault(key, len(numbers)) if size else numbers[key]
-        result.append((key, size, stream))
-    return result
 
 
 def _launched(settings, rank: int) -> None:
     """Set the variables of a launcher; a single rank without DeepSpeed runs without them."""
     if settings.deepspeed is not None or settings.world_size > 1:
-        os.environ |= {
-            "RANK": str(rank), "WORLD_SIZE": str(settings.world_size), "LOCAL_RANK": "0",
-            "MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500",
-        }  # fmt: skip
+        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(settings.world_size), "LOCAL_RANK": "0"}
+        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
 
 
 def _one_rank_of(settings, rank: int) -> None:
@@ -325,56 +268,59 @@ def _evaluate_and_save(trainer, tracker) -> None:
             trainer.deepspeed._consolidated_16bit_state_dict()
 
 
-def _trainer_inputs(settings, device: str, widths: list[int]):
+def _trainer_inputs(settings, device: str):
     """Return (Settings, TrainingArguments, tokenizer, rows, eval rows or None) for steps that write nothing."""
     import torch
 
     from zerofit.train.trainer import training_arguments
 
-    settings, widths = _few_steps(settings, device, widths)
+    settings = _few_steps(settings, device)
     arguments = training_arguments(settings)
     if device != "cuda":
         fake_device.train_on(arguments, torch.device("gpu:0" if device == "gpu" else "cpu"))
-    documents, ranks = settings.documents_per_row, settings.data_ranks
-    train_rows = _rows(widths, settings.per_device_train_batch_size * ranks, documents)
+    train_rows = _rows(settings, settings.effective_batch_size * simulate.STEPS)
     evaluates = settings.eval_data or settings.eval_fraction
-    eval_rows = _rows([settings.max_length], settings.per_device_eval_batch_size * ranks, documents)
-    return settings, arguments, _Tokenizer(), train_rows, eval_rows if evaluates else None
+    eval_rows = _rows(settings, settings.per_device_eval_batch_size * settings.data_ranks) if evaluates else None
+    return settings, arguments, _Tokenizer(), train_rows, eval_rows
 
 
-def _rows(widths: list[int], each: int, documents: int):
-    """Return a set of `each` rows of each width in tokens; a row of a preference set has two documents."""
+def _rows(settings, count: int):
+    """Return a set of `count` rows of --max_length tokens; a row of a preference set has two documents."""
     from datasets import Dataset
 
     from zerofit.data.tokens import TokenizedDataset
 
-    def row(width):
-        tokens = {name: [5] * width * documents for name in ("input_ids", "labels")}
-        return tokens | ({"lengths": [width] * documents} if documents > 1 else {})
-
-    repeated = [i for i in range(len(widths)) for _ in range(each)]
-    return TokenizedDataset(Dataset.from_list([row(width) for width in widths]).select(repeated), {}, "simulated")
+    documents, width = settings.documents_per_row, settings.max_length
+    row = {name: [5] * width * documents for name in ("input_ids", "labels")}
+    row |= {"lengths": [width] * documents} if documents > 1 else {}
+    return TokenizedDataset(Dataset.from_list([row]).select([0] * count), {}, "simulated")
 
 
-def _few_steps(settings, device: str, widths: list[int]):
-    """Return (Settings that take the simulated steps and write nothing, the widths of their micro batches).
-
-    Args: widths: empty if all rows have --max_length tokens.
-    """
-    # The second micro batch of a step allocates like all later ones. With rows of different lengths more of them count:
-    # what they leave unused until the first step ends holds the optimizer's states then.
-    accumulation = min(settings.gradient_accumulation_steps, max(2, len(widths) // 2))
+def _few_steps(settings, device: str):
+    """Return the Settings of the simulated steps, which write nothing."""
+    # The second micro batch of a step allocates like all later ones.
+    accumulation = min(settings.gradient_accumulation_steps, 2)
     batch = settings.per_device_train_batch_size * accumulation * settings.data_ranks
-    widths = widths or [settings.max_length] * simulate.STEPS * accumulation
     changes = {
-        "max_steps": len(widths) // accumulation, "train_sampling_strategy": "sequential", "packing": False,
-        "save_strategy": "no", "eval_strategy": "no", "report_to": [],
-        "push_to_hub": False, "logging_steps": 10**6, "random_init": True,
-        "gradient_accumulation_steps": accumulation, "effective_batch_size": batch, "seed": 0,
-        "output_dir": str(Path(tempfile.gettempdir()) / "zerofit-simulation"), "dataloader_num_workers": 0,
-        "dataloader_persistent_workers": False, "dataloader_prefetch_factor": None,
-        "resume_from_checkpoint": None, "load_best_model_at_end": False,
-    }  # fmt: skip
+        "max_steps": simulate.STEPS,
+        "train_sampling_strategy": "sequential",
+        "packing": False,
+        "save_strategy": "no",
+        "eval_strategy": "no",
+        "report_to": [],
+        "push_to_hub": False,
+        "logging_steps": 10**6,
+        "random_init": True,
+        "gradient_accumulation_steps": accumulation,
+        "effective_batch_size": batch,
+        "seed": 0,
+        "output_dir": str(Path(tempfile.gettempdir()) / "zerofit-simulation"),
+        "dataloader_num_workers": 0,
+        "dataloader_persistent_workers": False,
+        "dataloader_prefetch_factor": None,
+        "resume_from_checkpoint": None,
+        "load_best_model_at_end": False,
+    }
     if settings.source["use_liger_kernel"] == "decided":  # the start of a run may turn it off, which takes more memory
         changes["use_liger_kernel"] = False
     if settings.fp16 and settings.deepspeed is None:
@@ -385,7 +331,7 @@ def _few_steps(settings, device: str, widths: list[int]):
         changes["deepspeed"] = settings.deepspeed | literal
     if device != "cuda":
         changes |= {"use_cpu": True, "dataloader_pin_memory": False, "ddp_backend": None}
-    return settings.replace(**changes), widths
+    return settings.replace(**changes)
 
 
 def _host_tracker(stack):

@@ -1,0 +1,86 @@
+"""Say how much of a GPU's memory is left for tensors, and what torch's allocator holds beyond them."""
+
+import re
+
+from zerofit.base.hardware import GIB, Gpu
+
+GPUS_OF_A_NODE = 8
+
+# CUDA context, kernels and libraries of one process, in GiB: what torch's out-of-memory messages call "non-PyTorch
+# memory", and for the T4 process memory minus reserved. Every message is in benchmarks/published/contexts.csv.
+CONTEXT_GIB = {
+    "T4": 0.15,
+    "L4": 0.25,
+    "A10G": 0.65,
+    "A100": 0.5,
+    "L40S": 0.5,
+    "L40": 0.5,
+    "RTX 4090": 0.5,
+    "RTX 3090": 0.5,
+    "RTX 5090": 0.6,
+}
+
+UNKNOWN_CONTEXT_GIB = 0.6  # of a GPU for which no message was found
+
+# NCCL's channels and buffers: the same messages of jobs on several GPUs, minus the context. Four and five GPUs of one
+# node 0.6 to 0.9, 48 GPUs on six nodes 1.5.
+NCCL_GIB = {"within a node": 0.8, "across nodes": 1.5}
+
+# cuBLAS has a workspace for each of two handles (the main thread's and autograd's), counted by the allocator:
+# aten/src/ATen/cuda/CublasHandlePool.cpp, 32 MiB from Hopper on, else 8 MiB and 128 KiB. cuBLASLt's is 1 MiB.
+WORKSPACE_BYTES = {"Hopper": 2 * 32 * 2**20, "older": 2 * (8 * 2**20 + 128 * 2**10)}
+
+SINCE_HOPPER = ("H100", "H200", "B200", "GH200", "GB200", "RTX 5090")
+
+FRAGMENTATION = 0.03  # of the allocated bytes: what the allocator loses to fragmentation where it is not simulated
+
+MARGIN = 0.01  # of a GPU's memory: the largest error of allocated bytes in benchmarks/published, where all is stated
+
+
+# Times the memory of equal rows that rows of different lengths can hold where the allocator's segments do not expand:
+# the most of 12 published jobs (swift-* in benchmarks/published/points.csv).
+UNEQUAL_ROWS = 1.9
+
+
+def workspace_bytes(gpu: Gpu) -> int:
+    """Return the bytes of cuBLAS's workspaces on this GPU."""
+    return WORKSPACE_BYTES["Hopper" if _is_one_of(gpu, SINCE_HOPPER) else "older"]
+
+
+def context_bytes(gpu: Gpu) -> int:
+    """Return the bytes of the CUDA context on this GPU."""
+    return int(next((size for name, size in CONTEXT_GIB.items() if _is_one_of(gpu, [name])), UNKNOWN_CONTEXT_GIB) * GIB)
+
+
+def nccl_bytes(ranks: int, node: int = GPUS_OF_A_NODE) -> int:
+    """Return the bytes of NCCL's buffers on each GPU. node: GPUs of a node."""
+    if ranks == 1:
+        return 0
+    return int(NCCL_GIB["within a node" if ranks <= node else "across nodes"] * GIB)
+
+
+def _is_one_of(gpu: Gpu, names) -> bool:
+    """Return whether the GPU's device name has one of these names as whole words: A10G is no A10."""
+    return any(re.search(rf"(?<!\w){re.escape(name)}(?!\w)", gpu.device_name) for name in names)
+
+
+def outside_allocator(gpu: Gpu, ranks: int, node: int = GPUS_OF_A_NODE) -> dict[str, int]:
+    """Return {reason: bytes} of the GPU memory outside torch's allocator. node: GPUs of a node."""
+    return {"CUDA context": context_bytes(gpu), "NCCL buffers": nccl_bytes(ranks, node)}
+
+
+def room(gpu: Gpu, ranks: int) -> int:
+    """Return the bytes of a GPU that torch's allocator can hold."""
+    return int(gpu.memory_gib * GIB) - sum(outside_allocator(gpu, ranks).values()) - workspace_bytes(gpu)
+
+
+def beyond_allocated(answer: dict | None, allocated: int) -> dict[str, int]:
+    """Return the bytes that torch's allocator holds above the allocated peak.
+
+    Args: answer: of a simulation, None: there is none.
+    Returns: {"reserved": on the planned GPU, "least": on a full one, where it returns unused segments}.
+    """
+    replayed = (answer or {}).get("allocator")
+    if not replayed:
+        return dict.fromkeys(("reserved", "least"), int(FRAGMENTATION * allocated))
+    return {name: replayed[name] - replayed["allocated"] for name in ("reserved", "least")}
