@@ -222,7 +222,8 @@ def test_closed_forms_count_fused_experts(method, flags, gpus):
     flags = ["--model", str(CONFIGS / "qwen3-moe-30b"), *flags, "--offload", "none", "--gradient_checkpointing", "true",
              "--per_device_train_batch_size", "1", "--effective_batch_size", "8", "--max_length", "2048",
              "--sp_size", "1"]  # fmt: skip
-    (candidate,) = candidates.candidates(method, job(flags, method), gpus, GPU)
+    request = job(flags, candidates.recipe_of(method))
+    (candidate,) = candidates.candidates(method, request, gpus, GPU)
     predict.ask(candidate)
     simulated = max(candidate.answer["total"].values())
     assert sum(candidate.formula.values()) == pytest.approx(simulated, rel=0.08)
@@ -1248,7 +1249,7 @@ def test_dry_run_within_a_limit(tmp_path):
 def test_dry_run_for_a_gpu_that_is_not_here():
     done = recipe_process("lora", "--plan", "true", "--gpu_type", "rtx4090-24g")
     assert done.returncode == 0, done.stderr
-    assert "plan: fits: " in done.stdout and "of 22.20 GiB a rank" in done.stdout
+    assert "plan: fits: " in done.stdout and "of 22.98 GiB a rank" in done.stdout
     with pytest.raises(UserError, match="name one with --gpu_type h100-80g"):
         preflight.dry_run(resolve.resolve_settings("sft", ["--plan", "true"], 1))
 
