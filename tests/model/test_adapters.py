@@ -342,3 +342,13 @@ def test_a_lora_step_under_autocast_has_the_same_gradients_without_input_casts()
     assert any(gradient.any() for gradient in found[0])
     for before, after in zip(*found, strict=True):
         assert torch.equal(before, after)
+
+
+def test_an_8_bit_base_trains_in_every_precision(tmp_path):
+    """Its 8-bit activations are no wrong loss to the certificate, and --pure_bf16 holds for the adapter too."""
+    eight = ["--load_in_8bit", "--max_steps", "1", "--max_samples", "16"]
+    runs = run_world(1, {"fp32": lora("0", *eight), "bf16": lora("0", *eight, "--pure_bf16", "true")}, tmp_path)
+    for name, dtype in (("fp32", torch.float32), ("bf16", torch.bfloat16)):
+        weights = load_file(runs[name].folder / "final" / "adapter_model.safetensors")
+        assert {weight.dtype for weight in weights.values()} == {dtype}, name
+    assert runs["bf16"].losses == pytest.approx(runs["fp32"].losses, rel=0.02)

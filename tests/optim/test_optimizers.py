@@ -418,10 +418,10 @@ def test_skipped_steps_of_stage_0_reach_the_log():
         settings=SimpleNamespace(save_every_minutes=0.0),
     )  # fmt: skip
     reporter = progress.Reporter(trainer)
-    state = SimpleNamespace(global_step=1, max_steps=9)
-    reporter.on_step_end(None, state, SimpleNamespace())
+    args, state = SimpleNamespace(save_strategy="no"), SimpleNamespace(global_step=1, max_steps=9)
+    reporter.on_step_end(args, state, SimpleNamespace())
     trainer.accelerator.optimizer_step_was_skipped = False
-    reporter.on_step_end(None, state, SimpleNamespace())
+    reporter.on_step_end(args, state, SimpleNamespace())
     assert reporter.skipped_steps == 1
 
 

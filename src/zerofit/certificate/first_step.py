@@ -21,6 +21,10 @@ LOGITS = 1 << 25  # numbers of logits made at once: 128 MB in fp32
 
 BOUND = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # relative
 
+# The same for a base in 8 bits at any precision: its products round their inputs to 8 bits, and bitsandbytes chooses
+# the columns that it leaves out of that by all rows of a batch, so a document has other logits beside other ones.
+BOUND_8BIT = BOUND["bf16"]
+
 ENOUGH = 64  # tokens over whose mean 16-bit roundings cancel out to BOUND; of fewer the bound is wider
 
 LEAST = 0.1  # nats a token below which a loss is too small for a relative difference
@@ -52,11 +56,12 @@ def check(trainer) -> Check:
 
 def _line(trainer, of_ranks: list[tuple[float, float, int]], supervised: int) -> Check:
     """Return the line of the rank that differs most. of_ranks: (trainer's loss, plain loss, tokens) of each."""
-    precision, differences = trainer.settings.precision, []
+    settings, differences = trainer.settings, []
+    bound_of_many = BOUND_8BIT if settings.values.get("load_in_8bit") else BOUND[settings.precision]
     for own, plain, count in of_ranks:
         size = max(plain, LEAST * count / supervised, 1e-30)
-        few = 1.0 if precision == "fp32" else max(1.0, (ENOUGH / max(1, count)) ** 0.5)
-        differences.append((abs(own - plain) / size, BOUND[precision] * few, own, plain))
+        few = max(1.0, (ENOUGH / max(1, count)) ** 0.5) if bound_of_many > BOUND["fp32"] else 1.0
+        differences.append((abs(own - plain) / size, bound_of_many * few, own, plain))
     worst, bound, own, plain = max(differences, key=lambda d: d[0] / d[1] if d[0] == d[0] else float("inf"))
     holds, tokens = worst <= bound, sum(count for _, _, count in of_ranks)
     over = f"the {supervised:,} supervised tokens of the effective batch" if whole_step(trainer) else "their number"

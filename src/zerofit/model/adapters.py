@@ -220,6 +220,10 @@ def add_adapter(model, settings, tokenizer=None):
         for parameter in model.parameters():
             if parameter.requires_grad:
                 parameter.data = parameter.data.float()
+    elif settings.pure_bf16:  # peft makes an adapter of the base's dtype, and fp32 beside a base that is packed
+        for parameter in model.parameters():
+            if parameter.requires_grad:
+                parameter.data = parameter.data.bfloat16()
     # peft would compare the vocabulary with the base and save full embeddings (empty ones under ZeRO-3), but their
     # trained parts are in the adapter already (new tokens, modules_to_save).
     model.save_pretrained = functools.partial(model.save_pretrained, save_embedding_layers=False)
@@ -237,7 +241,7 @@ def without_input_casts(model, settings):
     """
     from peft.helpers import disable_input_dtype_casting
 
-    under_autocast = settings.deepspeed is None and settings.precision != "fp32"
+    under_autocast = settings.deepspeed is None and settings.precision != "fp32" and not settings.pure_bf16
     plain = settings.values.get("adapter") == "lora" and not settings.use_dora
     return disable_input_dtype_casting(model, under_autocast and plain)
 
