@@ -118,6 +118,7 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
         folder, resumed = Path(settings.output_dir), settings.resume_from_checkpoint
         if resumed is None or Path(resumed).parent.resolve() == folder.resolve():
             run_folder.keep_metrics(folder, int(resumed.rpartition("-")[2]) if resumed else 0)
+            run_folder.set_aside_result(folder)
     _leave_newer_checkpoints(settings)
     started_by = restart.starters()
     run_folder.open_folder(settings)

@@ -268,7 +268,7 @@ def test_a_line_that_cannot_be_made_ends_no_run(trainer, monkeypatch):
 
 def test_few_tokens_have_a_wider_bound_in_16_bits():
     one = SimpleNamespace(
-        settings=SimpleNamespace(precision="bf16"), tokens=SimpleNamespace(stream=None),
+        settings=SimpleNamespace(precision="bf16", values={}), tokens=SimpleNamespace(stream=None),
         args=SimpleNamespace(world_size=1, average_tokens_across_devices=True),
     )  # fmt: skip
     assert first_step._line(one, [(1.05, 1.0, 2)], 2).holds and not first_step._line(one, [(1.05, 1.0, 64)], 64).holds

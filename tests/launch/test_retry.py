@@ -27,6 +27,7 @@ from zerofit.checkpoint import integrity
 from zerofit.commands import resume
 from zerofit.config import resolve
 from zerofit.entrypoint import guard
+from zerofit.job import run_folder
 from zerofit.job.request import Request
 from zerofit.launch import canary, postmortem, retry, supervisor
 from zerofit.launch import launch as launcher
@@ -165,6 +166,16 @@ def test_a_hang_is_ended_and_named(undisturbed, tmp_path):
     assert (first["kind"], first["rank"]) == ("hang", 1)
     stacks = [(folder / "attempts" / "1" / f"stack{rank}.txt").read_text() for rank in (0, 1)]
     assert "sitecustomize.py" in stacks[1] and "sitecustomize.py" not in stacks[0] and "File" in stacks[0]
+
+
+def test_a_finished_run_that_is_extended_and_fails_is_not_called_finished(tmp_path):
+    folder = tmp_path / "run"
+    assert launch(folder, "--max_steps", "2").returncode == 0
+    fault = {"what": "crash", "where": "forward", "rank": 0}
+    done = launch(folder, "--resume_from_checkpoint", "true", fault=fault, fresh=False)
+    assert done.returncode == 1 and "injected" in done.stderr, done.stderr
+    assert not run_folder.finished(folder)
+    assert Run(folder).json("result-after-step-2.json")["status"] == "finished"
 
 
 @pytest.mark.slow

@@ -153,6 +153,13 @@ def keep_metrics(folder: Path, step: int) -> None:
     paths.write_text(metrics, "".join(json.dumps(entry) + "\n" for entry in kept))
 
 
+def set_aside_result(folder: Path) -> None:
+    """Rename the result.json of a finished run that goes on, so that nothing calls it finished before it is again."""
+    if finished(folder):
+        steps = read_json(folder / "result.json").get("steps")
+        (folder / "result.json").rename(folder / f"result-after-step-{steps}.json")
+
+
 def read_metrics(folder: Path) -> list[dict]:
     """Return the lines of metrics.jsonl, up to the half line that a killed run may leave; [] without the file.
 
