@@ -592,6 +592,23 @@ def test_what_was_not_saved_whole_is_found(tmp_path):
         saved_as(tmp_path, {"norm": torch.ones(3), "head": torch.ones(3)}, net)
 
 
+@pytest.mark.fault
+def test_optimizer_states_of_every_rank_are_asked_for(tmp_path, monkeypatch):
+    """As a writer that is still at work, or a rank that did not write, would leave them."""
+    monkeypatch.setattr(save.distributed, "size", lambda: 2)
+    settings = SimpleNamespace(node_local_storage=False, deepspeed={}, zero=2)
+    trainer = SimpleNamespace(settings=settings, args=SimpleNamespace(save_only_model=False))
+    with pytest.raises(RuntimeError, match="optimizer states were not saved"):
+        save.verify_states(tmp_path, trainer)
+    (tmp_path / "latest").write_text("global_step4")
+    (tmp_path / "global_step4").mkdir()
+    (tmp_path / "global_step4" / "zero_pp_rank_0_mp_rank_00_optim_states.pt").touch()
+    with pytest.raises(RuntimeError, match="1 of 2 ranks saved"):
+        save.verify_states(tmp_path, trainer)
+    (tmp_path / "global_step4" / "zero_pp_rank_1_mp_rank_00_optim_states.pt").touch()
+    save.verify_states(tmp_path, trainer)
+
+
 def test_an_adapter_is_saved_by_its_names(tmp_path):
     from peft import LoraConfig, get_peft_model
 

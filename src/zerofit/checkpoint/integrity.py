@@ -25,7 +25,7 @@ def latest_valid_checkpoint(folder: Path, say=lambda text: None, hashes: bool = 
 
 def find_corruption(checkpoint: Path, hashes: bool = True) -> str:
     """Return why no run can resume from this checkpoint; "" if one can. Args: hashes: as of `damage`."""
-    reason = damage(checkpoint, hashes) or _without_states(checkpoint)
+    reason = damage(checkpoint, hashes) or without_states(checkpoint)
     return reason or ("" if read_facts(checkpoint) else _incomplete(checkpoint))
 
 
@@ -51,7 +51,7 @@ def damage(checkpoint: Path, hashes: bool = True) -> str:
     return (_changed(checkpoint, known["files"], hashes) if known else "") or pickles.fault(checkpoint)
 
 
-def _without_states(checkpoint: Path) -> str:
+def without_states(checkpoint: Path) -> str:
     """Return a sentence if optimizer states are missing: transformers would silently start with new ones."""
     if (checkpoint / "latest").exists() or (checkpoint / "optimizer.pt").exists():
         return ""

@@ -13,7 +13,7 @@ from pathlib import Path
 from zerofit import __version__
 from zerofit.base import distributed
 from zerofit.base.paths import hash_file, size_of
-from zerofit.checkpoint import differences, node_local
+from zerofit.checkpoint import differences, integrity, node_local
 from zerofit.checkpoint.facts import ASIDE, FACTS, FORMAT, digest_of
 from zerofit.job import groups, program, run_folder
 from zerofit.job.settings import written
@@ -50,6 +50,7 @@ def save(trainer, write) -> None:
     hashes, elsewhere = _hashes(run / ASIDE / name, local)
     if args.process_index == 0:
         verify(run / ASIDE / name, trainer)
+        verify_states(run / ASIDE / name, trainer)
     if writes:
         facts = _facts(trainer, hashes) | ({"elsewhere": elsewhere} if elsewhere else {})
         run_folder.write_json(run / ASIDE / name / FACTS, facts | {"digest": digest_of(facts)})
@@ -171,6 +172,21 @@ def verify(folder: Path, trainer) -> None:
     for file in [*folder.rglob("*.pt"), *folder.rglob("*.pth")]:
         if not zipfile.is_zipfile(file):
             raise RuntimeError(f"{file}: was not written whole.")
+
+
+def verify_states(folder: Path, trainer) -> None:
+    """Check that the optimizer states of every rank are there; with --node_local_storage those are on other disks.
+
+    Raises: RuntimeError.
+    """
+    settings = trainer.settings
+    if trainer.args.save_only_model or settings.node_local_storage:
+        return
+    if integrity.without_states(folder):
+        raise RuntimeError(f"{folder}: the optimizer states were not saved.")
+    shards = len([*folder.glob("global_step*/*optim_states.pt")])
+    if settings.deepspeed is not None and settings.zero and shards != distributed.size():
+        raise RuntimeError(f"{folder}: {shards} of {distributed.size()} ranks saved their optimizer states.")
 
 
 def _facts(trainer, hashes: dict[str, list]) -> dict:
