@@ -766,7 +766,7 @@ def test_truncation_policies(tmp_path, tokenizer):
         sizes[policy] = len(train)
         assert all(len(row["input_ids"]) <= 32 for row in train.dataset)
     assert sizes == {"truncate_right": 2, "truncate_left": 3, "drop": 2}
-    with pytest.raises(UserError, match=r"a row has .* more than --max_length 32"):
+    with pytest.raises(UserError, match=r"a.jsonl:3: has 411 tokens, more than --max_length 32"):
         load_datasets(settings_for(file, "--max_length", "32", "--truncation", "error"), tokenizer)
 
 

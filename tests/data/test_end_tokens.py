@@ -1,7 +1,6 @@
 """The tokens that end trained answers: found in the rows, kept in the cache, decided on and said."""
 
 import json
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -37,7 +36,7 @@ def found(tokenizer, *rows, train_on="assistant"):
         row = row if isinstance(row, dict) else {"messages": row}
         parsed.append((f"r:{i}", formats.parse(f"r:{i}", row, formats.detect("r", row))))
     encoder.encode(parsed)
-    return end_tokens.summary(Counter(json.dumps(entry) for entry in encoder.ended.take()))
+    return end_tokens.summary(encoder.ended.take())
 
 
 def short(entries):
@@ -135,13 +134,13 @@ def test_text_ends_with_the_eos_token_and_token_ids_with_what_they_hold(tokenize
 
 
 def test_both_sides_of_pairs_are_counted(chatml):
-    count = Counter()
+    report = reading.ReadingReport()
     settings = SimpleNamespace(
         documents_per_row=2, columns=None, max_length=64, truncation="truncate_right", bad_rows="drop"
     )
     rows = [("f:1", {"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."}, pairs.KIND)]
-    reading.tokenized(rows, settings, encoding.Encoder(chatml), count)
-    assert short(reading.summarize_counts(["f"], count, settings)["ends"]) == {("<|im_end|>", "answer"): (2, "f:1")}
+    reading.tokenized(rows, settings, encoding.Encoder(chatml), report)
+    assert short(reading.summarize(["f"], report, settings)["ends"]) == {("<|im_end|>", "answer"): (2, "f:1")}
 
 
 @pytest.mark.parametrize("more", [[], ["--preprocessing_num_workers", "2"], ["--streaming", "--max_steps", "2"]])

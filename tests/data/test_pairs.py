@@ -1,7 +1,6 @@
 """Preference pairs: every published form, the loss spans, and what is dropped."""
 
 import json
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -81,20 +80,20 @@ def settings(**more):
 
 
 def tokenized(tokenizer, rows, **more):
-    count = Counter()
+    report = reading.ReadingReport()
     raw = [(f"f:{i}", row, pairs.KIND) for i, row in enumerate(rows)]
-    return reading.tokenized(raw, settings(**more), encoding.Encoder(tokenizer), count), count
+    return reading.tokenized(raw, settings(**more), encoding.Encoder(tokenizer), report), report
 
 
 def test_a_pair_is_one_row_of_two_documents_with_its_answers_labeled(tokenizer):
-    (row,), count = tokenized(tokenizer, [FORMS["prompt as a string"]])
+    (row,), report = tokenized(tokenizer, [FORMS["prompt as a string"]])
     row = dict(zip(("input_ids", "labels", "lengths"), row, strict=True))
     sides = batches.documents(row)
     for side, text in zip(sides, (GOOD, BAD), strict=True):
         assert tokenizer.decode(side["input_ids"]) == f"<|user|>\nHi?<|end|>\n<|assistant|>\n{text}<|end|>\n"
         assert tokenizer.decode([t for t in side["labels"] if t != IGNORE]) == f"{text}<|end|>"
-    assert count["kept"] == 1 and count["tokens"] == len(row["input_ids"]) == sum(row["lengths"])
-    assert count["supervised_tokens"] == sum(t != IGNORE for t in row["labels"])
+    assert report.kept == 1 and report.tokens == len(row["input_ids"]) == sum(row["lengths"])
+    assert report.supervised_tokens == sum(t != IGNORE for t in row["labels"])
 
 
 def test_identical_and_empty_sides_and_bad_rows_are_dropped_and_counted_once(tokenizer):
@@ -106,13 +105,13 @@ def test_identical_and_empty_sides_and_bad_rows_are_dropped_and_counted_once(tok
         good | {"rejected": None},
         good | {"chosen": GOOD * 40},
     ]
-    kept, count = tokenized(tokenizer, rows, truncation="drop")
+    kept, report = tokenized(tokenizer, rows, truncation="drop")
     assert [row is not None for row in kept] == [True, False, False, False, False]
     names = ("rows", "kept", "dropped_identical_sides", "dropped_empty_side", "dropped_bad", "dropped_too_long")
-    assert [count[name] for name in names] == [5, 1, 1, 1, 1, 1]
+    assert [getattr(report, name) for name in names] == [5, 1, 1, 1, 1, 1]
     # sides that differ only behind the cut teach nothing
-    _, count = tokenized(tokenizer, [good | {"chosen": GOOD * 40 + "a", "rejected": GOOD * 40 + "b"}])
-    assert count["dropped_identical_sides"] == 1 and count["kept"] == 0
+    _, report = tokenized(tokenizer, [good | {"chosen": GOOD * 40 + "a", "rejected": GOOD * 40 + "b"}])
+    assert report.dropped_identical_sides == 1 and report.kept == 0
 
 
 def test_marks_and_empty_parts_are_read_as_in_sft():
@@ -125,8 +124,8 @@ def test_marks_and_empty_parts_are_read_as_in_sft():
 
 def test_a_mistake_in_a_side_names_its_place_once(tokenizer):
     bad = FORMS["prompt as a string"] | {"chosen": [{"role": "nobody", "content": "a"}]}
-    _, count = tokenized(tokenizer, [FORMS["prompt as a string"], bad])
-    (reason,) = reading._bad_rows(count)
+    _, report = tokenized(tokenizer, [FORMS["prompt as a string"], bad])
+    (reason,) = report.bad_rows
     assert reason.startswith("chosen: turn N has the role 'nobody'")
     with pytest.raises(UserError, match=r"^f:0, chosen: turn 2 has the role"):
         tokenized(tokenizer, [bad], bad_rows="error")

@@ -2,7 +2,6 @@
 
 import itertools
 import json
-from collections import Counter
 from types import SimpleNamespace
 
 import pytest
@@ -249,7 +248,7 @@ def test_bad_rows_of_a_stream_keep_their_place_and_train_on_nothing(tmp_path, to
     )
     found = data_streaming.Stream([], settings, encoding.Encoder(tokenizer), None, 8)
     raw = [("a:1", '{"text": "a"}', "text"), ("a:2", '{"text": 3}', "text"), ("a:3", '{"text": "b"}', "text")]
-    assert [row is None for row in found.encoded(raw, Counter())] == [False, True, False]
+    assert [row is None for row in found.encoded(raw)] == [False, True, False]
     settings.bad_rows = "error"
     with pytest.raises(UserError, match="a:2: column 'text' must be a string"):
-        found.encoded(raw, Counter())
+        found.encoded(raw)

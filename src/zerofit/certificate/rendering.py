@@ -12,8 +12,7 @@ from pathlib import Path
 
 from jinja2 import TemplateError
 
-from zerofit.base.errors import UserError
-from zerofit.data import conversations, encoding, formats, pairs, reading, sources
+from zerofit.data import conversations, encoding, reading, sources
 from zerofit.data.batches import documents
 from zerofit.data.conversations import IGNORE, REASONING, Conversation
 from zerofit.job.settings import Check
@@ -95,22 +94,11 @@ def _conversations(trainer, tokenizer) -> Iterator[tuple[str, Conversation]]:
         train, _ = sources.find_files(settings.data, settings.data_config, settings.data_split)
         kind, of_first = reading.kind_of(reading.read(train[0], settings), settings)
         rows = ((place, row, kind) for place, row in of_first)
-    names, known = reading._names(settings), formats.known_to(settings.recipe)
     for place, row, kind in itertools.islice(rows, min(LOOKED_AT, settings.max_samples or LOOKED_AT)):
-        count: Counter = Counter()
-        kept = reading.tokenized([(place, row, kind)], settings, encoder, count)[0]
-        if kept is None or count["truncated"]:
+        report = reading.ReadingReport()
+        if reading.tokenized([(place, row, kind)], settings, encoder, report)[0] is None or report.truncated:
             continue
-        try:
-            columns = reading._renamed(place, row, names)
-            if settings.documents_per_row == 2:
-                parsed = pairs.parse(place, columns)
-            else:
-                kind = kind or formats.detect(place, columns, known)
-                parsed = (formats.parse(place, columns, kind, known),)
-        except UserError:
-            continue
-        for conversation in parsed:
+        for conversation in reading.parsed(place, row, kind, settings):
             # Control words in texts are encoded as text on purpose, where transformers would take them for tokens.
             if isinstance(conversation, Conversation) and not encoder._has_control_words(conversation):
                 yield place, conversation

@@ -188,17 +188,17 @@ def _chunks(read: Iterator, limit: int | None) -> Iterator[list]:
 _work: tuple = ()  # (encoder, settings), inherited by forked workers: else every chunk would pickle a tokenizer
 
 
-def _encode(chunk: list, kind: str) -> tuple[Counter, object]:
-    """Encode rows; return (counts, Arrow batch of the kept rows or None)."""
+def _encode(chunk: list, kind: str) -> tuple[reading.ReadingReport, object]:
+    """Encode rows; return (report, Arrow batch of the kept rows or None)."""
     import pyarrow as pa
 
-    (encoder, settings), count = _work, Counter()
-    encoded = reading.tokenized([(*row, kind) for row in chunk], settings, encoder, count, as_arrays=True)
+    (encoder, settings), report = _work, reading.ReadingReport()
+    encoded = reading.tokenized([(*row, kind) for row in chunk], settings, encoder, report, as_arrays=True)
     kept = [row for row in encoded if row is not None]
     if not kept:
-        return count, None
+        return report, None
     columns = [_list_array(column) for column in zip(*kept, strict=True)]
-    return count, pa.record_batch(columns, names=COLUMNS[: len(columns)])
+    return report, pa.record_batch(columns, names=COLUMNS[: len(columns)])
 
 
 def _list_array(rows: Sequence[list[int] | np.ndarray]):
@@ -209,7 +209,7 @@ def _list_array(rows: Sequence[list[int] | np.ndarray]):
     return pa.ListArray.from_arrays(offsets, np.concatenate([np.asarray(row, dtype=np.int32) for row in rows]))
 
 
-def _encoded(chunks: Iterator[list], kind: str, pool, workers: int) -> Iterator[tuple[Counter, object]]:
+def _encoded(chunks: Iterator[list], kind: str, pool, workers: int) -> Iterator[tuple[reading.ReadingReport, object]]:
     """Yield each chunk encoded, in order; at most two chunks per worker are in memory.
 
     Raises: UserError from a row, or when a worker was killed (most likely by the OOM killer).
@@ -262,7 +262,7 @@ def _write(table: Path, sources: list[Source], settings, encoder: encoding.Encod
 
     names = COLUMNS if settings.documents_per_row == 2 else COLUMNS[:2]
     schema = pa.schema(dict.fromkeys(names, pa.list_(pa.int32())))
-    count: Counter = Counter()
+    report = reading.ReadingReport()
     started = last_printed = time.monotonic()
     tmp_path = table.with_suffix(".tmp")
     workers, per_source, longest = _workers(sources, settings), [], 0
@@ -272,12 +272,12 @@ def _write(table: Path, sources: list[Source], settings, encoder: encoding.Encod
         _pool(encoder, settings, workers) as pool,
     ):
         for source in sources:
-            before, to_read = count["kept"], None if limit is None else limit - count["rows"]
+            before, to_read = report.kept, None if limit is None else limit - report.rows
             kind, result = reading.kind_of(reading.read(source, settings), settings)
             sample: list = []
             result = reading.first_kept(result, sample)
-            for counted, batch in _encoded(_chunks(result, to_read), kind, pool, workers):
-                count.update(counted)
+            for of_chunk, batch in _encoded(_chunks(result, to_read), kind, pool, workers):
+                report.add(of_chunk)
                 if batch is not None:
                     writer.write_batch(batch)
                     lengths = (
@@ -286,11 +286,11 @@ def _write(table: Path, sources: list[Source], settings, encoder: encoding.Encod
                     longest = max(longest, pc.max(lengths).as_py())
                 if time.monotonic() - last_printed > 5:
                     last_printed = time.monotonic()
-                    print(f"tokenizing: {count['rows']:,} rows, {count['tokens']:,} tokens", flush=True)
-            per_source.append((count["kept"] - before, source.weight))
-            if count["template text rows"] < template_text.MOST_ROWS:
-                count.update(reading.template_tokens([(*row, kind) for row in sample], settings, encoder))
-    result = reading.summarize_counts(sources, count, settings)
+                    print(f"tokenizing: {report.rows:,} rows, {report.tokens:,} tokens", flush=True)
+            per_source.append((report.kept - before, source.weight))
+            if report.template_text["rows"] < template_text.MOST_ROWS:
+                report.template_text += reading.template_tokens([(*row, kind) for row in sample], settings, encoder)
+    result = reading.summarize(sources, report, settings)
     os.replace(tmp_path, table)
     return result | {"longest": longest, "sources": per_source, "seconds": round(time.monotonic() - started, 3)}
 
@@ -334,7 +334,7 @@ def describe(name: str, tokens: TokenizedDataset) -> str:
         text += f", {stats['dropped_too_long']:,} dropped (longer than max_length)"
     if stats["dropped_bad"]:
         text += f", {stats['dropped_bad']:,} dropped (cannot be used)"
-    for name, why in ((pairs.EMPTY, "a side is empty"), (pairs.IDENTICAL, "both sides are the same")):
+    for name, why in zip(reading.OF_PAIRS, ("a side is empty", "both sides are the same"), strict=True):
         if stats.get(name):
             text += f", {stats[name]:,} dropped ({why})"
     if stats["dropped_no_answer_left"]:

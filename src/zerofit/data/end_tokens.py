@@ -1,6 +1,5 @@
 """Find the tokens that end trained answers, in the rendered rows; decide where generation stops, and say it."""
 
-import json
 import re
 from collections import Counter
 from collections.abc import Collection, Iterable
@@ -59,17 +58,15 @@ class Found:
         return found
 
 
-def summary(entries: dict[str, int]) -> list[dict]:
+def summary(entries: Iterable[dict]) -> list[dict]:
     """Return the entries of `Found.take` of several chunks, in order, as one list, the commonest first.
 
     Tokens that end nothing are left out.
-    Args: entries: an entry as JSON -> how often it was counted.
     """
     added: dict[tuple, dict] = {}
-    for text, times in entries.items():
-        entry = json.loads(text)
+    for entry in entries:
         known = added.setdefault((entry["token"], entry["ends"]), entry | {"count": 0})
-        known["count"] += entry["count"] * times
+        known["count"] += entry["count"]
     ending = {word for word, kind in added if kind != INSIDE}
     return sorted((e for e in added.values() if e["token"] in ending), key=lambda e: -e["count"])
 

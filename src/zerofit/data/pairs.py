@@ -5,12 +5,10 @@ side, and `lengths` of both. Only the answers are labeled; turns that both sides
 """
 
 import re
-from collections import Counter
-from collections.abc import Callable, Iterable
 from typing import Any
 
 from zerofit.base.errors import UserError
-from zerofit.data import conversations, encoding, meaning
+from zerofit.data import conversations, meaning
 from zerofit.data.conversations import Conversation
 
 KIND = "preference"
@@ -28,8 +26,6 @@ SCORES = ("score_chosen", "score_rejected", "chosen_score", "rejected_score", "m
 DIALOGUE = re.compile(
     r"\n\nHuman: |\n\nAssistant: ?"
 )  # Anthropic's hh-rlhf: both sides are whole dialogues in a string
-
-EMPTY, IDENTICAL = "dropped_empty_side", "dropped_identical_sides"
 
 
 def parse(place: str, row: dict[str, Any]) -> tuple[Conversation, Conversation]:
@@ -102,68 +98,14 @@ def _shared(chosen: list[dict], rejected: list[dict]) -> int:
     return next((i for i in range(most) if chosen[i] != rejected[i]), most)
 
 
-def _is_empty(conversation: Conversation) -> bool:
+def is_empty(side: Conversation) -> bool:
     """Return whether no turn that is trained has a text or a tool call."""
-    answers = [turn for turn, trained in zip(conversation.turns, conversation.trained, strict=True) if trained]
+    answers = [turn for turn, trained in zip(side.turns, side.trained, strict=True) if trained]
     return all(map(conversations.is_empty, answers))
 
 
-def tokenized(
-    raw: Iterable[tuple[str, Any]],
-    parsed_row: Callable[[str, Any], dict],
-    cut: Callable[[list[int], list[int], Counter], tuple | None],
-    refuse: Callable[[str, UserError], None],
-    encoder: encoding.Encoder,
-    count: Counter,
-) -> list[tuple[list[int], list[int], list[int]] | None]:
-    """Tokenize (place, row) into (input_ids, labels, lengths) of a pair, None if dropped; updates `count`.
-
-    Args: parsed_row: applies --columns; cut: truncates a side, or returns None; refuse: takes an unusable row's error.
-    """
-    pairs: list[Any] = []
-    for place, row in raw:
-        pairs.append(None)
-        count["rows"] += 1
-        try:
-            columns = parsed_row(place, row)
-            both = parse(place, columns)
-        except UserError as error:
-            refuse(place, error)
-            continue
-        count[f"format {KIND}"] += 1
-        count.update(f"not used {name}" for name in _not_used(columns))
-        if any(map(_is_empty, both)):
-            count[EMPTY] += 1
-        else:
-            pairs[-1] = place, both
-    errors: dict[str, UserError] = {}
-    flat = [(place, side) for place, both in filter(None, pairs) for side in both]
-    encoded = iter(encoder.encode(flat, lambda place, error: errors.setdefault(place, error)))
-    return [None if pair is None else _pair(pair[0], next(encoded), next(encoded), cut, refuse, errors, count)
-            for pair in pairs]  # fmt: skip
-
-
-def _pair(place, chosen, rejected, cut, refuse, errors: dict, count: Counter):
-    """Return both encoded sides as one row, truncated; None for a pair that cannot teach anything."""
-    if chosen is None or rejected is None:
-        refuse(place, errors[place])
-        return None
-    of_sides: Counter = Counter()
-    sides = [cut(*side, of_sides) for side in (chosen, rejected)]
-    if None in sides:
-        count.update({name: 1 for name in of_sides if name.startswith("dropped_")})
-        return None
-    if sides[0] == sides[1]:
-        count[IDENTICAL] += 1
-        return None
-    count["kept"] += 1
-    count["truncated"] += of_sides["truncated"] > 0
-    count.update({name: of_sides[name] for name in ("tokens", "supervised_tokens")})
-    (ids, labels), (other_ids, other_labels) = sides
-    return [*ids, *other_ids], [*labels, *other_labels], [len(ids), len(other_ids)]
-
-
-def _not_used(row: dict[str, Any]) -> list[str]:
+def not_used(row: dict[str, Any]) -> list[str]:
+    """Return the columns of a row and the keys of its turns that are not empty and are ignored."""
     columns = [str(k) for k, v in row.items() if k not in USED and k not in SCORES and v not in (None, "", [])]
     return columns + [
         key for name in ("prompt", *CONVERSATION, *SIDES) for key in conversations.keys_not_used(name, row.get(name))

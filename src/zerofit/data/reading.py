@@ -2,11 +2,11 @@
 
 import contextlib
 import itertools
-import json
 import math
 import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
+from dataclasses import asdict, dataclass, field, fields
 
 import numpy as np
 
@@ -24,68 +24,164 @@ LOOKED_AT = 100  # rows searched for the format under --bad_rows drop
 
 FIRST_PLACES = 3  # places kept for each reason
 
-COUNTS = (
-    "rows",
-    "kept",
-    "dropped_bad",
-    "dropped_no_answer_left",
-    "dropped_untrained",
-    "dropped_too_long",
-    "truncated",
-    "tokens",
-    "supervised_tokens",
-)
+
+@dataclass
+class BadRows:
+    """The rows that cannot be used for one reason."""
+
+    rows: int = 0
+    first: list[str] = field(default_factory=list)  # places of the first ones, FIRST_PLACES at most
+    exact: str = ""  # the error of the first one, with its numbers
+
+    def add(self, other: "BadRows") -> None:
+        self.rows += other.rows
+        self.first = (self.first + other.first)[:FIRST_PLACES]
+        self.exact = self.exact or other.exact
+
+
+@dataclass
+class ReadingReport:
+    """What became of the rows that were read, and what is said about them."""
+
+    rows: int = 0  # read
+    kept: int = 0
+    dropped_bad: int = 0  # cannot be used (--bad_rows drop)
+    dropped_no_answer_left: int = 0  # after the cut at --max_length
+    dropped_untrained: int = 0  # nothing in them is in the loss
+    dropped_too_long: int = 0  # --truncation drop
+    dropped_empty_side: int = 0  # pairs, one of whose answers is empty
+    dropped_identical_sides: int = 0  # pairs
+    truncated: int = 0
+    tokens: int = 0
+    supervised_tokens: int = 0  # that are in the loss
+    formats: Counter = field(default_factory=Counter)  # name -> rows
+    columns_not_used: Counter = field(default_factory=Counter)  # name -> rows
+    notes: Counter = field(default_factory=Counter)  # warning -> rows
+    template_text: Counter = field(default_factory=Counter)  # of sampled rows: template_text.count
+    bad_rows: dict[str, BadRows] = field(default_factory=dict)  # by reason
+    ends: list[dict] = field(default_factory=list)  # entries of end_tokens.Found.take
+
+    def add(self, other: "ReadingReport") -> None:
+        """Add the report of more rows of the same set."""
+        for name in COUNTS:
+            setattr(self, name, getattr(self, name) + getattr(other, name))
+        for name in ("formats", "columns_not_used", "notes", "template_text"):
+            getattr(self, name).update(getattr(other, name))
+        for reason, bad in other.bad_rows.items():
+            self.bad_rows.setdefault(reason, BadRows()).add(bad)
+        self.ends += other.ends
+
+
+COUNTS = tuple(entry.name for entry in fields(ReadingReport) if entry.type is int)
+
+OF_PAIRS = ("dropped_empty_side", "dropped_identical_sides")  # those that only a preference set has
+
+
+def parsed(place: str, row: dict | str | UserError, kind: str, settings, report: ReadingReport | None = None) -> tuple:
+    """Return what is trained of a row: one conversation, text or token lists; of a pair both sides.
+
+    Args: kind: its format; "": detected; report: counts the format and the columns that are not used.
+    Raises: UserError for a row that cannot be used.
+    """
+    columns = _renamed(place, row, _names(settings))
+    report = report or ReadingReport()
+    if settings.documents_per_row == 2:
+        kind, sides = pairs.KIND, pairs.parse(place, columns)
+        not_used = pairs.not_used(columns)
+    else:
+        known = formats.known_to(settings.recipe)
+        kind = kind or formats.detect(place, columns, known)
+        sides = (formats.parse(place, columns, kind, known),)
+        not_used = formats.not_used(columns, kind, known)
+    report.formats[kind] += 1
+    report.columns_not_used.update(not_used)
+    return sides
 
 
 def tokenized(
-    raw: Iterable[tuple], settings, encoder: encoding.Encoder, count: Counter, as_arrays: bool = False
+    raw: Iterable[tuple], settings, encoder: encoding.Encoder, report: ReadingReport, as_arrays: bool = False
 ) -> list[tuple | None]:
     """Tokenize (place, row of sources.read_rows, format) into (input_ids, labels), None if dropped; pairs of a
     preference set into (input_ids, labels, lengths).
 
-    An empty format ("") is detected row by row. as_arrays: see Encoder.encode.
+    An empty format ("") is detected row by row. as_arrays: see Encoder.encode; rows of pairs are lists.
     Raises: UserError for a row that cannot be used, unless --bad_rows drop.
     """
-    names, rows, parsed, slots = _names(settings), [], [], []
-    if settings.documents_per_row == 2:
-        rows = pairs.tokenized(
-            ((place, row) for place, row, _ in raw),
-            lambda place, row: _renamed(place, row, names),
-            lambda ids, labels, of_sides: truncate(ids, labels, settings, of_sides),
-            lambda place, error: _refuse(place, error, settings, count),
-            encoder,
-            count,
-        )
-        _count_notes(encoder, count)
-        return rows
-    known = formats.known_to(settings.recipe)
+    sides_of, of_pairs = [], settings.documents_per_row == 2
     for place, row, kind in raw:
-        rows.append(None)
-        count["rows"] += 1
+        report.rows += 1
+        sides: tuple = ()
         try:
-            columns = _renamed(place, row, names)
-            kind = kind or formats.detect(place, columns, known)
-            parsed.append((place, formats.parse(place, columns, kind, known)))
+            sides = parsed(place, row, kind, settings, report)
         except UserError as error:
-            _refuse(place, error, settings, count)
-        else:
-            slots.append(len(rows) - 1)
-            count[f"format {kind}"] += 1
-            count.update(f"not used {name}" for name in formats.not_used(columns, kind, known))
-    encoded = encoder.encode(parsed, lambda place, error: _refuse(place, error, settings, count), as_arrays)
-    for i, pair in zip(slots, encoded, strict=True):
-        rows[i] = None if pair is None else truncate(*pair, settings, count)
-    _count_notes(encoder, count)
+            _refuse(place, error, settings, report)
+        if of_pairs and any(map(pairs.is_empty, sides)):
+            report.dropped_empty_side += 1
+            sides = ()
+        sides_of.append((place, sides))
+    errors: dict[str, UserError] = {}
+
+    def refuse(place: str, error: UserError) -> None:
+        if settings.bad_rows == "error":
+            raise error
+        errors.setdefault(place, error)
+
+    flat = [(place, side) for place, sides in sides_of for side in sides]
+    encoded, rows = iter(encoder.encode(flat, refuse, as_arrays and not of_pairs)), []
+    for place, sides in sides_of:
+        of_row = list(itertools.islice(encoded, len(sides)))
+        if None in of_row:
+            _refuse(place, errors[place], settings, report)
+        rows.append(_cut(place, of_row, settings, report) if of_row and None not in of_row else None)
+    report.notes += encoder.notes
+    encoder.notes.clear()
+    report.ends += encoder.ended.take()
     return rows
 
 
-def _count_notes(encoder: encoding.Encoder, count: Counter) -> None:
-    count.update({f"note {sentence}": rows_of for sentence, rows_of in encoder.notes.items() if rows_of})
-    encoder.notes.clear()
-    count.update(f"end {json.dumps(entry)}" for entry in encoder.ended.take())
+def _cut(place: str, sides: list[tuple], settings, report: ReadingReport) -> tuple | None:
+    """Truncate the sides of a row to --max_length by --truncation, and join them; return None for a dropped row.
+
+    Raises: UserError for a long row under --truncation error.
+    """
+    longest, is_long = settings.max_length, [len(ids) > settings.max_length for ids, _ in sides]
+    if any(is_long):
+        if settings.truncation == "error":
+            tokens = max(len(ids) for ids, _ in sides)
+            raise UserError(f"{place}: has {tokens} tokens, more than --max_length {longest} (--truncation error).")
+        if settings.truncation == "drop":
+            report.dropped_too_long += 1
+            return None
+        report.truncated += 1
+        kept = slice(-longest, None) if settings.truncation == "truncate_left" else slice(longest)
+        sides = [(ids[kept], labels[kept]) for ids, labels in sides]
+    supervised = [_supervised(labels) for _, labels in sides]
+    if 0 in supervised:
+        if is_long[supervised.index(0)]:
+            report.dropped_no_answer_left += 1
+        else:
+            report.dropped_untrained += 1
+        return None
+    if len(sides) == 2 and sides[0] == sides[1]:
+        report.dropped_identical_sides += 1
+        return None
+    report.kept += 1
+    report.tokens += sum(len(ids) for ids, _ in sides)
+    report.supervised_tokens += sum(supervised)
+    if len(sides) == 1:
+        return sides[0]
+    (ids, labels), (other_ids, other_labels) = sides
+    return [*ids, *other_ids], [*labels, *other_labels], [len(ids), len(other_ids)]
 
 
-def _refuse(place: str, error: UserError, settings, count: Counter) -> None:
+def _supervised(labels: list[int] | np.ndarray) -> int:
+    """Return how many labels are in the loss: they are shifted by one, so the first is never predicted."""
+    if isinstance(labels, np.ndarray):
+        return int(np.count_nonzero(labels[1:] != conversations.IGNORE))
+    return len(labels) - labels.count(conversations.IGNORE) - (labels[0] != conversations.IGNORE)
+
+
+def _refuse(place: str, error: UserError, settings, report: ReadingReport) -> None:
     """Count an unusable row by its reason, with every number in it replaced by N.
 
     Raises: the error itself under --bad_rows error.
@@ -93,11 +189,8 @@ def _refuse(place: str, error: UserError, settings, count: Counter) -> None:
     if settings.bad_rows == "error":
         raise error
     exact = str(error).removeprefix(place).lstrip(":, ")  # `place: ...`, or `place, chosen: ...`
-    reason = re.sub(r"\d+", "N", exact)
-    count["dropped_bad"] += 1
-    count[f"bad row {reason}"] += 1
-    if count[f"bad row {reason}"] <= FIRST_PLACES:
-        count["bad place " + json.dumps([reason, place, exact])] += 1
+    report.dropped_bad += 1
+    report.bad_rows.setdefault(re.sub(r"\d+", "N", exact), BadRows()).add(BadRows(1, [place], exact))
 
 
 def first_kept(rows: Iterator, sample: list) -> Iterator:
@@ -109,20 +202,15 @@ def first_kept(rows: Iterator, sample: list) -> Iterator:
 
 
 def template_tokens(raw: list[tuple], settings, encoder: encoding.Encoder) -> Counter:
-    """Count the tokens in the loss of some (place, row, format) by who wrote them, as "template text <name>"."""
-    names, parsed, known = _names(settings), [], formats.known_to(settings.recipe)
+    """Count the tokens in the loss of some (place, row, format) by who wrote them, as template_text.count does."""
+    sides = []
     for place, row, kind in raw:
         with contextlib.suppress(UserError):  # rows that cannot be used are counted elsewhere
-            columns = _renamed(place, row, names)
-            if kind == pairs.KIND:
-                parsed += [(place, side) for side in pairs.parse(place, columns)]
-            else:
-                kind = kind or formats.detect(place, columns, known)
-                parsed.append((place, formats.parse(place, columns, kind, known)))
-    counted = template_text.count(encoder, parsed)
+            sides += [(place, side) for side in parsed(place, row, kind, settings)]
+    counted = template_text.count(encoder, sides)
     encoder.notes.clear()  # of these rows, which are counted with all rows
     encoder.ended.take()
-    return Counter({f"template text {name}": counted[name] for name in template_text.COUNTS})
+    return counted
 
 
 def read(source: Source, settings) -> Iterator[tuple]:
@@ -188,87 +276,44 @@ def repeats(weight: float, number: int, epoch: int) -> int:
     return math.floor((number + epoch + 1) * weight) - math.floor((number + epoch) * weight)
 
 
-def summarize_counts(sources: list[Source], count: Counter, settings) -> dict:
-    """Return the statistics of a dataset: source names, formats, COUNTS, bad rows, unused columns, notes.
+def summarize(sources: list[Source], report: ReadingReport, settings) -> dict:
+    """Return the statistics of a dataset as JSON holds them: its sources and formats, and the report.
 
     Raises: UserError when no row is left to train on.
     """
-    names = ", ".join(map(str, sources))
-    if not count["rows"]:
+    _refuse_nothing(", ".join(map(str, sources)), report, settings)
+    kinds = sorted(report.formats)
+    bad = sorted(report.bad_rows.items(), key=lambda entry: -entry[1].rows)[:KEPT_REASONS]
+    return {
+        "source": ", ".join(map(str, sources)),
+        "format": " + ".join(kinds),
+        **{name: getattr(report, name) for name in COUNTS if name not in OF_PAIRS or kinds == [pairs.KIND]},
+        "template_text": {name: report.template_text[name] for name in template_text.COUNTS},
+        "bad_rows": {reason: asdict(rows) for reason, rows in bad},
+        "columns_not_used": dict(report.columns_not_used),
+        "ends": end_tokens.summary(report.ends),
+        "notes": [f"{said} ({rows:,} row{'s' * (rows > 1)})" for said, rows in report.notes.items()],
+    }
+
+
+def _refuse_nothing(names: str, report: ReadingReport, settings) -> None:
+    """Raise UserError when no row is left to train on. names: of the sources."""
+    if not report.rows:
         raise UserError(f"{names}: holds no rows.")
-    bad = _bad_rows(count)
-    if count["dropped_bad"] == count["rows"]:
-        first = next(iter(bad.values()))
+    if report.dropped_bad == report.rows:
+        bad = max(report.bad_rows.values(), key=lambda entry: entry.rows)
         raise UserError(
-            f"{first['first'][0]}: {first['exact'].rstrip('.')}; like it, none of the {count['rows']} rows can be used."
+            f"{bad.first[0]}: {bad.exact.rstrip('.')}; like it, none of the {report.rows} rows can be used."
         )
-    if not count["kept"] and count[pairs.EMPTY] + count[pairs.IDENTICAL] == count["rows"]:
-        raise UserError(f"{names}: each of the {count['rows']} pairs has an empty side or two identical ones.")
-    if not count["kept"] and not count["dropped_no_answer_left"] and not count["dropped_too_long"]:
+    if report.kept:
+        return
+    if report.dropped_empty_side + report.dropped_identical_sides == report.rows:
+        raise UserError(f"{names}: each of the {report.rows} pairs has an empty side or two identical ones.")
+    if report.dropped_no_answer_left or report.dropped_too_long:
         raise UserError(
-            f"{names}: in none of the {count['rows']} rows anything is trained on: --train_on {settings.train_on}, "
-            "empty answers, the rows' own `train` or `weight`, masks or labels leave nothing."
+            f"{names}: in none of the {report.rows} rows an answer fits into --max_length {settings.max_length}."
         )
-    if not count["kept"]:
-        raise UserError(
-            f"{names}: in none of the {count['rows']} rows an answer fits into --max_length {settings.max_length}."
-        )
-    formats, notes = sorted(_counted(count, "format ")), _counted(count, "note ")
-    return (
-        {"source": names, "format": " + ".join(formats)}
-        | {
-            name: count[name]
-            for name in (*COUNTS, *((pairs.EMPTY, pairs.IDENTICAL) if formats == [pairs.KIND] else ()))
-        }
-        | {"template_text": _counted(count, "template text ")}
-        | {"bad_rows": bad, "columns_not_used": _counted(count, "not used ")}
-        | {"ends": end_tokens.summary(_counted(count, "end "))}
-        | {"notes": [f"{sentence} ({rows_of:,} row{'s' * (rows_of > 1)})" for sentence, rows_of in notes.items()]}
+    raise UserError(
+        f"{names}: in none of the {report.rows} rows anything is trained on: --train_on {settings.train_on}, "
+        "empty answers, the rows' own `train` or `weight`, masks or labels leave nothing."
     )
-
-
-def _bad_rows(count: Counter) -> dict[str, dict]:
-    """Return {reason: {"rows": count, "first": places, "exact": first message}}, most frequent first."""
-    reasons = sorted(_counted(count, "bad row ").items(), key=lambda pair: -pair[1])[:KEPT_REASONS]
-    bad = {reason: {"rows": rows_of, "first": [], "exact": ""} for reason, rows_of in reasons}
-    for entry in _counted(count, "bad place "):
-        reason, place, exact = json.loads(entry)
-        if reason in bad:
-            bad[reason]["exact"] = bad[reason]["exact"] or exact
-            bad[reason]["first"] = [*bad[reason]["first"], place][:FIRST_PLACES]
-    return bad
-
-
-def _counted(count: Counter, start: str) -> dict[str, int]:
-    """Return the entries of `count` with the prefix `start`, which is removed."""
-    return {name.removeprefix(start): n for name, n in count.items() if name.startswith(start)}
-
-
-def truncate(ids: list[int], labels: list[int], settings, count: Counter) -> tuple[list[int], list[int]] | None:
-    """Truncate a row to --max_length by --truncation; return None when it is dropped. Updates `count`.
-
-    Raises: UserError for a long row under --truncation error.
-    """
-    longest = settings.max_length
-    is_cut = len(ids) > longest
-    if is_cut:
-        if settings.truncation == "error":
-            raise UserError(f"a row has {len(ids)} tokens, more than --max_length {longest} (--truncation error).")
-        if settings.truncation == "drop":
-            count["dropped_too_long"] += 1
-            return None
-        count["truncated"] += 1
-        kept = slice(-longest, None) if settings.truncation == "truncate_left" else slice(longest)
-        ids, labels = ids[kept], labels[kept]
-    # Labels are shifted by one, so the first is never predicted.
-    if isinstance(labels, np.ndarray):
-        supervised = int(np.count_nonzero(labels[1:] != conversations.IGNORE))
-    else:
-        supervised = len(labels) - 1 - labels.count(conversations.IGNORE) + (labels[0] == conversations.IGNORE)
-    if supervised <= 0:
-        count["dropped_no_answer_left" if is_cut else "dropped_untrained"] += 1
-        return None
-    count["kept"] += 1
-    count["tokens"] += len(ids)
-    count["supervised_tokens"] += supervised
-    return ids, labels

@@ -7,7 +7,6 @@ So the samples of an optimizer step do not depend on ranks or micro batch, and a
 import hashlib
 import heapq
 import itertools
-from collections import Counter
 from collections.abc import Iterator
 
 import torch
@@ -59,10 +58,10 @@ def load(sources: list[data_sources.Source], settings, encoder: encoding.Encoder
     effective = settings.effective_batch_size
     stream = Stream(sources, settings, encoder, order_seed(settings), effective)
     preview = list(itertools.islice(stream.rows(), min(PREVIEW, settings.max_samples or PREVIEW)))
-    count: Counter = Counter()
-    kept = [row for row in stream.encoded(preview, count) if row is not None]
-    count.update(reading.template_tokens(preview[: template_text.SAMPLED], settings, encoder))
-    statistics = reading.summarize_counts(sources, count, settings) | {
+    report = reading.ReadingReport()
+    kept = [row for row in stream.encoded(preview, report) if row is not None]
+    report.template_text += reading.template_tokens(preview[: template_text.SAMPLED], settings, encoder)
+    statistics = reading.summarize(sources, report, settings) | {
         "streaming": True,
         "longest": max(len(ids) for ids, _ in kept),
     }
@@ -108,9 +107,9 @@ class Stream(torch.utils.data.IterableDataset):
         for number, row in enumerate(read):
             yield from itertools.repeat((*row, kind), reading.repeats(source.weight, number, epoch))
 
-    def encoded(self, raw: list, count: Counter) -> list[tuple[list[int], list[int]] | None]:
-        """Return (input_ids, labels) of each row, None for a dropped one; counts both in `count`."""
-        return reading.tokenized(raw, self.settings, self.encoder, count)
+    def encoded(self, raw: list, report: reading.ReadingReport | None = None) -> list[tuple[list, list] | None]:
+        """Return (input_ids, labels) of each row, None for a dropped one; both are counted in the report."""
+        return reading.tokenized(raw, self.settings, self.encoder, report or reading.ReadingReport())
 
     def _samples(self) -> Iterator:
         for epoch in itertools.count():
@@ -129,7 +128,7 @@ class Stream(torch.utils.data.IterableDataset):
         for start in range(0, len(window), CHUNK):
             kept += [
                 {"input_ids": row[0], "labels": row[1]}
-                for row in self.encoded(window[start : start + CHUNK], Counter())
+                for row in self.encoded(window[start : start + CHUNK])
                 if row is not None
             ]
         packs = best_fit_decreasing([len(row["input_ids"]) for row in kept], self.settings.max_length)
@@ -151,7 +150,7 @@ class TokenizingCollator:
         if self.stream.settings.packing:
             return self.collate(batch)
         tokenized = []
-        for (place, _, _), row in zip(batch, self.stream.encoded(batch, Counter()), strict=True):
+        for (place, _, _), row in zip(batch, self.stream.encoded(batch), strict=True):
             tokenized.append(self.filler if row is None else {"input_ids": row[0], "labels": row[1]})
             if row is None:
                 self.dropped += 1

@@ -3,7 +3,6 @@
 import contextlib
 import itertools
 import json
-from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -73,7 +72,7 @@ def _sample(saved, tokenizer) -> tuple[list[int], list[int]] | None:
     with contextlib.suppress(UserError, OSError):  # e.g. the file is another one by now
         kind, rows = reading.kind_of(reading.read(sources.Source(path), settings), settings)
         raw = [(*row, kind) for row in itertools.islice(rows, LOOKED_AT)]
-        for row in filter(None, reading.tokenized(raw, settings, encoding.Encoder(tokenizer), Counter())):
+        for row in filter(None, reading.tokenized(raw, settings, encoding.Encoder(tokenizer), reading.ReadingReport())):
             stop = row[2][0] if len(row) == 3 else None  # of a pair, the chosen side
             samples.append(generation.prompt_and_answer({"input_ids": row[0][:stop], "labels": row[1][:stop]}))
     return min(samples, key=lambda sample: len(sample[1]), default=None)
