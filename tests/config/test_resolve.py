@@ -103,6 +103,19 @@ def test_the_model_is_resolved_once(settings):
     assert other.decisions == said and other.fused_loss != "auto"
 
 
+def test_an_argument_is_set_in_one_way():
+    """By `decide`, which records where the value comes from; values and source are written in settings.py alone."""
+    found = resolve.resolve_settings("sft", [], 1)
+    found.thaw()
+    with pytest.raises(FrozenInstanceError, match="max_length: an argument is decided"):
+        found.max_length = 3
+    decide(found, "max_length", 3, source="a test")
+    assert (found.max_length, found.source["max_length"]) == (3, "a test")
+    writes = re.compile(r"settings\.(values|source)(\[[^]]*\])? (\|=|=) ")
+    others = [file for file in SRC.rglob("*.py") if file.name != "settings.py" and writes.search(file.read_text())]
+    assert others == []
+
+
 # --- types ---
 
 

@@ -470,8 +470,8 @@ class MemoryArguments:
             "8,000 words or more."
         },
     )
-    tiled_mlp: str = field(
-        default="1",
+    tiled_mlp: int | str = field(
+        default=1,
         metadata={
             "help": "Number of tiles of tokens in which each MLP is computed (1: whole). auto: from length and width."
         },

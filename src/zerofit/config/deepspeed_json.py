@@ -13,7 +13,7 @@ from zerofit.base.errors import UserError
 from zerofit.base.paths import PROJECT, read_text
 from zerofit.config import defaults, offload, synonyms
 from zerofit.job import groups
-from zerofit.job.settings import json_value, merge_json
+from zerofit.job.settings import decide, json_value, merge_json
 from zerofit.job.technique import refuse_conflicts
 
 CONFIGS = PROJECT / "deepspeed_configs"
@@ -389,9 +389,7 @@ def _match(config: dict, path: Path, settings, explicit: dict[str, Any]) -> None
             continue
         if name == "zero" and literal == settings.zero and not settings.values.get("deepspeed"):
             continue  # the stage in our own zero2.json is no decision to print
-        settings.values[name] = literal
-        settings.source[name] = "deepspeed JSON"
-        settings.decisions.append(f"{name} {literal}: {path} says so ({dotted})")
+        decide(settings, name, literal, f"{path} says so ({dotted})", "deepspeed JSON")
     _match_scheduler(config, path, settings, explicit)
 
 
@@ -423,8 +421,7 @@ def _match_offload(config: dict, path: Path, settings, explicit: dict[str, Any])
         where = " and ".join(f"zero_optimization.offload_{k} (device {v})" for k, v in devices.items())
         raise UserError(f"{path} has {where}, but --offload is {explicit['offload']}: change one of them.")
     if "offload" not in explicit:
-        settings.values["offload"], settings.source["offload"] = word, "deepspeed JSON"
-        settings.decisions.append(f"offload {word}: {path} says so")
+        decide(settings, "offload", word, f"{path} says so", "deepspeed JSON")
 
 
 def _autos(config: dict, prefix: str = "") -> list[str]:

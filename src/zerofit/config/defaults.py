@@ -48,7 +48,7 @@ RANGES = {
     "gradient_checkpointing_every": FROM_1, "torch_empty_cache_steps": FROM_1, "memory_limit": ABOVE_0,
     "offload_ratio": ANY, "save_every_minutes": FROM_0, "save_total_limit": FROM_0, "eval_accumulation_steps": ANY,
     "max_nan_steps": FROM_1, "max_restarts": FROM_0, "hang_timeout": FROM_0, "ddp_timeout": FROM_1,
-    "ddp_bucket_cap_mb": FROM_1,
+    "ddp_bucket_cap_mb": FROM_1, "tiled_mlp": FROM_1,
 }  # fmt: skip
 
 
@@ -97,7 +97,7 @@ def check_ranges(settings: Settings) -> None:
         )
     for way in groups.ways():
         if settings.values.get(way.flag, 1) is None:
-            settings.values[way.flag] = way.default_size(settings)
+            decide(settings, way.flag, way.default_size(settings), source=settings.source[way.flag])
         _check_group(settings, way)
     if len(used := groups.in_use(settings.values)) > 1:  # else ranks would be given the rows of another group
         (one, size), (other, other_size) = used[-1], used[0]
@@ -130,7 +130,7 @@ def one_shuffle_seed(settings: Settings) -> None:
             f"({settings.source['data_seed']}) are two names of one argument; leave one of them out."
         )
     set_name, other_name = ("shuffle_seed", "data_seed") if theirs is None else ("data_seed", "shuffle_seed")
-    settings.values[other_name], settings.source[other_name] = settings.values[set_name], settings.source[set_name]
+    decide(settings, other_name, settings.values[set_name], source=settings.source[set_name])
 
 
 def hang_before_collectives(settings: Settings) -> None:
@@ -147,8 +147,7 @@ NO_DATA = "--model is given but --data is not: name the rows to train on with --
 def fill_defaults(settings: Settings) -> None:
     """Choose model, data, learning rate, ZeRO stage, device and strategies where they were not given."""
     if settings.model is None:
-        settings.values["model"] = str(settings.recipe.bundled_file.parent / "model")
-        settings.source["model"] = "bundled task"
+        decide(settings, "model", str(settings.recipe.bundled_file.parent / "model"), source="bundled task")
     if settings.data is None and settings.source["model"] != "bundled task":
         raise UserError(NO_DATA)
     for name, value in settings.recipe.adapter_defaults.items():
@@ -170,8 +169,8 @@ def fill_defaults(settings: Settings) -> None:
             raise UserError(f"{why}; or train on the CPU with --use_cpu true.")
         decide(settings, "use_cpu", True, "no GPU is visible to PyTorch")
     if settings.use_cpu:
-        settings.values |= {"dataloader_pin_memory": False, "ddp_backend": "gloo"}
-        settings.source |= {"dataloader_pin_memory": "decided", "ddp_backend": "decided"}
+        decide(settings, "dataloader_pin_memory", False)
+        decide(settings, "ddp_backend", "gloo")
     _choose_strategies(settings)
 
 
@@ -271,13 +270,12 @@ def solve_batch(settings: Settings) -> None:
         per_rank = (fixed[0] or batch_size.DEFAULT_EFFECTIVE_BATCH_SIZE) // settings.data_ranks
         max_micro = max(1, min(max_micro, per_rank // (MICRO_BATCHES_PER_STAGE * stages)))
     solved = batch_size.solve(*fixed, settings.data_ranks, max_micro)
-    for name, given, value in zip(names, fixed, solved, strict=True):
-        settings.values[name] = value
-        settings.source[name] = settings.source[name] if given is not None else "decided"
-    settings.source[names[1]] = preset or settings.source[names[1]]
     effective, micro, accumulation = solved
-    if fixed[0] is None and effective == batch_size.DEFAULT_EFFECTIVE_BATCH_SIZE:
-        settings.source[names[0]] = "default"
+    is_default = fixed[0] is None and effective == batch_size.DEFAULT_EFFECTIVE_BATCH_SIZE
+    sources = [settings.source[n] if number is not None else "decided" for n, number in zip(names, fixed, strict=True)]
+    sources = ["default" if is_default else sources[0], preset or sources[1], sources[2]]
+    for name, value, source in zip(names, solved, sources, strict=True):
+        decide(settings, name, value, source=source)
     settings.decisions.append(
         f"effective batch {effective} = per_device_train_batch_size {micro} x gradient_accumulation_steps "
         f"{accumulation} x {_data_ranks_text(settings)}"

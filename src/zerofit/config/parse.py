@@ -46,6 +46,8 @@ class _Parser(HfArgumentParser):
         for action in self._actions:
             if any(choice is True for choice in action.choices or ()):  # else a choice would be the word "True"
                 action.type = lambda word: {"true": True, "false": False}.get(word.lower(), word)
+            elif action.dest == "tiled_mlp":
+                action.type = lambda word: int(word) if word.isdecimal() else word  # a number, or auto
 
     def print_help(self, file=None):
         from zerofit.config import help

@@ -128,8 +128,7 @@ def _data_workers(settings) -> None:
     else:
         decide(settings, "dataloader_num_workers", workers, "batches are made while the GPU computes (off: 0)")
         if settings.source["dataloader_persistent_workers"] == "transformers default":
-            settings.values["dataloader_persistent_workers"] = True  # started once, not once an epoch
-            settings.source["dataloader_persistent_workers"] = "decided"
+            decide(settings, "dataloader_persistent_workers", True)  # started once, not once an epoch
 
 
 def _memory_report(settings: Settings) -> None:

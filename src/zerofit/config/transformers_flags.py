@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.base.errors import UserError
+from zerofit.job.settings import decide
 
 _LOSS_ONLY = "evaluation computes the loss and its perplexity and keeps no predictions; leave it out"
 
@@ -101,7 +102,8 @@ def resolve(settings) -> None:
     _check_best_metric(settings, given)
     _check_do_eval(settings, given)
     if given.get("accelerator_config"):
-        settings.values["accelerator_config"] = _checked_accelerator_config(given["accelerator_config"])
+        config = _checked_accelerator_config(given["accelerator_config"])
+        decide(settings, "accelerator_config", config, source=settings.source["accelerator_config"])
     check_trackers(settings.report_to)
 
 
@@ -116,7 +118,7 @@ def _check_best_metric(settings, given: dict[str, Any]) -> None:
             f"--metric_for_best_model {name}: an evaluation of {settings.recipe} computes {' and '.join(score)}."
         )
     if given.get("greater_is_better") is None:  # transformers' default is true for what does not end in "loss"
-        settings.values["greater_is_better"] = False
+        decide(settings, "greater_is_better", False)
 
 
 def _check_do_eval(settings, given: dict[str, Any]) -> None:

@@ -16,7 +16,7 @@ from zerofit.data import dataset, encoding, reading, template_text
 from zerofit.data import sources as data_sources
 from zerofit.data.batches import best_fit_decreasing, filler, join
 from zerofit.data.tokens import CHUNK, TokenizedDataset
-from zerofit.job.settings import order_seed
+from zerofit.job.settings import decide, order_seed
 from zerofit.job.technique import AllBut, Conflict, Technique
 
 PREVIEW = 500  # rows tokenized before the start: for statistics, limits, the packing check, sample answers
@@ -34,18 +34,16 @@ def resolve(settings) -> None:
     if settings.dataloader_num_workers > 1:
         raise UserError("--streaming --dataloader_num_workers: 1 at most; every worker would read all rows.")
     if not settings.use_cpu and settings.source["dataloader_num_workers"] == "transformers default":
-        settings.values["dataloader_num_workers"] = 1  # tokenizes while the GPU computes
-        settings.source["dataloader_num_workers"] = "decided"
+        decide(settings, "dataloader_num_workers", 1)  # tokenizes while the GPU computes
     # Each rank takes its own rows from the stream; accelerate would otherwise broadcast batches of rank 0. On resume
     # Stream.resume skips samples, so the Trainer must not.
-    settings.values["accelerator_config"] = {**(settings.accelerator_config or {}), "dispatch_batches": False}
-    settings.values["ignore_data_skip"] = True
+    decide(settings, "accelerator_config", {**(settings.accelerator_config or {}), "dispatch_batches": False})
+    decide(settings, "ignore_data_skip", True)
     for action in ("save", "eval"):  # a stream never ends an epoch
         if settings.values[f"{action}_strategy"] == "epoch":
-            settings.values[f"{action}_strategy"] = "steps"
-            settings.values[f"{action}_steps"] = settings.save_steps
-            settings.source |= {f"{action}_strategy": "decided", f"{action}_steps": "decided"}
-            settings.decisions.append(f"{action}_strategy steps: a stream has no epochs; every {settings.save_steps}")
+            why = f"a stream has no epochs; every {settings.save_steps}"
+            decide(settings, f"{action}_strategy", "steps", why)
+            decide(settings, f"{action}_steps", settings.save_steps)
 
 
 def load(sources: list[data_sources.Source], settings, encoder: encoding.Encoder) -> TokenizedDataset:

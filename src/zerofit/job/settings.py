@@ -121,9 +121,9 @@ class Settings(_Arguments):
             raise AttributeError(name) from None
 
     def __setattr__(self, name: str, value: Any) -> None:
-        """Set a field or an argument; once frozen, only those of AFTER_RESOLVING."""
-        if self.frozen and name not in AFTER_RESOLVING:
-            raise FrozenInstanceError(f"{name}: the settings are resolved; decide it in config/resolve.py")
+        """Set a field, or an argument of AFTER_RESOLVING; `decide` sets the others. Once frozen, only the latter."""
+        if name not in AFTER_RESOLVING and (self.frozen or name in self.values):
+            raise FrozenInstanceError(f"{name}: an argument is decided in config/resolve.py, by `decide`")
         if name in self.__dict__:
             self.__dict__[name] = _frozen(value) if self.frozen else value
         elif name in self.values:
@@ -147,7 +147,8 @@ class Settings(_Arguments):
         other.thaw()
         other.decisions, other.checks = list(self.decisions), list(self.checks)
         for name, value in changes.items():
-            setattr(other, name, value)
+            where = other.__dict__ if name in other.__dict__ else other.values
+            where[name] = value
         if self.frozen:
             other.freeze()
         return other
@@ -231,11 +232,15 @@ def order_seed(settings) -> int | None:
     return settings.seed if settings.data_seed is None else settings.data_seed
 
 
-def decide(settings: Settings, name: str, value: Any, why: str) -> None:
-    """Set an argument for the user and record the sentence that explains it."""
+def decide(settings: Settings, name: str, value: Any, why: str = "", source: str = "decided") -> None:
+    """Set an argument while the job is resolved, and record the sentence that explains it, if there is one.
+
+    Args: source: where the value comes from.
+    """
     settings.values[name] = value
-    settings.source[name] = "decided"
-    settings.decisions.append(f"{name} {written(name, value)}: {why}")
+    settings.source[name] = source
+    if why:
+        settings.decisions.append(f"{name} {written(name, value)}: {why}")
 
 
 def json_value(config: dict, dotted: str, default: Any = None) -> Any:

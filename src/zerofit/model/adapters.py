@@ -91,7 +91,7 @@ def resolve(settings) -> None:
 
 
 def _resolve_prompts(settings) -> None:
-    settings.padding_free = False
+    decide(settings, "padding_free", False)
     if settings.adapter == "prefix_tuning":
         for name in ("activation_checkpointing", "gradient_checkpointing"):
             if settings.values.get(name) and settings.source[name] not in ("default", "transformers default"):

@@ -118,7 +118,7 @@ def resolve(settings) -> None:
         if keeps_apart:
             decide(settings, "padding_free", True, f"{attn} keeps the documents of a row apart")
         else:
-            settings.padding_free = False
+            decide(settings, "padding_free", False)
     if settings.padding_free and attn == "sdpa":
         decide(settings, "attn_implementation", NAME, "plain sdpa would let the documents of a row read each other")
 

@@ -11,6 +11,7 @@ from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selectiv
 
 from zerofit.base import allocator, distributed
 from zerofit.base.errors import UserError, first_line
+from zerofit.job.settings import decide
 from zerofit.job.technique import AllBut, Conflict, Technique
 
 SIMULATED_ATTENTION = "zerofit::attention"  # of a plan (plan/fake_device.py)
@@ -58,7 +59,8 @@ def _name_the_plan(settings) -> None:
     if CHOSEN and all(
         settings.values[name] == value and settings.source[name] == "flag" for name, value in CHOSEN["flags"].items()
     ):
-        settings.source |= dict.fromkeys(CHOSEN["flags"], BY_PLAN)
+        for name, value in CHOSEN["flags"].items():
+            decide(settings, name, value, source=BY_PLAN)
         settings.decisions.append(CHOSEN["why"])
 
 
@@ -77,14 +79,15 @@ def resolve(settings) -> None:
             value = kwargs.pop(key)
             if settings.source[flag] != "default" and values[flag] != value:
                 raise UserError(f"--{flag} is {values[flag]}, but gradient_checkpointing_kwargs says {key} {value}.")
-            values[flag], settings.source[flag] = value, settings.source["gradient_checkpointing_kwargs"]
-    values["gradient_checkpointing_kwargs"] = {"use_reentrant": False, **kwargs}
+            decide(settings, flag, value, source=settings.source["gradient_checkpointing_kwargs"])
+    kwargs = {"use_reentrant": False, **kwargs}
+    decide(settings, "gradient_checkpointing_kwargs", kwargs, source=settings.source["gradient_checkpointing_kwargs"])
     if values["gradient_checkpointing_every"] < 1:
         raise UserError(
             f"--gradient_checkpointing_every is {values['gradient_checkpointing_every']}: it must be 1 or more."
         )
     selective = values["gradient_checkpointing_policy"] == "selective"
-    if selective and values["gradient_checkpointing_kwargs"]["use_reentrant"]:
+    if selective and kwargs["use_reentrant"]:
         raise UserError(
             "--gradient_checkpointing_policy selective needs non-reentrant checkpointing: delete use_reentrant from "
             "--gradient_checkpointing_kwargs."
@@ -111,8 +114,8 @@ def _one_name(settings, old: str, new: str) -> None:
         raise UserError(
             f"--{old} is {settings.values[old]}, but --{new} is {value}: give one of them, they are the same."
         )
-    settings.values[old], settings.source[old] = value, settings.source[new]
-    settings.values[new] = None
+    decide(settings, old, value, source=settings.source[new])
+    decide(settings, new, None, source=settings.source[new])
 
 
 def _parsed(kwargs) -> dict:

@@ -74,7 +74,7 @@ def resolve_for_model(settings, config) -> None:
             "Liger's rotary kernel is off: it writes into products that selective checkpointing keeps"
         )
     # Users cannot set this flag: argparse parses no dict.
-    settings.liger_kernel_config = kernels or None
+    decide(settings, "liger_kernel_config", kernels or None)
 
 
 def _why_not(settings, config) -> str | None:
@@ -89,7 +89,7 @@ def _why_not(settings, config) -> str | None:
         f"--adapter ln_tuning: {FROZEN_NORMS}": settings.values.get("adapter") == "ln_tuning",
         f"not tested with --{split}": split,
         "not tested with recipes/pipeline.py": settings.recipe.stages,
-        "--tiled_mlp replaces the MLPs": settings.tiled_mlp != "1",
+        "--tiled_mlp replaces the MLPs": settings.tiled_mlp != 1,
         "--torch_compile fuses the same operations": settings.torch_compile,
         "--full_determinism": settings.full_determinism,
     }

@@ -96,7 +96,7 @@ def resolve(settings) -> None:
     if kind in REFERENCE_FREE:
         if settings.precompute_ref_log_probs:
             raise UserError(f"--precompute_ref_log_probs with --loss_type {kind}: it has no reference; leave it out.")
-        settings.precompute_ref_log_probs = False
+        decide(settings, "precompute_ref_log_probs", False)
         settings.decisions.append(f"loss_type {kind}: trains without a reference model")
     elif settings.trains_adapter and settings.precompute_ref_log_probs is None:
         decide(settings, "precompute_ref_log_probs", False, "the reference is the model with its adapter off")

@@ -19,10 +19,9 @@ NAMES = ("mlp", "feed_forward", "ffn")
 
 
 def resolve(settings) -> None:
-    """Check --tiled_mlp, before the model is known. Raises: UserError for a bad number."""
-    tiles = settings.tiled_mlp
-    if tiles != "auto" and not (tiles.isdigit() and int(tiles) >= 1):
-        raise UserError(f"--tiled_mlp {tiles}: must be auto or a number of tiles, 1 or more.")
+    """Check --tiled_mlp, before the model is known. Raises: UserError for another word than auto."""
+    if isinstance(settings.tiled_mlp, str) and settings.tiled_mlp != "auto":
+        raise UserError(f"--tiled_mlp {settings.tiled_mlp}: must be auto or a number of tiles, 1 or more.")
 
 
 def resolve_for_model(settings, config) -> None:
@@ -31,7 +30,7 @@ def resolve_for_model(settings, config) -> None:
         tokens = settings.per_device_train_batch_size * settings.max_length // settings.ranks_that_split("tokens")
         features = config.get_text_config().hidden_size
         tiles = max(1, math.ceil(tokens / features))
-        decide(settings, "tiled_mlp", str(tiles), f"{tokens:,} tokens a batch at most, {features:,} features")
+        decide(settings, "tiled_mlp", tiles, f"{tokens:,} tokens a batch at most, {features:,} features")
 
 
 def find(model) -> list[torch.nn.Module]:
@@ -76,15 +75,15 @@ def install(settings, model) -> None:
 
     Raises: UserError for a model whose MLPs cannot be tiled.
     """
-    if settings.tiled_mlp != "1":
+    if settings.tiled_mlp != 1:
         for module in find(model):
-            tile(module, int(settings.tiled_mlp))
+            tile(module, settings.tiled_mlp)
 
 
 TECHNIQUE = Technique(
     name="tiled MLP",
     flag="tiled_mlp",
-    values=AllBut("1"),
+    values=AllBut(1),
     example="--tiled_mlp 2",
     conflicts=(Conflict("use_liger_kernel", (True,), "Liger replaces the MLP", "leave one of the two out"),),
     resolve=resolve,

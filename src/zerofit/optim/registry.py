@@ -112,7 +112,7 @@ def spec_of(settings) -> OptimizerSpec | None:
 def resolve_name(settings) -> None:
     """Set --optim to the name that the table has for it."""
     name = str(getattr(settings.optim, "value", settings.optim))
-    settings.values["optim"] = ALIASES.get(name, name)
+    decide(settings, "optim", ALIASES.get(name, name), source=settings.source["optim"])
 
 
 def resolve(settings) -> None:

@@ -29,7 +29,7 @@ CONFLICTS = (
     Conflict("pure_bf16", (True,), "its random rounding would differ within a group", "leave it out"),
     Conflict("fp16", (True,), "the ranks of a group could skip different steps", "use --bf16 true"),
     Conflict("fused_loss", (True,), "DeepSpeed replaces the head that it computes with", "use --fused_loss false"),
-    Conflict("tiled_mlp", AllBut("1"), "DeepSpeed replaces the layers that it tiles", "use --tiled_mlp 1"),
+    Conflict("tiled_mlp", AllBut(1), "DeepSpeed replaces the layers that it tiles", "use --tiled_mlp 1"),
     Conflict("activation_offload", (True,), "it has not been tested with split matrices", "leave it out"),
     Conflict("new_tokens", None, "it has not been tested with a split embedding", "leave it out"),
     Conflict("neftune_noise_alpha", None, "its noise would differ within a group", "leave it out"),

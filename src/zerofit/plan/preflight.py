@@ -107,7 +107,7 @@ def _with_rows_up_to(longest: int, settings):
     Padding and tiles of the MLP may have been decided from --max_length: then it stays.
     """
     width = -(-longest // 8) * 8
-    if width >= settings.max_length or not settings.padding_free or settings.tiled_mlp != "1":
+    if width >= settings.max_length or not settings.padding_free or settings.tiled_mlp != 1:
         return settings
     print(
         f"plan: the longest row has {longest} tokens: checked with --max_length {width} instead of "
