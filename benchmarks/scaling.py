@@ -17,6 +17,7 @@ import os
 import subprocess
 import sys
 from dataclasses import replace
+from pathlib import Path
 
 from machine import ROOT, describe, facts, save, versions
 
@@ -49,7 +50,17 @@ def flags_of(model: str, way: str, ranks: int, accumulation: int = 1, micro: int
     flags = ["--model", str(ROOT / "tests" / "configs" / MODELS[model]), "--data", "none", "--zero", str(zero),
              "--offload", "none", "--max_length", str(LENGTH), "--gradient_checkpointing", "true",
              "--per_device_train_batch_size", str(micro), "--effective_batch_size", str(rows)]  # fmt: skip
-    return flags + (["--zero_hpz_partition_size", str(hpz)] if hpz > 1 else [])
+    return flags + (["--deepspeed", str(with_second_copy(hpz))] if hpz > 1 else [])
+
+
+def with_second_copy(hpz: int) -> Path:
+    """Write deepspeed_configs/zero3.json with ZeRO++'s hpZ over so many ranks; return the file."""
+    config = json.loads((ROOT / "deepspeed_configs" / "zero3.json").read_text())
+    config["zero_optimization"]["zero_hpz_partition_size"] = hpz
+    file = ROOT / "runs" / f"hpz{hpz}.json"
+    file.parent.mkdir(exist_ok=True)
+    file.write_text(json.dumps(config))
+    return file
 
 
 # --- memory ---

@@ -4,6 +4,7 @@ import contextlib
 import json
 import os
 import re
+import shutil
 import subprocess
 import sys
 import time
@@ -58,28 +59,6 @@ def written(tmp_path, section, **top):
         (["--offload", "optimizer", "--offload_path", "/no/where"], "--offload_path /no/where: no such folder"),
         (["--offload", "optimizer", "--offload_path", __file__], "is a file; name a folder"),
         (["--offload", "optimizer", "--offload_path", "/proc"], "--offload_path /proc: cannot be written to"),
-        (["--offload_ratio", "0.5"], "--offload_ratio 0.5: nothing is offloaded"),
-        (["--offload", "optimizer", "--offload_ratio", "0"], "--offload_ratio 0.0: the share"),
-        (["--offload", "optimizer", "--offload_ratio", "1.5"], "--offload_ratio 1.5: the share"),
-        (["--offload", "optimizer", "--offload_ratio", "0.5", "--zero", "2"], "--offload_ratio 0.5 with ZeRO stage 2"),
-        (
-            ["--offload", "optimizer", "--offload_ratio", "0.5", "--optim", "adafactor"],
-            "--offload_ratio 0.5 with --optim adafactor: accelerate would silently replace it by DeepSpeed's CPU Adam",
-        ),
-        (
-            ["--offload", "optimizer", "--offload_ratio", "0.5", "--resume_from_checkpoint", "true"],
-            "--offload_ratio 0.5 with --resume_from_checkpoint",
-        ),
-        (
-            ["--zero", "0", "--zero_hpz_partition_size", "2"],
-            "--zero_hpz_partition_size 2 with ZeRO stage 0",
-        ),
-        (["--zero", "2", "--zero_hpz_partition_size", "2"], "--zero_hpz_partition_size 2 with ZeRO stage 2"),
-        (["--zero_hpz_partition_size", "3"], "--zero_hpz_partition_size 3: must divide the 2 ranks"),
-        (["--zero_hpz_partition_size", "0"], "--zero_hpz_partition_size 0: must divide"),
-        (["--zero_quantized_weights"], "--zero_quantized_weights true: DeepSpeed's quantizer is CUDA code"),
-        (["--zero_quantized_gradients"], "--zero_quantized_gradients true: DeepSpeed's quantizer is CUDA code"),
-        (["--offload", "optimizer", "--super_offload"], "--super_offload true needs an NVIDIA GPU"),
     ],
 )
 def test_flags_refused(flags, says):
@@ -106,7 +85,7 @@ CPU = {"device": "cpu", "pin_memory": False}
             {"stage": 2, "offload_optimizer": {"device": "nvme", "nvme_path": "/"}},
             {},
             [],
-            "zero_optimization.offload_optimizer.nvme_path = / needs stage 3",
+            'my.json: zero_optimization.offload_optimizer.device = "nvme" needs stage 3',
         ),
         (
             {"stage": 3, "offload_optimizer": {"device": "nvme", "nvme_path": "/a"}},
@@ -127,10 +106,24 @@ CPU = {"device": "cpu", "pin_memory": False}
             "Partial offloading only supported for ZeRO",
         ),
         (
+            {"stage": 3, "offload_optimizer": {"ratio": 0.3}},
+            {},
+            [],
+            "zero_optimization.offload_optimizer.ratio = 0.3: nothing is offloaded",
+        ),
+        ({"stage": 3, "offload_optimizer": {**CPU, "ratio": 1.5}}, {}, [], "ratio"),
+        ({"stage": 3, "offload_optimizer": {**CPU, "ratio": 0.0}}, {}, [], "offload_optimizer.ratio = 0.0: the share"),
+        (
             {"stage": 3, "offload_optimizer": {**CPU, "ratio": 0.3}},
             {},
-            ["--offload_ratio", "0.5"],
-            "offload_optimizer.ratio = 0.3, but --offload_ratio is 0.5",
+            ["--optim", "adafactor"],
+            "--optim adafactor with offload_optimizer.ratio: accelerate would silently replace it",
+        ),
+        (
+            {"stage": 3, "offload_optimizer": {**CPU, "ratio": 0.3}},
+            {},
+            ["--resume_from_checkpoint", "true"],
+            "offload_optimizer.ratio = 0.3 with --resume_from_checkpoint",
         ),
         (
             {"stage": 3, "offload_optimizer": {**CPU, "ratio": 0.3}},
@@ -144,7 +137,15 @@ CPU = {"device": "cpu", "pin_memory": False}
             ["--optim", "adafactor"],
             "--optim adafactor with zero_force_ds_cpu_optimizer = true (DeepSpeed's default)",
         ),
-        ({"stage": 3, "zero_hpz_partition_size": 3}, {}, [], "my.json: zero_optimization.zero_hpz_partition_size = 3"),
+        ({"stage": 3, "zero_hpz_partition_size": 3}, {}, [], "zero_hpz_partition_size = 3: must divide the 2 ranks"),
+        ({"stage": 3, "zero_hpz_partition_size": 0}, {}, [], "zero_hpz_partition_size = 0: must divide the 2 ranks"),
+        ({"stage": 2, "zero_hpz_partition_size": 2}, {}, [], "zero_hpz_partition_size = 2 needs stage 3"),
+        (
+            {"stage": 3, "zero_quantized_gradients": True},
+            {},
+            [],
+            "my.json: zero_optimization.zero_quantized_gradients = true: DeepSpeed's quantizer is CUDA code",
+        ),
         ({"stage": 3, "zero_quantized_weights": True}, {}, [], "my.json: zero_optimization.zero_quantized_weights"),
         (
             {"stage": 3, "zero_quantized_nontrainable_weights": True},
@@ -205,17 +206,22 @@ def test_harmless_literals_need_no_stage_3(tmp_path):
         "zero_hpz_partition_size": 1,
     }
     found = parse("--deepspeed", written(tmp_path, section, zero_force_ds_cpu_optimizer=False))
-    assert offload.asked(found) == [] and found.zero == 2
+    assert offload.asked(found.deepspeed) == {} and found.zero == 2
 
 
 @pytest.mark.bad_input
-def test_node_that_hpz_does_not_divide(monkeypatch):
+def test_node_that_hpz_does_not_divide(monkeypatch, tmp_path):
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    assert (
-        parse("--zero_hpz_partition_size", "2", ranks=8).deepspeed["zero_optimization"]["zero_hpz_partition_size"] == 2
-    )
+    found = parse("--deepspeed", written(tmp_path, {"stage": 3, "zero_hpz_partition_size": 2}), ranks=8)
+    assert offload.hpz(found) == 2
     with pytest.raises(UserError, match="must divide the 2 ranks of this node"):
-        parse("--zero_hpz_partition_size", "4", ranks=8)
+        parse("--deepspeed", written(tmp_path, {"stage": 3, "zero_hpz_partition_size": 4}), ranks=8)
+
+
+@pytest.mark.bad_input
+def test_a_flag_that_is_a_key_by_now_names_the_key():
+    with pytest.raises(UserError, match=r'--offload_ratio; did you mean "ratio" in deepspeed_configs/offload_opt'):
+        parse("--offload", "optimizer", "--offload_ratio", "0.3")
 
 
 @pytest.mark.bad_input
@@ -279,16 +285,40 @@ def test_nvme_from_the_file(libaio, disk, tmp_path):
     assert found.deepspeed["zero_optimization"]["offload_optimizer"]["nvme_path"] == str(disk)
 
 
-def test_ratio_json():
-    found = parse("--offload", "optimizer", "--offload_ratio", "0.3")
-    assert found.zero == 3 and found.deepspeed["zero_optimization"]["offload_optimizer"]["ratio"] == 0.3
+@pytest.fixture
+def ratio(tmp_path, monkeypatch):
+    """The flags of a run with a ratio of 0.3 in the file of --offload optimizer."""
+    folder = tmp_path / "deepspeed_configs"
+    shutil.copytree(deepspeed_json.CONFIGS, folder)
+    file = folder / "offload_optimizer.json"
+    config = json.loads(file.read_text())
+    config["zero_optimization"]["offload_optimizer"]["ratio"] = 0.3
+    file.write_text(json.dumps(config))
+    monkeypatch.setattr(deepspeed_json, "CONFIGS", folder)
+    return ["--offload", "optimizer", "--zero", "3"]
+
+
+@pytest.mark.bad_input
+def test_the_file_of_a_key_beside_the_offload_is_named(ratio):
+    with pytest.raises(
+        UserError, match=r"deepspeed_configs/offload_optimizer\.json: zero_opt\S+ratio = 0\.3 with --res"
+    ):
+        parse(*ratio, "--resume_from_checkpoint", "true")
+
+
+def test_ratio_json(ratio):
+    found = parse(*ratio)
+    assert found.deepspeed["zero_optimization"]["offload_optimizer"]["ratio"] == 0.3
     assert found.deepspeed["zero_force_ds_cpu_optimizer"] is True
     assert any("checkpoints cannot be resumed" in d for d in found.decisions)
     assert deepspeed_ops.names_of(found.deepspeed) == ["CPUAdamBuilder"]
+
+
+def test_no_op_is_compiled_for_plain_offload():
     assert deepspeed_ops.names_of(parse("--offload", "optimizer").deepspeed) == []
 
 
-def test_what_depends_on_the_size(libaio, disk, monkeypatch):
+def test_what_depends_on_the_size(libaio, disk, monkeypatch, ratio):
     net = torch.nn.Sequential(torch.nn.Linear(100, 400, bias=False), torch.nn.Linear(400, 10, bias=False))
     net[1].weight.requires_grad = False
     found = parse("--offload", "all", "--offload_path", str(disk), "--bf16", "true")
@@ -305,7 +335,7 @@ def test_what_depends_on_the_size(libaio, disk, monkeypatch):
     found.deepspeed["zero_optimization"]["offload_param"]["buffer_size"] = 19999
     with pytest.raises(UserError, match="buffer_size is 19999, but the shard"):
         offload.check_sizes(found, net)
-    found = parse("--offload", "optimizer", "--offload_ratio", "0.3")
+    found = parse(*ratio)
     found.thaw()
     offload.check_sizes(found, net)
     assert found.deepspeed["zero_optimization"]["sub_group_size"] == 1000
@@ -386,7 +416,8 @@ def losses(tmp_path, *techniques, more=()):
 
 @pytest.mark.slow
 def test_hpz_has_the_losses_of_stage_3(tmp_path):
-    found, runs = losses(tmp_path, ["--zero_hpz_partition_size", "2"])
+    section = {"stage": 3, "zero_hpz_partition_size": 2}
+    found, runs = losses(tmp_path, ["--deepspeed", written(tmp_path, section)])
     for recipe, (plain, hpz) in found.items():
         assert len(plain) == 8
         torch.testing.assert_close(torch.tensor(hpz), torch.tensor(plain), rtol=1e-6, atol=0)
@@ -398,7 +429,8 @@ def test_ratio_follows_the_schedule_on_both_sides(tmp_path, monkeypatch):
     """On a machine without a GPU its share is stepped on the host under another name; DeepSpeed's own AdamW for that
     share keeps the learning rate of the first step unless `after_start` mends it (then the second loss is 7 % off)."""
     monkeypatch.setenv("ZEROFIT_TEST_ACCELERATOR", "cpu:0")
-    found, runs = losses(tmp_path, ["--offload", "optimizer", "--offload_ratio", "0.3"])
+    section = {"stage": 3, "offload_optimizer": {**CPU, "ratio": 0.3}}
+    found, runs = losses(tmp_path, ["--deepspeed", written(tmp_path, section)])
     for recipe, (plain, ratio) in found.items():
         torch.testing.assert_close(torch.tensor(ratio), torch.tensor(plain), rtol=1e-5, atol=0)
         log = (runs[f"{recipe}1"].folder / "logs" / "rank0.log").read_text()
@@ -455,9 +487,9 @@ def test_what_others_left_is_left_alone(tmp_path):
 
 
 @pytest.mark.bad_input
-def test_compiled_ops_where_nothing_can_be_written(monkeypatch):
+def test_compiled_ops_where_nothing_can_be_written(monkeypatch, ratio):
     monkeypatch.setenv("TORCH_EXTENSIONS_DIR", "/proc/ops")
-    settings = parse("--offload", "optimizer", "--offload_ratio", "0.5", "--zero", "3")
+    settings = parse(*ratio)
     with pytest.raises(UserError, match=r"/proc/ops/\w+: No such file .*set TORCH_EXTENSIONS_DIR to another folder"):
         deepspeed_ops.prepare(settings)
 

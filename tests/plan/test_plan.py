@@ -411,8 +411,14 @@ def test_a_plan_for_several_nodes(monkeypatch, tmp_path, capsys):
     assert "to other nodes at 50 GB/s" in found["facts"]["sent by each GPU"]
     _, slow = plan("--nodes", "2", "--gpus", "4", "--node_link_gbs", "0.5")
     assert slow["chosen"]["seconds_per_step"] > found["chosen"]["seconds_per_step"]
-    _, hpz = plan("--nodes", "2", "--gpus", "4", "--node_link_gbs", "0.5", "--zero_hpz_partition_size", "4")
+    config = json.loads((ROOT / "deepspeed_configs" / "zero3.json").read_text())
+    config["zero_optimization"]["zero_hpz_partition_size"] = 4
+    (tmp_path / "hpz.json").write_text(json.dumps(config))
+    copied = ["--deepspeed", str(tmp_path / "hpz.json")]
+    _, hpz = plan("--nodes", "2", "--gpus", "4", "--node_link_gbs", "0.5", *copied)
     assert hpz["chosen"]["seconds_per_step"] < slow["chosen"]["seconds_per_step"] and "hpZ 4" in hpz["chosen"]["label"]
+    with pytest.raises(UserError, match=r"zero_hpz_partition_size 4: .* must divide the 2 GPUs of a node of this plan"):
+        plan("--nodes", "4", "--gpus", "2", *copied)
     _, one = plan("--nodes", "1", "--gpus", "16")
     assert "nodes" not in one["facts"]["sent by each GPU"]
     said, many = plan("--gpus", "16")  # without --nodes: all GPUs, eight a node
@@ -966,13 +972,14 @@ def test_a_foreach_optimizer_holds_one_more_copy(tmp_path):
 
 
 @pytest.mark.slow
-def test_the_share_of_offload_ratio_is_on_the_gpu():
+def test_the_share_of_offload_ratio_is_on_the_gpu(tmp_path):
     """The sub-groups that depend on the model's size reach the engine: 60 % of Adam's 12 bytes a parameter stay."""
     flags = ["--model", str(TINY / "model"), "--data", "none", "--zero", "3", "--offload", "optimizer", "--max_length",
              "64", "--per_device_train_batch_size", "1", "--effective_batch_size", "2"]  # fmt: skip
-    whole, split = answers_for(
-        [simulate.Question(job([*flags, *ratio]), 2, gpu=GPU) for ratio in ([], ["--offload_ratio", "0.4"])]
-    )
+    section = {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": 0.4}}
+    (tmp_path / "ratio.json").write_text(json.dumps({"zero_optimization": section}))
+    asked = [job([*flags, *more]) for more in ([], ["--deepspeed", str(tmp_path / "ratio.json")])]
+    whole, split = answers_for([simulate.Question(request, 2, gpu=GPU) for request in asked])
     more = split["total"]["step"] - whole["total"]["step"]
     assert more / (split["parameters"] / 2) == pytest.approx(0.6 * 12, rel=0.1)
 
@@ -1132,10 +1139,6 @@ def test_a_real_plan_from_the_command_line(tmp_path):
         (
             ["--gpu_type", "h100-80g", "--nodes", "2", "--node_link_gbs", "-1"],
             "--node_link_gbs -1: must be a number of GB/s",
-        ),
-        (
-            ["--gpu_type", "h100-80g", "--nodes", "4", "--gpus", "2", "--zero", "3", "--zero_hpz_partition_size", "8"],
-            "it must divide the 2 GPUs of a node of this plan",
         ),
         (
             ["--gpu_type", "h100-80g", "--method", "magic"],

@@ -188,5 +188,5 @@ def without_offload(asked: Request, new: Request, offload: str) -> Request:
     if supported == offload:
         return asked
     print(f"note: ZeRO stage {stage} cannot offload {offload}: the run goes on with --offload {supported}", flush=True)
-    dropped = ("offload_path", "offload_ratio", "super_offload") if supported == "none" else ()
+    dropped = ("offload_path",) if supported == "none" else ()
     return asked.drop(*dropped).put(offload=supported)

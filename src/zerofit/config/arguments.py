@@ -25,6 +25,10 @@ class RunArguments:
         default="none",
         metadata={"help": "Keep in host memory: the optimizer, or all (optimizer and parameters, stage 3 only)."},
     )
+    offload_path: str | None = field(
+        default=None,
+        metadata={"help": "Folder on a fast local disk (NVMe) that holds what --offload names (stage 3)."},
+    )
     effective_batch_size: int | None = field(
         default=None,
         metadata={
@@ -183,39 +187,6 @@ class SupervisionArguments:
             "help": "Seconds without a step after which a job counts as hung (0: never). Keep it below --ddp_timeout,"
             " so that stacks are recorded."
         },
-    )
-
-
-@dataclass
-class OffloadArguments:
-    """Offload beyond host memory, and ZeRO++ communication; DeepSpeed's own names. See docs/offload.md."""
-
-    _argument_group_name = "offload"
-    offload_path: str | None = field(
-        default=None,
-        metadata={"help": "Folder on a fast local disk (NVMe) that holds what --offload names (stage 3)."},
-    )
-    offload_ratio: float | None = field(
-        default=None,
-        metadata={"help": "Share of the optimizer that --offload keeps on the CPU, the rest on the GPU (stage 3)."},
-    )
-    super_offload: bool = field(
-        default=False,
-        metadata={"help": "Run CPU Adam in a separate process, in parallel with the GPU (stage 3; GH200, GB200)."},
-    )
-    zero_hpz_partition_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "ZeRO++ hpZ: number of ranks (those of a node) that share a second copy of the parameters (stage "
-            "3)."
-        },
-    )
-    zero_quantized_weights: bool = field(
-        default=False, metadata={"help": "ZeRO++ qwZ: gather parameters as int8 (stage 3, CUDA, nvcc; approximate)."}
-    )
-    zero_quantized_gradients: bool = field(
-        default=False,
-        metadata={"help": "ZeRO++ qgZ: reduce gradients as int4 between nodes (stage 3, CUDA, nvcc; approximate)."},
     )
 
 
@@ -496,7 +467,7 @@ SHARED_DEFAULTS = {
 
 def kit_groups(recipe: Recipe | str) -> tuple[type, ...]:
     """Return the dataclasses of the arguments that a recipe takes beside transformers': the shared ones and its own."""
-    shared = (RunArguments, SupervisionArguments, OffloadArguments, ModelArguments, DataArguments, MemoryArguments,
+    shared = (RunArguments, SupervisionArguments, ModelArguments, DataArguments, MemoryArguments,
               OptimizerArguments)  # fmt: skip
     own = program.recipe_of(recipe)
     return (*shared, *own.arguments, *(one.arguments for one in own.techniques if one.arguments))

@@ -311,7 +311,7 @@ def resolve(settings) -> None:
             f"{path}: zero_optimization.offload_param needs stage 3; DeepSpeed silently ignores it at stage "
             f"{settings.zero}. Use stage 3 or delete the section."
         )
-    config = offload.with_flags(config, path, settings)
+    config = offload.with_path(config, path, settings)
     offload.check(config, path, settings)
     config = _reducing_to_owners(_saving_whole_weights(config, path, settings), settings)
     settings.deepspeed = _with_split_model(config, settings)

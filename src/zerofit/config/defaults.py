@@ -30,7 +30,6 @@ STEPS = ("a whole number of steps, or below 1 a share of all steps", lambda n: n
 RANGES = {
     "per_device_train_batch_size": FROM_1, "per_device_eval_batch_size": FROM_1, "gradient_accumulation_steps": FROM_1,
     "effective_batch_size": FROM_1, "lr_scaling_base_batch_size": FROM_1, "gpus": FROM_1,
-    "zero_hpz_partition_size": ANY,
     "local_rank": ("-1 or more", lambda n: n >= -1),
     "max_length": ("8 or more", lambda n: n >= 8), "max_samples": FROM_1, "shuffle_buffer_size": FROM_1,
     "preprocessing_num_workers": FROM_1, "eval_fraction": BELOW_1, "min_supervised_fraction": SHARE,
@@ -46,7 +45,7 @@ RANGES = {
     "lora_dropout": BELOW_1, "loraplus_lr_ratio": FROM_1, "num_virtual_tokens": FROM_1, "beta": ABOVE_0,
     "label_smoothing": ("at least 0 and below 0.5", lambda n: 0 <= n < 0.5), "rpo_alpha": FROM_0, "simpo_gamma": ANY,
     "gradient_checkpointing_every": FROM_1, "torch_empty_cache_steps": FROM_1, "memory_limit": ABOVE_0,
-    "offload_ratio": ANY, "save_every_minutes": FROM_0, "save_total_limit": FROM_0, "eval_accumulation_steps": ANY,
+    "save_every_minutes": FROM_0, "save_total_limit": FROM_0, "eval_accumulation_steps": ANY,
     "max_nan_steps": FROM_1, "max_restarts": FROM_0, "hang_timeout": FROM_0, "ddp_timeout": FROM_1,
     "ddp_bucket_cap_mb": FROM_1, "tiled_mlp": FROM_1,
 }  # fmt: skip
@@ -154,8 +153,8 @@ def fill_defaults(settings: Settings) -> None:
         if settings.trains_adapter and settings.source[name] == "default":
             decide(settings, name, value, "an adapter trains")
     if settings.zero == "auto" and not settings.values.get("deepspeed"):  # else the file sets the stage
-        if offload.asked(settings):
-            decide(settings, "zero", 3, f"--{offload.asked(settings)[0]} needs it")
+        if settings.offload_path:
+            decide(settings, "zero", 3, "--offload_path needs it")
         elif settings.offload == "none":
             stages = settings.ranks_that_split("layers")
             stage = 0 if settings.world_size == 1 else 1 if stages > 1 else 2

@@ -1,15 +1,17 @@
-"""Write the offload and ZeRO++ flags into the DeepSpeed JSON, and refuse those that cannot work.
+"""Write --offload_path into the DeepSpeed JSON, and refuse keys of offload and ZeRO++ that cannot work.
 
 Statements about DeepSpeed were read in the source of deepspeed 0.19.8 and, where a CPU can run it, tried.
 """
 
 import copy
+import json
 import os
 from pathlib import Path
+from typing import Any
 
 from zerofit.base.errors import UserError, first_line
 from zerofit.config import nvme
-from zerofit.job.settings import as_typed
+from zerofit.job.settings import json_value
 from zerofit.job.technique import AllBut, Conflict, Technique
 from zerofit.model import load
 
@@ -17,14 +19,21 @@ from zerofit.model import load
 SAME_AS_FLAG = {
     "zero_optimization.offload_optimizer.nvme_path": "offload_path",
     "zero_optimization.offload_param.nvme_path": "offload_path",
-    "zero_optimization.offload_optimizer.ratio": "offload_ratio",
-    "zero_optimization.offload_optimizer.super_offload": "super_offload",
-    "zero_optimization.zero_hpz_partition_size": "zero_hpz_partition_size",
-    "zero_optimization.zero_quantized_weights": "zero_quantized_weights",
-    "zero_optimization.zero_quantized_gradients": "zero_quantized_gradients",
 }
 
-FLAGS = tuple(dict.fromkeys(SAME_AS_FLAG.values()))  # all of them need stage 3
+RATIO, SUPER_OFFLOAD = "offload_optimizer.ratio", "offload_optimizer.super_offload"
+
+HPZ = "zero_hpz_partition_size"
+
+# Keys of zero_optimization that have no flag -> DeepSpeed's default. It has them at stage 3 only.
+OF_STAGE_3 = {
+    RATIO: 1,
+    SUPER_OFFLOAD: False,
+    HPZ: 1,
+    "zero_quantized_weights": False,
+    "zero_quantized_gradients": False,
+    "zero_quantized_nontrainable_weights": False,
+}
 
 ZENFLOW = (
     "deepspeed 0.19 computes another function with it (at stage 2 the loss before the first step is not the model's), "
@@ -38,14 +47,11 @@ ADAMW = ("adamw_torch", "adamw_torch_fused")
 SUPERCHIPS = ("GH200", "GB200", "GB300")
 
 
-def asked(settings) -> list[str]:
-    """Return the names of this module's flags that are on."""
-    return [name for name in FLAGS if _on(settings.values.get(name))]
-
-
-def _on(value) -> bool:
-    """Return False for DeepSpeed's defaults: None, False, a ratio of 1, a partition size of 1."""
-    return bool(value) if value is None or isinstance(value, bool) else value != 1
+def asked(config: dict | None) -> dict[str, Any]:
+    """Return the keys of OF_STAGE_3 that differ from their defaults in a DeepSpeed configuration, with the values."""
+    zero = (config or {}).get("zero_optimization", {})
+    found = {key: json_value(zero, key, default) for key, default in OF_STAGE_3.items()}
+    return {key: value for key, value in found.items() if value not in (None, OF_STAGE_3[key])}
 
 
 def overlay(settings) -> str:
@@ -53,19 +59,19 @@ def overlay(settings) -> str:
     return f"offload_{settings.offload}{'_nvme' if settings.offload_path else ''}.json"
 
 
-def with_flags(config: dict, path: Path, settings) -> dict:
-    """Return a copy of `config` with the flags of this module written into it.
+def with_path(config: dict, path: Path, settings) -> dict:
+    """Return a copy of `config` with --offload_path written into it, and what its keys depend on.
 
-    Raises: UserError naming both places if file and flag contradict each other, or if a flag would have no effect.
+    Raises: UserError naming both places if file and flag contradict each other, or if the flag would have no effect.
     """
-    zero = {**config["zero_optimization"]}
+    zero = config["zero_optimization"]
     sections = {k: {**zero[k]} for k in ("offload_optimizer", "offload_param") if _device(zero, k) != "none"}
-    for name in ("offload_path", "offload_ratio", "super_offload"):
-        if _on(settings.values[name]) and not (sections if name == "offload_path" else "offload_optimizer" in sections):
-            raise UserError(
-                f"{_said(settings, path, name)}: nothing is offloaded; add --offload optimizer (or all), or leave it "
-                "out."
-            )
+    if settings.offload_path and not sections:
+        from_file = settings.source["offload_path"] == "deepspeed JSON"
+        where = (
+            f"{path}: nvme_path = {settings.offload_path}" if from_file else f"--offload_path {settings.offload_path}"
+        )
+        raise UserError(f"{where}: nothing is offloaded; add --offload optimizer (or all), or leave it out.")
     for key, section in sections.items():
         if settings.offload_path and settings.source["offload_path"] != "deepspeed JSON":
             if section["device"] != "nvme":
@@ -74,13 +80,6 @@ def with_flags(config: dict, path: Path, settings) -> dict:
                     f'{settings.offload_path}: write "nvme" in the file, or leave the flag out.'
                 )
             section.setdefault("nvme_path", str(Path(settings.offload_path).expanduser().resolve()))
-    if "offload_optimizer" in sections:
-        for name, key in (("offload_ratio", "ratio"), ("super_offload", "super_offload")):
-            if _on(settings.values[name]):
-                sections["offload_optimizer"][key] = settings.values[name]
-    for name in ("zero_hpz_partition_size", "zero_quantized_weights", "zero_quantized_gradients"):
-        if _on(settings.values[name]):
-            zero[name] = settings.values[name]
     return _with_cpu_adam({**config, "zero_optimization": zero | sections}, path, settings)
 
 
@@ -92,13 +91,13 @@ def _with_cpu_adam(config: dict, path: Path, settings) -> dict:
     section = config["zero_optimization"].get("offload_optimizer") or {}
     if section.get("device", "none") == "none" or "optimizer" in config:
         return config
-    mode = next((why for why, on in _cpu_adam_modes(section).items() if on), None)
+    mode = next((key for key in (RATIO, SUPER_OFFLOAD) if key in asked(config)), None)
     forced = config.get("zero_force_ds_cpu_optimizer", True)
     if mode and not forced:
         if settings.values.get("deepspeed"):
             raise UserError(
-                f"{path} says zero_optimization.offload_optimizer.{mode} and zero_force_ds_cpu_optimizer = false, but "
-                "that mode steps only through DeepSpeed's CPU Adam: write true."
+                f"{path} says zero_optimization.{mode} and zero_force_ds_cpu_optimizer = false, but that mode steps "
+                "only through DeepSpeed's CPU Adam: write true."
             )
         config, forced = {**config, "zero_force_ds_cpu_optimizer": True}, True
         settings.decisions.append(f"zero_force_ds_cpu_optimizer true: {mode} steps through DeepSpeed's CPU Adam")
@@ -109,13 +108,6 @@ def _with_cpu_adam(config: dict, path: Path, settings) -> dict:
             f"--optim {ADAMW[1]}{'' if mode else f', or write zero_force_ds_cpu_optimizer = false in {path}'}."
         )
     return config
-
-
-def _cpu_adam_modes(section: dict) -> dict[str, bool]:
-    return {
-        "ratio below 1": section.get("ratio", 1.0) < 1,
-        "super_offload = true": section.get("super_offload", False),
-    }
 
 
 def needs_cpu_adam(config: dict | None) -> bool:
@@ -129,13 +121,11 @@ def _device(zero: dict, key: str) -> str:
     return (zero.get(key) or {}).get("device") or "none"
 
 
-def _said(settings, path: Path, name: str) -> str:
-    """Return where the user set the argument, with its value: the flag, or file and key."""
-    value = settings.values[name]
-    if settings.source[name] == "deepspeed JSON":
-        key = next(k for k, n in SAME_AS_FLAG.items() if n == name)
-        return f"{path}: {key} = {value}"
-    return f"--{name} {as_typed(name, value)}"
+def _of_key(path: Path, settings, key: str, value: Any) -> str:
+    """Return where a key of zero_optimization stands, with its value: in the file of --offload's keys or in `path`."""
+    if key.startswith("offload_") and not settings.values.get("deepspeed"):
+        path = path.parent / overlay(settings)
+    return f"{path}: zero_optimization.{key} = {json.dumps(value)}"
 
 
 def check(config: dict, path: Path, settings) -> None:
@@ -144,52 +134,25 @@ def check(config: dict, path: Path, settings) -> None:
     Raises: UserError naming flag or file and key, the cause and the fix.
     """
     zero = config["zero_optimization"]
-    optimizer = zero.get("offload_optimizer") or {}
-    _check_stage(zero, path, settings)
+    for key, value in asked(config).items():
+        where = _of_key(path, settings, key, value)
+        if settings.zero != 3:
+            raise UserError(
+                f"{where} needs stage 3: DeepSpeed splits parameters, and only then has these keys, at no other; this "
+                f"run is stage {settings.zero}. Use --zero 3, or delete the key."
+            )
+        _CHECKS[key](zero, where, settings)
+    for key in nvme.paths_of(config) if settings.zero != 3 else ():
+        raise UserError(
+            f'{path}: zero_optimization.{key}.device = "nvme" needs stage 3: at stage {settings.zero} DeepSpeed '
+            "silently stays in host memory; use --zero 3, or another device."
+        )
     if nvme.paths_of(config):
-        _check_swapped(config, path, settings)
-    if optimizer.get("ratio", 1.0) != 1.0:
-        _check_ratio(optimizer, path, settings)
-    if optimizer.get("super_offload"):
-        _check_super_offload(optimizer, path, settings)
-    if zero.get("zero_hpz_partition_size", 1) != 1:
-        if _device(zero, "offload_param") != "none":
-            where = _said(settings, path, "zero_hpz_partition_size")
-            raise UserError(f"{where}: its copy of the parameters would be offloaded too; use --offload optimizer.")
-        _check_hpz(zero, path, settings)
-    for name in ("zero_quantized_weights", "zero_quantized_gradients", "zero_quantized_nontrainable_weights"):
-        if zero.get(name):
-            _check_quantized(name, zero, path, settings)
+        nvme.check(config, path, settings)
+        # Tried: the losses after a resume differ from those of the uninterrupted run.
+        _refuse_resume("--offload_path", "what it keeps beside the swapped tensors", settings)
     if zero.get("zenflow") is not None:
         raise UserError(f"{path}: zero_optimization.zenflow: {ZENFLOW}, and delete the section.")
-
-
-def _check_stage(zero: dict, path: Path, settings) -> None:
-    if settings.zero == 3:
-        return
-    for key in ("offload_optimizer", "offload_param"):
-        if _device(zero, key) == "nvme":
-            where = _said(settings, path, "offload_path") if settings.offload_path else f'{path}: {key}.device = "nvme"'
-            raise UserError(
-                f"{where} needs stage 3: at stage {settings.zero} DeepSpeed silently stays in host memory; use "
-                "--zero 3, or leave it out."
-            )
-    for name in asked(settings):
-        raise UserError(
-            f"{_said(settings, path, name)} needs stage 3: DeepSpeed splits parameters, and only then these, at no "
-            f"other; this run is stage {settings.zero}. Use --zero 3, or leave it out."
-        )
-
-
-def _check_swapped(config: dict, path: Path, settings) -> None:
-    nvme.check(config, path, settings)
-    if settings.optim not in ADAMW:
-        raise UserError(
-            f"--optim {settings.optim}: DeepSpeed's swapping to NVMe is proven here for AdamW's states only; use "
-            f"--optim {ADAMW[1]}, or leave --offload_path out."
-        )
-    # Tried: the losses after a resume differ from those of the uninterrupted run.
-    _refuse_resume("--offload_path", "what it keeps beside the swapped tensors", settings)
 
 
 # --- what depends on the size of the model ---
@@ -197,8 +160,7 @@ def _check_swapped(config: dict, path: Path, settings) -> None:
 
 def depends_on_size(config: dict | None) -> bool:
     """Return whether the configuration has settings that `check_sizes` checks."""
-    section = (config["zero_optimization"].get("offload_optimizer") or {}) if config is not None else {}
-    return bool(nvme.paths_of(config)) or section.get("ratio", 1.0) < 1
+    return bool(nvme.paths_of(config)) or RATIO in asked(config)
 
 
 def check_sizes(settings, net) -> None:
@@ -218,7 +180,7 @@ def check_sizes(settings, net) -> None:
     zero = config["zero_optimization"]
     if "offload_param" in nvme.paths_of(config):
         nvme.fit_buffers(zero["offload_param"], net, ranks, settings)
-    if (zero.get("offload_optimizer") or {}).get("ratio", 1.0) < 1:
+    if RATIO in asked(config):
         _fit_grain(zero, trainable, ranks, settings)
 
 
@@ -244,8 +206,8 @@ def _fit_grain(zero: dict, trainable: int, ranks: int, settings) -> None:
 # --- the ratio, SuperOffload ---
 
 
-def _check_ratio(section: dict, path: Path, settings) -> None:
-    where = _said(settings, path, "offload_ratio")
+def _check_ratio(zero: dict, where: str, settings) -> None:
+    section = _offloading(zero, where)
     if not 0 < section["ratio"] < 1:
         raise UserError(f"{where}: the share of the optimizer that stays on the CPU must be above 0 and at most 1.")
     if section["device"] != "cpu":
@@ -253,10 +215,17 @@ def _check_ratio(section: dict, path: Path, settings) -> None:
     _refuse_resume(where, "the Adam moments of the GPU's share", settings)
 
 
-def _check_super_offload(section: dict, path: Path, settings) -> None:
+def _offloading(zero: dict, where: str) -> dict:
+    """Return the section of the optimizer's offload. Raises: UserError if it offloads nothing."""
+    if _device(zero, "offload_optimizer") == "none":
+        raise UserError(f'{where}: nothing is offloaded; write "device": "cpu" beside it, or delete the key.')
+    return zero["offload_optimizer"]
+
+
+def _check_super_offload(zero: dict, where: str, settings) -> None:
     import torch
 
-    where = _said(settings, path, "super_offload")
+    section = _offloading(zero, where)
     if settings.use_cpu:
         raise UserError(
             f"{where} needs an NVIDIA GPU (it is made for {SUPERCHIPS[0]} and {SUPERCHIPS[1]}); there is none, so use "
@@ -276,10 +245,10 @@ def _check_super_offload(section: dict, path: Path, settings) -> None:
 
 
 def unsaved(settings) -> str:
-    """Return the flag with which DeepSpeed's checkpoints lack optimizer states; "" if none is on."""
-    return next(
-        (f"--{name}" for name in ("offload_path", "offload_ratio", "super_offload") if name in asked(settings)), ""
-    )
+    """Return the flag or key with which DeepSpeed's checkpoints lack optimizer states; "" if none is on."""
+    if settings.offload_path:
+        return "--offload_path"
+    return next((key for key in (RATIO, SUPER_OFFLOAD) if key in asked(settings.deepspeed)), "")
 
 
 def _refuse_resume(where: str, what: str, settings) -> None:
@@ -320,9 +289,15 @@ def ranks_of_node(settings) -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or settings.world_size)
 
 
-def _check_hpz(zero: dict, path: Path, settings) -> None:
-    size, ranks, local = zero["zero_hpz_partition_size"], settings.world_size, ranks_of_node(settings)
-    where = _said(settings, path, "zero_hpz_partition_size")
+def hpz(settings) -> int:
+    """Return how many ranks share ZeRO++'s second copy of the parameters; 1: there is none."""
+    return asked(settings.deepspeed).get(HPZ, 1)
+
+
+def _check_hpz(zero: dict, where: str, settings) -> None:
+    size, ranks, local = zero[HPZ], settings.world_size, ranks_of_node(settings)
+    if _device(zero, "offload_param") != "none":
+        raise UserError(f"{where}: its copy of the parameters would be offloaded too; use --offload optimizer.")
     if size < 1 or ranks % size:
         raise UserError(f"{where}: must divide the {ranks} rank{'s' * (ranks > 1)} of this job.")
     if local % size:
@@ -336,8 +311,7 @@ def _check_hpz(zero: dict, path: Path, settings) -> None:
         )
 
 
-def _check_quantized(name: str, zero: dict, path: Path, settings) -> None:
-    where = _said(settings, path, name) if name in FLAGS else f"{path}: zero_optimization.{name} = true"
+def _check_quantized(zero: dict, where: str, settings) -> None:
     if settings.use_cpu:
         raise UserError(f"{where}: DeepSpeed's quantizer is CUDA code and there is no GPU; leave it out.")
     from deepspeed.ops.op_builder.builder import assert_no_cuda_mismatch
@@ -349,11 +323,24 @@ def _check_quantized(name: str, zero: dict, path: Path, settings) -> None:
             f"{where}: the quantizer is compiled at start and cannot be: {first_line(error)}; install the CUDA "
             "toolkit of PyTorch's version and set CUDA_HOME, or leave it out."
         ) from None
-    if name == "zero_quantized_gradients":
-        if settings.world_size == ranks_of_node(settings):
-            raise UserError(f"{where}: DeepSpeed quantizes between nodes only, and silently ignores it on one.")
-        if zero.get("reduce_scatter") is False:
-            raise UserError(f"{where}: needs zero_optimization.reduce_scatter = true in {path}.")
+
+
+def _check_quantized_gradients(zero: dict, where: str, settings) -> None:
+    _check_quantized(zero, where, settings)
+    if settings.world_size == ranks_of_node(settings):
+        raise UserError(f"{where}: DeepSpeed quantizes between nodes only, and silently ignores it on one.")
+    if zero.get("reduce_scatter") is False:
+        raise UserError(f"{where}: needs zero_optimization.reduce_scatter = true.")
+
+
+_CHECKS = {
+    RATIO: _check_ratio,
+    SUPER_OFFLOAD: _check_super_offload,
+    HPZ: _check_hpz,
+    "zero_quantized_weights": _check_quantized,
+    "zero_quantized_gradients": _check_quantized_gradients,
+    "zero_quantized_nontrainable_weights": _check_quantized,
+}
 
 
 # --- the techniques ---
@@ -363,30 +350,6 @@ def _resolve_sizes(settings, config) -> None:
     """Set the sizes in the DeepSpeed configuration that depend on the number of parameters; the model is counted."""
     if depends_on_size(settings.deepspeed):
         check_sizes(settings, load.check_model(settings, copy.deepcopy(config)))
-
-
-_NEEDS_STAGE_3 = Conflict("zero", (0, 1, 2), "DeepSpeed has it at stage 3 only", "use --zero 3, or leave it out")
-
-_STEPS_BY_CPU_ADAM = Conflict(
-    "optim",
-    AllBut(*ADAMW),
-    "accelerate would silently replace it by DeepSpeed's CPU Adam",
-    f"use --optim {ADAMW[1]}",
-)
-
-_PROVEN_FOR_ADAMW = Conflict(
-    "optim",
-    AllBut(*ADAMW),
-    "DeepSpeed's swapping to NVMe is proven here for AdamW's states only",
-    f"use --optim {ADAMW[1]}",
-)
-
-
-def _of_stage_3(name: str, example: str, *conflicts: Conflict) -> Technique:
-    flag = example.split()[-2].removeprefix("--")
-    return Technique(
-        name=name, flag=flag, values=AllBut(False, 1), example=example, conflicts=(_NEEDS_STAGE_3, *conflicts)
-    )
 
 
 TECHNIQUES = (
@@ -413,10 +376,18 @@ TECHNIQUES = (
             ),
         ),
     ),
-    _of_stage_3("NVMe", "--offload all --offload_path FOLDER", _PROVEN_FOR_ADAMW),
-    _of_stage_3("share of the optimizer on the CPU", "--offload optimizer --offload_ratio 0.5", _STEPS_BY_CPU_ADAM),
-    _of_stage_3("SuperOffload", "--offload optimizer --super_offload true", _STEPS_BY_CPU_ADAM),
-    _of_stage_3("ZeRO++ hpZ", "--zero_hpz_partition_size 8"),
-    _of_stage_3("ZeRO++ qwZ", "--zero_quantized_weights true"),
-    _of_stage_3("ZeRO++ qgZ", "--zero_quantized_gradients true"),
+    Technique(
+        name="NVMe",
+        flag="offload_path",
+        example="--offload all --offload_path FOLDER",
+        conflicts=(
+            Conflict("zero", (0, 1, 2), "DeepSpeed has it at stage 3 only", "use --zero 3, or leave it out"),
+            Conflict(
+                "optim",
+                AllBut(*ADAMW),
+                "DeepSpeed's swapping to NVMe is proven here for AdamW's states only",
+                f"use --optim {ADAMW[1]}",
+            ),
+        ),
+    ),
 )

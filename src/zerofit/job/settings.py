@@ -15,7 +15,6 @@ if TYPE_CHECKING:  # for an editor and a type checker: the arguments with their 
     class _Arguments(
         arguments.RunArguments,
         arguments.SupervisionArguments,
-        arguments.OffloadArguments,
         arguments.ModelArguments,
         arguments.DataArguments,
         arguments.MemoryArguments,

@@ -167,8 +167,8 @@ def compilers() -> list[doctor_nodes.Finding]:
 
     missing = deepspeed_ops.missing_tools()
     findings = [
-        doctor_nodes.Finding("compiler", "warn", f"{' and '.join(missing)} not on PATH: --offload_ratio and "
-                                                 "--offload_path cannot be used",
+        doctor_nodes.Finding("compiler", "warn", f"{' and '.join(missing)} not on PATH: --offload_path and "
+                                                 "offload_optimizer.ratio cannot be used",
                 "apt install g++; ninja comes with `make install`")
         if missing else doctor_nodes.Finding("compiler", "ok", "ninja and g++ are on PATH")
     ]  # fmt: skip
@@ -209,8 +209,8 @@ def _nvcc() -> list[doctor_nodes.Finding]:
         return []
     return [doctor_nodes.Finding("nvcc", "warn", f"nvcc {version or '(unknown)'}, torch for CUDA {cuda}: DeepSpeed "
                                                  "compiles no CUDA op",
-                    f"install the CUDA {cuda} toolkit; needed by --zero_quantized_weights and "
-                    "--zero_quantized_gradients only")]  # fmt: skip
+                    f"install the CUDA {cuda} toolkit; needed by zero_quantized_weights and "
+                    "zero_quantized_gradients only")]  # fmt: skip
 
 
 def compiled_ops() -> list[doctor_nodes.Finding]:

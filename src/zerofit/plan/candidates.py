@@ -10,6 +10,7 @@ from typing import Any
 from zerofit.base import hardware
 from zerofit.base.errors import EXIT_CODES, UserError
 from zerofit.config import nvme, parse, resolve
+from zerofit.config.offload import hpz
 from zerofit.job import groups, program
 from zerofit.job.recipe import Recipe
 from zerofit.job.request import FLAG, Request
@@ -372,13 +373,13 @@ def _open_groups(request: Request, ranks: int, node: int) -> list[dict[str, int]
 def _check_groups(settings, node: int) -> None:
     """Raise UserError for groups of neighbors whose size does not divide the GPUs of a node."""
     local = min(settings.world_size, node)
-    neighbors = [(way.flag, size) for way, size in groups.in_use(settings.values) if way.neighbors]
+    neighbors = [(f"--{way.flag}", size) for way, size in groups.in_use(settings.values) if way.neighbors]
     if settings.world_size > node:  # on one node config/offload.py refuses it
-        neighbors.append(("zero_hpz_partition_size", settings.zero_hpz_partition_size or 1))
-    for flag, size in neighbors:
+        neighbors.append(("zero_hpz_partition_size", hpz(settings)))
+    for name, size in neighbors:
         if local % size:
             raise UserError(
-                f"--{flag} {size}: a group must be on one node, so it must divide the {local} GPUs of a node of "
+                f"{name} {size}: a group must be on one node, so it must divide the {local} GPUs of a node of "
                 "this plan; NODES= and GPUS= say which these are."
             )
 
@@ -533,7 +534,7 @@ def setting_of(settings, node: int | None = None) -> Setting:
         activation_offload=checkpointing.offloaded,
         nvme=bool(_disk_of(settings)),
         node=node or int(os.environ.get("LOCAL_WORLD_SIZE") or gpu_memory.GPUS_OF_A_NODE),
-        hpz=settings.zero_hpz_partition_size or 1,
+        hpz=hpz(settings),
         reference=_runs_reference(settings),
         selective=checkpointing.selective,
         offload_streams=settings.activation_offload_streams,

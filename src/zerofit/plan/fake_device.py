@@ -51,8 +51,8 @@ def _skip_check_of_rows() -> None:
 def fake_adam() -> None:
     """Replace the C++ of DeepSpeed's Adam, which would read memory that fake tensors do not have.
 
-    On the CPU it is that of --offload_ratio, on a GPU that of a DeepSpeed file's own "optimizer". Both update in place
-    and allocate nothing; the states are allocated in Python (deepspeed/ops/adam/cpu_adam.py, fused_adam.py).
+    On the CPU it is that of offload_optimizer.ratio, on a GPU that of a DeepSpeed file's own "optimizer". Both update
+    in place and allocate nothing; the states are allocated in Python (deepspeed/ops/adam/cpu_adam.py, fused_adam.py).
     """
     from types import SimpleNamespace
 
@@ -117,7 +117,7 @@ def _accelerator(tracker, total_bytes: int, overlaps: bool):
     class Accelerator(CPU_Accelerator):
         def __init__(self):
             super().__init__()
-            self._name = "gpu"  # stage3.py steps the sub-groups that --offload_ratio leaves on the GPU there
+            self._name = "gpu"  # stage3.py steps the sub-groups that its ratio leaves on the GPU there
 
         def device_name(self, device_index=None):
             return "gpu" if device_index is None else "gpu:0"
