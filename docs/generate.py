@@ -35,7 +35,7 @@ Defaults that differ from transformers': `--gradient_checkpointing` on (non-reen
 more than it must](gradient_checkpointing.md#gradient-checkpointing-of-a-launch)), `--learning_rate` ({rates}), cosine
 schedule with 3 % warm-up, `--save_strategy epoch`, `--save_total_limit 1`, `--logging_steps 10`,
 `--per_device_eval_batch_size` 8 or the micro batch, whichever is smaller, `--logging_nan_inf_filter` off (a NaN stops
-the run), `--report_to none`. bf16 is on where the GPU has it, fp16 on GPUs that do not, fp32 on most CPUs
+the run), `--report_to none`. bf16 is on where the GPU has it, fp16 on GPUs that do not, fp32 on CPUs
 ([precision](precision.md)); a line says which.
 
 <!-- made by docs/generate.py: edit src/zerofit/config/arguments.py -->

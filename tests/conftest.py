@@ -25,7 +25,7 @@ from zerofit.base import distributed, rank_status
 # hidden from them.
 GPU_TESTS = os.environ.get("ZEROFIT_TEST_GPU", "0") not in ("", "0")
 if not GPU_TESTS:
-    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu", "ZEROFIT_CPU_PRECISION": "fp32"}
+    os.environ |= {"CUDA_VISIBLE_DEVICES": "", "DS_ACCELERATOR": "cpu"}
 
 atexit.register(gc.freeze)  # as zerofit's commands do: the interpreter ends seconds sooner
 

@@ -6,14 +6,12 @@ nvidia-smi.
 """
 
 import difflib
-import functools
 import json
 import math
 import os
 import re
 import shutil
 import subprocess
-import time
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -32,13 +30,6 @@ SMI_SECONDS = 30
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
 MINIMUM_DRIVER = "580"  # of CUDA 13.0, which the pinned torch is built for
-
-# Environment variable: bf16 or fp32, and why; the launcher has decided it for all ranks.
-CPU_PRECISION = "ZEROFIT_CPU_PRECISION"
-
-BF16_MIN_WIDTH = 256  # of hidden states; the products of smaller models are not what a step waits for
-
-BF16_MIN_SPEEDUP = 1.2  # of a product, below which bf16 is not worth its rounding
 
 
 @dataclass(frozen=True)
@@ -330,39 +321,9 @@ def check_devices(count: int, use_cpu: bool) -> None:
         )
 
 
-def faster_cpu_precision(width: int, inner_width: int) -> tuple[str, str]:
-    """Return (bf16 or fp32, why): the faster on this CPU for products of a model's sizes.
-
-    Args: width: of the hidden states; inner_width: of the MLP.
-    """
-    if width < BF16_MIN_WIDTH:
-        return "fp32", "the fast one for small models on a CPU"
-    if distributed.size() > 1:
-        return "fp32", "without `zerofit launch` the ranks cannot agree on a timing"
-    speedup = _bf16_speedup(min(width, 1024), min(inner_width, 4096))
-    return "bf16" if speedup >= BF16_MIN_SPEEDUP else "fp32", f"bf16 products are {speedup:.1f} times as fast here"
-
-
 def cpu_has_bf16() -> bool:
     """Return whether this CPU multiplies bf16 numbers itself."""
     import torch
 
     found = torch.cpu.get_capabilities()
     return any(found.get(name) for name in ("avx512_bf16", "amx_bf16"))
-
-
-@functools.cache
-def _bf16_speedup(width: int, inner_width: int) -> float:
-    """Return how many times as fast a product is in bf16 as in fp32: the best of three, 0.1 s in all."""
-    import torch
-
-    seconds = {}
-    for dtype in (torch.float32, torch.bfloat16):
-        states, weight = torch.ones(512, width, dtype=dtype), torch.ones(width, inner_width, dtype=dtype)
-        times = []
-        for _ in range(4):
-            began = time.perf_counter()
-            states @ weight
-            times.append(time.perf_counter() - began)
-        seconds[dtype] = min(times[1:])
-    return seconds[torch.float32] / seconds[torch.bfloat16]

@@ -3,7 +3,6 @@
 import contextlib
 import json
 import math
-import os
 
 from zerofit.base import hardware
 from zerofit.base.errors import UserError
@@ -11,7 +10,6 @@ from zerofit.config import batch_size, offload
 from zerofit.job import groups, program
 from zerofit.job.settings import Settings, decide
 from zerofit.job.technique import Conflict, Technique, refuse_conflicts
-from zerofit.model import load
 
 MICRO_BATCHES_PER_STAGE = 4  # at least, where the micro batch is chosen here: a pipeline's bubble is then below 20 %
 
@@ -197,7 +195,7 @@ PRECISION = (
 
 
 def choose_precision(settings: Settings) -> None:
-    """Choose bf16, fp16 (GPUs without bf16) or fp32 (most CPUs), unless a flag or the JSON decides."""
+    """Choose bf16, fp16 (GPUs without bf16) or fp32 (CPUs), unless a flag or the JSON decides."""
     set_by_user = {"bf16", "fp16"} & {k for k, s in settings.source.items() if s != "transformers default"}
     gpu, has_bf16 = _gpu(settings)
     if settings.bf16 and not settings.use_cpu and not has_bf16:
@@ -218,28 +216,12 @@ def choose_precision(settings: Settings) -> None:
     if settings.pure_bf16:
         decide(settings, "bf16", True, "--pure_bf16")
     elif settings.use_cpu:
-        precision, why = cpu_precision(settings)
-        if precision == "bf16":
-            decide(settings, "bf16", True, f"{why} (exact: --bf16 false)")
-        else:
-            settings.decisions.append(f"precision fp32: exact; {why} (--bf16 true)")
+        faster = "; this CPU has bf16 arithmetic, faster for large models (--bf16 true)" * hardware.cpu_has_bf16()
+        settings.decisions.append(f"precision fp32: exact{faster}")
     elif has_bf16:
         decide(settings, "bf16", True, f"{gpu} has bf16 arithmetic")
     else:
         decide(settings, "fp16", True, f"{gpu} has no bf16 arithmetic; loss scaling is on")
-
-
-def cpu_precision(settings: Settings) -> tuple[str, str]:
-    """Return (bf16 or fp32, why): the launcher's choice, else the faster one on this CPU."""
-    if chosen := os.environ.get(hardware.CPU_PRECISION):
-        precision, _, why = chosen.partition(" ")
-        return precision, why or f"{hardware.CPU_PRECISION} is set"
-    if not hardware.cpu_has_bf16():
-        return "fp32", "this CPU has neither avx512_bf16 nor AMX"
-    try:
-        return hardware.faster_cpu_precision(*load.widths(settings))
-    except UserError:  # loading the model reports it; --show needs none
-        return "fp32", "the model's config.json is not known"
 
 
 def _gpu(settings: Settings) -> tuple[str, bool]:

@@ -6,7 +6,7 @@ from pathlib import Path
 
 from zerofit.base import command_line, hardware
 from zerofit.base.errors import UserError
-from zerofit.config import defaults, parse, resolve, show
+from zerofit.config import parse, resolve, show
 from zerofit.job import job as job_file
 from zerofit.job import program as programs
 from zerofit.job import run_folder
@@ -51,7 +51,6 @@ def _launch(args, program: Program, asked: Request, count: int) -> None:
     elif args.show:
         _show_nodes(place, program, asked, count)
     else:
-        os.environ.setdefault(hardware.CPU_PRECISION, "fp32 nodes cannot agree on a timing")
         prepare.check_for_nodes(asked.flags(), args.launcher)
         if place.least == place.most:  # report a mistake in the flags before any node waits
             _settings_on_nodes(asked, count * place.most)
@@ -206,11 +205,7 @@ def _settings_on_nodes(asked: Request, ranks: int) -> Settings:
 
 
 def _environment(settings: Settings, count: int) -> dict[str, str]:
-    added = prepare.environment(count, hide_gpus=settings.use_cpu and settings.source["use_cpu"] != "decided")
-    if settings.use_cpu:
-        # A timing: for what is resolved later, here and in a simulation, which inherits this process's environment.
-        os.environ[hardware.CPU_PRECISION] = " ".join(defaults.cpu_precision(settings))
-    return added
+    return prepare.environment(count, hide_gpus=settings.use_cpu and settings.source["use_cpu"] != "decided")
 
 
 def _choose_nodes(coordinator: Coordinator, asked: Request) -> tuple[dict[int, int], Request]:

@@ -103,24 +103,6 @@ def known_ends(settings) -> list[int]:
     return generation.ids_of(load_config(settings).get_text_config().eos_token_id)
 
 
-def widths(settings) -> tuple[int, int]:
-    """Return the hidden and the intermediate size by config.json, without the model's class if both are in the file.
-
-    The class takes a second to import, with transformers' attention. Raises: UserError when the file cannot be loaded.
-    """
-    from transformers import PreTrainedConfig
-
-    def read(name: str, **kwargs) -> dict:
-        return PreTrainedConfig.get_config_dict(name, **kwargs)[0]
-
-    values = _load(read, settings, "config.json")
-    if not isinstance(values.get("hidden_size"), int) or not isinstance(values.get("intermediate_size"), int):
-        config = load_config(settings).get_text_config()
-        values = {name: getattr(config, name, None) for name in ("hidden_size", "intermediate_size")}
-    width = values["hidden_size"] or 0
-    return width, values["intermediate_size"] or 4 * width
-
-
 def weight_files(settings) -> Path:
     """Return the folder with the model's weights, downloaded once on this node; their headers are checked.
 
