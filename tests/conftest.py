@@ -154,7 +154,7 @@ class Run:
         return json.loads((self.folder / name).read_text())
 
 
-def run_world(ranks: int, cases: dict[str, tuple[str, list[str]]], folder: Path, plots=False, **env) -> dict[str, Run]:
+def run_world(ranks: int, cases: dict[str, tuple[str, list[str]]], folder: Path, **env) -> dict[str, Run]:
     """Run {name: (recipe, flags)} one by one in a single launch of `ranks` processes; return {name: Run}.
 
     Args: env: added variables.
@@ -166,7 +166,7 @@ def run_world(ranks: int, cases: dict[str, tuple[str, list[str]]], folder: Path,
     file = folder / f"cases-{ranks}.json"
     file.write_text(json.dumps(listed))
     threads = str(max(1, 2 // ranks))
-    variables = {"OMP_NUM_THREADS": threads, "ZEROFIT_TEST_PLOTS": "1" if plots else ""} | env
+    variables = {"OMP_NUM_THREADS": threads} | env
     done = run_python([str(ROOT / "tests" / "world.py"), str(file)], ranks=ranks, timeout=1500, **variables)
     assert done.returncode == 0, done.stdout[-3000:] + done.stderr[-6000:]
     return {name: Run(folder / name) for name in cases}

@@ -22,7 +22,6 @@ import torch.distributed as dist
 
 from zerofit import entrypoint
 from zerofit.base import distributed
-from zerofit.job import run_folder
 from zerofit.train import preference, run
 from zerofit.train import trainer as train_trainer
 
@@ -146,8 +145,6 @@ def main() -> None:
         if not trainer.settings.recipe.stages:  # no rank has the whole model
             record(trainer)
 
-    if not os.environ.get("ZEROFIT_TEST_PLOTS"):
-        run_folder._write_figure = lambda _figure, target: target.touch()  # drawing takes half a second
     entrypoint.report = lambda told=False: None  # one page of many cases is drawn by tests/export/test_report.py
     train_trainer.ZerofitTrainer, run.write_result = RecordingTrainer, write_and_record
     preference.PreferenceTrainer = RecordingPreferenceTrainer

@@ -269,7 +269,6 @@ def test_step_lines_with_the_tokens_seen(tmp_path):
     found = Run(tmp_path / "run")
     assert len(found.losses) == 3 and done.stdout.count("tok/s") == 3
     assert found.metrics[-1]["num_input_tokens_seen"] > found.metrics[0]["num_input_tokens_seen"] > 0
-    assert (tmp_path / "run" / "loss.png").exists()
 
 
 def test_the_best_model_and_its_loss(tmp_path):

@@ -99,7 +99,7 @@ def test_scan_of_many_batches_and_of_a_selection(tokenizer):
     ],
 )
 def test_normalized(one, other, same):
-    assert (inspection.normalise(one) == inspection.normalise(other)) is same
+    assert (inspection.normalize(one) == inspection.normalize(other)) is same
 
 
 def test_duplicates_and_overlap(tmp_path):
@@ -107,7 +107,7 @@ def test_duplicates_and_overlap(tmp_path):
     held_out = [("Who?", "Bo."), ("WHERE!", "oslo"), ("Why?", "So."), ("Who?", "Ada.")]
     flags = ["--data", rows_file(tmp_path, "a.jsonl", train), "--eval_data", rows_file(tmp_path, "b.jsonl", held_out)]
     settings, train_set, eval_set, tokenizer = loaded(*flags, "--model", TINY / "model")
-    facts, _ = inspection.inspect(
+    facts = inspection.inspect(
         settings, train_set, eval_set, tokenizer, checks.note(settings, train_set, eval_set, tokenizer)
     )
     assert (facts["training"]["repeated_exact"], facts["training"]["repeated_normalized"]) == (1, 2)
@@ -197,10 +197,10 @@ def test_brackets_stand_exactly_around_the_answers(tokenizer):
         {"role": "assistant", "content": "Second."},
     ]
     ids, labels = encode(tokenizer, turns)
-    shown = inspection.render(ids, labels, tokenizer, coloured=False)
+    shown = inspection.render(ids, labels, tokenizer, colored=False)
     assert shown.replace("«", "").replace("»", "") == tokenizer.decode(ids)
     assert [part.split("»")[0] for part in shown.split("«")[1:]] == ["First:\nünï 🙂<|end|>", "Second.<|end|>"]
-    green = inspection.render(ids, labels, tokenizer, coloured=True)
+    green = inspection.render(ids, labels, tokenizer, colored=True)
     assert "\033[32mFirst:\033[0m\n\033[32münï 🙂<|end|>\033[0m" in green and "«" not in green
     assert green.replace("\033[32m", "").replace("\033[0m", "") == tokenizer.decode(ids)
 
@@ -208,7 +208,7 @@ def test_brackets_stand_exactly_around_the_answers(tokenizer):
 def test_long_and_hostile_text_is_tamed(tokenizer):
     ask = {"role": "user", "content": "x" * 5000 + "\033[2J"}
     ids, labels = encode(tokenizer, [ask, {"role": "assistant", "content": "Yes"}])
-    shown = inspection.render(ids, labels, tokenizer, coloured=False)
+    shown = inspection.render(ids, labels, tokenizer, colored=False)
     assert len(shown) < 1000 and "\033" not in shown and "\\x1b[2J" in shown and "«Yes<|end|>»" in shown
 
 
@@ -238,7 +238,7 @@ def test_what_comes_from_the_data_cannot_steer_the_terminal(tmp_path, zerofit):
 def test_rows_without_a_supervised_end_are_shouted_about(tmp_path, zerofit):
     file = rows_file(tmp_path, "a.jsonl", [("Who?", "Bo."), ("Who?", "word " * 40), ("Where?", "Oslo.")])
     settings, train_set, eval_set, tokenizer = loaded("--data", file, "--model", TINY / "model", "--max_length", 24)
-    facts, _ = inspection.inspect(
+    facts = inspection.inspect(
         settings, train_set, eval_set, tokenizer, checks.note(settings, train_set, eval_set, tokenizer)
     )
     assert (facts["training"]["end_supervised"], facts["training"]["truncated"]) == (2, 1)
@@ -311,7 +311,6 @@ def test_the_report_of_the_bundled_task(tmp_path, zerofit):
     assert sum(n for *_, n in train["histogram"]) == 100
     assert facts["packing"]["efficiency"] == train["tokens"] / (facts["packing"]["packs"] * 64)
     assert train["supervised_mean"] * 100 == pytest.approx(train["supervised_tokens"])
-    assert (tmp_path / "out" / "data.png").read_bytes().startswith(b"\x89PNG")
     assert "«Hana has a parrot.<|end|>»" in done.stdout and "\033" not in done.stdout
     assert "█" in done.stdout and "WARNING" not in done.stdout
     assert not (tmp_path / "out" / "run.json").exists()
@@ -389,21 +388,6 @@ def test_make_data(tmp_path):
     assert done.returncode == 2 and "Error 2" in done.stderr  # make's own code, and the verb's
     assert "zerofit: error: --max_truncated_fraction 0.2: 25% of the training rows are longer" in done.stderr
     assert json.loads((tmp_path / "out" / "data.json").read_text())["max_length"] == 24
-
-
-def test_no_line_runs_through_a_legend(tmp_path, monkeypatch):
-    from matplotlib import pyplot as plt
-
-    monkeypatch.setattr(plt, "close", lambda figure: None)
-    values = np.arange(10, 60)
-    scan = SimpleNamespace(lengths=values, supervised=values // 2)
-    inspection.plot({"training": scan}, 64, tmp_path / "data.png")
-    figure = plt.gcf()
-    monkeypatch.undo()
-    figure.canvas.draw()
-    for axes in figure.axes:
-        assert axes.get_legend().get_window_extent().y1 < axes.get_window_extent().y0
-    plt.close(figure)
 
 
 def test_pairs_are_counted_by_side_and_shown_with_their_loss_spans(tmp_path, capsys):

@@ -175,7 +175,6 @@ def test_make_and_the_run_folder(tmp_path):
     assert result["status"] == "finished" and result["steps"] == len(steps) and result["eval_loss"] > 0
     assert {"train_loss", "tokens_per_second", "peak_memory_bytes", "world_size"} <= set(result)
     assert (out / "logs" / "rank0.log").read_text() and (out / "logs" / "rank1.log").exists()
-    assert (out / "loss.png").read_bytes()[:4] == b"\x89PNG"
     saved = {file.name for file in (out / "final").iterdir()}
     assert {"model.safetensors", "config.json", "tokenizer.json", "chat_template.jinja"} <= saved
     assert not (out / "final" / "training_args.bin").exists()

@@ -276,8 +276,8 @@ def test_a_folder_that_cannot_be_made(tmp_path, monkeypatch):
 @pytest.mark.injection
 @pytest.mark.parametrize("name", [
     "run.lock", "run.json", "result.json", "run.tmp", "result.tmp", "metrics.tmp", "metrics.jsonl", "report.html",
-    "loss.png", "report.md", "deepspeed.json", "slurm.log", "cancelled", "logs", "logs/rank0.log", "nan", "final",
-    "final/model.safetensors", "reference", "certificate.md", "slurm.sbatch", "oom-rank3.pickle", "data.png",
+    "memory.png", "report.md", "deepspeed.json", "slurm.log", "cancelled", "logs", "logs/rank0.log", "nan", "final",
+    "final/model.safetensors", "reference", "certificate.md", "slurm.sbatch", "oom-rank3.pickle",
     "plan.tmp", "job.json", "job.tmp",
 ])  # fmt: skip
 def test_a_link_in_a_run_folder_is_refused_and_not_written_through(tmp_path, name):
@@ -327,16 +327,15 @@ def test_a_link_that_comes_later_is_replaced_or_an_error(tmp_path, capsys):
     """Whoever shares the folder may make it after the folder was claimed."""
     precious = tmp_path / "precious"
     precious.write_text("mine")
-    for name in ("run.tmp", "result.json", "result.tmp", "metrics.tmp", "report.html", "report.tmp", "loss.png"):
+    for name in ("run.tmp", "result.json", "result.tmp", "metrics.tmp", "report.html", "report.tmp"):
         (tmp_path / name).symlink_to(precious)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
     run_folder.write_json(tmp_path / "run.json", {"recipe": "sft"})
     run_folder.write_json(tmp_path / "result.json", {"status": "finished", "steps": 1})
     run_folder.keep_metrics(tmp_path, 1)
-    run_folder.plot_metrics(tmp_path, "sft on a.jsonl")
     run_page.write(tmp_path)
     postmortem.write(tmp_path, [postmortem.Outcome("crash", 1)], "")
-    assert run_folder.finished(tmp_path) and (tmp_path / "loss.png").read_bytes()[1:4] == b"PNG"
+    assert run_folder.finished(tmp_path)
     assert not [file for file in tmp_path.iterdir() if file.is_symlink() or file.suffix == ".tmp"]
     assert precious.read_text() == "mine" and "could not" not in capsys.readouterr().out
     for name in ("rank0.log", "metrics.jsonl"):

@@ -217,11 +217,10 @@ def test_final_loads_in_plain_libraries_with_the_same_logits(runs, name, record_
 def test_learning_reaches_ninety_percent_in_one_process(tmp_path):
     """The embedded default task, whole: near 0 before, over 90 % after (SFT: test_readme runs `make sft`)."""
     cases = {"lora": ("lora", ["--save_strategy", "no", "--eval_strategy", "no"])}
-    for recipe, run in run_world(1, cases, tmp_path, plots=True).items():
+    for recipe, run in run_world(1, cases, tmp_path).items():
         result = run.json("result.json")
         assert result["exact_match_before"] < 0.05, recipe
         assert result["exact_match_after"] > 0.9, recipe
-        assert (run.folder / "loss.png").stat().st_size > 5000
         assert result["eval_loss"] < 0.5
 
 

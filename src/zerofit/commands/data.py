@@ -14,7 +14,7 @@ from zerofit.job import program
 
 
 def main(argv: list[str]) -> None:
-    """Run `zerofit data` (see --help): print the report, write data.json and data.png, apply the limits.
+    """Run `zerofit data` (see --help): print the report, write data.json, apply the limits.
 
     Raises: UserError for the user's mistakes and for data beyond a limit.
     """
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
     counting = settings.replace(bad_rows="drop")  # count all of them first, refuse below
     train_set, eval_set = load_datasets(counting, tokenizer)
     ends = checks.note(counting, train_set, eval_set, tokenizer)
-    facts, scans = inspection.inspect(counting, train_set, eval_set, tokenizer, ends)
+    facts = inspection.inspect(counting, train_set, eval_set, tokenizer, ends)
     colored = bool(sys.stdout.isatty() or os.environ.get("FORCE_COLOR"))
     print(inspection.describe(counting, facts))
     for text in inspection.render_rows(train_set.dataset, tokenizer, colored):
@@ -41,8 +41,7 @@ def main(argv: list[str]) -> None:
         print("\n\033[1;31mWARNING\033[0m:" if colored else "\nWARNING:", sentence)
     folder.mkdir(parents=True, exist_ok=True)
     run_folder.write_json(folder / "data.json", facts)
-    inspection.plot(scans, settings.max_length, folder / "data.png")
-    print(f"\nwritten: {folder / 'data.json'}, {folder / 'data.png'}", flush=True)
+    print(f"\nwritten: {folder / 'data.json'}", flush=True)
     for name in ("training", "evaluation"):
         bad = facts.get(name, {}).get("dropped_bad")
         if bad and settings.bad_rows == "error":
@@ -66,7 +65,7 @@ def _settings(argv: list[str]):
         default=program.DEFAULT,
         help="sft, lora, dpo, pipeline or a recipe's file (default sft)",
     )
-    parser.add_argument("--output_dir", default="", help="folder for data.json and data.png (default runs/data-<time>)")
+    parser.add_argument("--output_dir", default="", help="folder for data.json (default runs/data-<time>)")
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     args, flags = parser.parse_known_args(argv)
     recipe = program.start(args.recipe).recipe

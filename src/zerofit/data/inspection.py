@@ -12,7 +12,6 @@ import time
 import unicodedata
 from collections import Counter
 from dataclasses import dataclass
-from pathlib import Path
 
 import numpy as np
 
@@ -20,7 +19,6 @@ from zerofit.base.errors import UserError, printable
 from zerofit.data import end_tokens
 from zerofit.data.batches import documents
 from zerofit.data.conversations import IGNORE
-from zerofit.job.run_folder import save_figure
 from zerofit.job.settings import order_seed
 
 LONG_ROWS = "rows have up to"  # start of the decision about rows that are too long
@@ -112,7 +110,7 @@ def scan(dataset, tokenizer) -> Scan:
         documents = [ids[a:b] for a, b in itertools.pairwise(bounds)]
         texts = tokenizer.batch_decode([d.tolist() for d in documents])
         exact = [_hash(d.tobytes()) for d in documents]
-        normalized = [_hash(normalise(marker.sub(" ", text)).encode("utf-8", "surrogatepass")) for text in texts]
+        normalized = [_hash(normalize(marker.sub(" ", text)).encode("utf-8", "surrogatepass")) for text in texts]
         parts.append(Scan(np.diff(bounds), supervised, last, np.array(exact, "u8"), np.array(normalized, "u8")))
         rows += len(documents)
         if time.monotonic() - last_print > 5:
@@ -132,7 +130,7 @@ def _hash(content: bytes) -> int:
     return int.from_bytes(hashlib.blake2b(content, digest_size=8).digest(), "little")
 
 
-def normalise(text: str) -> str:
+def normalize(text: str) -> str:
     """Return the text in lower case, punctuation as spaces (`1.5` is not `15`), white space collapsed."""
     return " ".join(text.lower().translate(_punctuation()).split())
 
@@ -210,8 +208,8 @@ def packing(lengths: np.ndarray, settings) -> dict:
     }
 
 
-def inspect(settings, train_set, eval_set, tokenizer, ends: end_tokens.Ends) -> tuple[dict, dict[str, Scan]]:
-    """Return (the facts of the report, {set: its scan}). ends: where answers end."""
+def inspect(settings, train_set, eval_set, tokenizer, ends: end_tokens.Ends) -> dict:
+    """Return the facts of the report. ends: where answers end."""
     from zerofit.data.dataset import notes
 
     sets = {"training": train_set} | ({"evaluation": eval_set} if eval_set is not None else {})
@@ -238,7 +236,7 @@ def inspect(settings, train_set, eval_set, tokenizer, ends: end_tokens.Ends) -> 
     if held_out is not None:
         facts["overlap"] = {k: overlap(getattr(held_out, k), getattr(everything, k)) for k in ("exact", "normalized")}
     facts["warnings"] = _warnings(facts)
-    return facts, scans
+    return facts
 
 
 def _count(statistics: dict, scan: Scan, tokenizer, ends: end_tokens.Ends) -> dict:
@@ -393,21 +391,21 @@ def bar(share: float, width: int = 40) -> str:
     return "█" * (eighths // 8) + BARS[eighths % 8].strip()
 
 
-def render_rows(dataset, tokenizer, coloured: bool) -> list[str]:
+def render_rows(dataset, tokenizer, colored: bool) -> list[str]:
     """Return the first, middle and last row as text, with the loss spans green, or in «» without color."""
     texts, shown = [], sorted({0, len(dataset) // 2, len(dataset) - 1})
     for i in shown:
         parts = documents(dataset[i])
         for name, row in zip(("chosen", "rejected") if len(parts) == 2 else ("",), parts, strict=True):
-            body = render(row["input_ids"], row["labels"], tokenizer, coloured).replace("\n", "\n  | ")
+            body = render(row["input_ids"], row["labels"], tokenizer, colored).replace("\n", "\n  | ")
             which = f"pair {i + 1:,}, {name}" if name else f"row {i + 1:,}"
-            texts.append(f"\n{which}, trained on {'the green part' if coloured else 'what stands in «»'}\n  | {body}")
+            texts.append(f"\n{which}, trained on {'the green part' if colored else 'what stands in «»'}\n  | {body}")
     if any(row["labels"][0] != IGNORE for row in (dataset[i] for i in shown)):
         texts.append("\nThe first token of a row is never trained on: nothing comes before it that could predict it.")
     return texts
 
 
-def render(ids: list[int], labels: list[int], tokenizer, coloured: bool) -> str:
+def render(ids: list[int], labels: list[int], tokenizer, colored: bool) -> str:
     """Return a row's text with its supervised spans marked; the middle of long spans is left out."""
     inside = [i > 0 and label != IGNORE for i, label in enumerate(labels)]
     edges = [i for i in range(1, len(ids)) if inside[i] != inside[i - 1]]
@@ -418,42 +416,7 @@ def render(ids: list[int], labels: list[int], tokenizer, coloured: bool) -> str:
         piece = prefix[len(previous) :] if prefix.startswith(previous) else tokenizer.decode(ids[start:end])
         previous = prefix
         piece = printable(piece if len(piece) <= 700 else f"{piece[:450]} ... {len(piece) - 650:,} ... {piece[-200:]}")
-        if inside[start] and coloured:
+        if inside[start] and colored:
             piece = "\n".join(f"\033[32m{line}\033[0m" for line in piece.split("\n"))
-        text += f"«{piece}»" if inside[start] and not coloured else piece
+        text += f"«{piece}»" if inside[start] and not colored else piece
     return text
-
-
-def plot(scans: dict[str, Scan], max_length: int, target: Path) -> None:
-    """Write data.png: histograms of the tokens and the supervised tokens per row."""
-    import matplotlib
-
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    train = scans["training"]
-    figure, panels = plt.subplots(1, 2, figsize=(10, 3.8), dpi=120)
-    for axes, values, name, color in (
-        (panels[0], train.lengths, "tokens", "#2563eb"),
-        (panels[1], train.supervised, "supervised tokens", "#16a34a"),
-    ):
-        bars = histogram(values, 40)
-        width, left = bars[0][1] - bars[0][0] + 1, [low - 0.5 for low, *_ in bars]
-        axes.bar(left, [n for *_, n in bars], width, align="edge", color=color, alpha=0.85, edgecolor="white", lw=0.6)
-        for share, word, style in ((50, "median", "-"), (95, "p95", "--")):
-            at = int(np.percentile(values, share, method="inverted_cdf"))
-            axes.axvline(at, color="#334155", linestyle=style, linewidth=1.2, label=f"{word} {at:,}")
-        axes.set(xlabel=f"{name} a row", ylabel="rows", title=f"{values.sum():,} {name} in {len(values):,} rows")
-        for axis in (axes.xaxis, axes.yaxis):
-            axis.set_major_locator(plt.MaxNLocator(integer=True, nbins=7))
-            axis.set_major_formatter("{x:,.0f}")
-        axes.grid(axis="y", alpha=0.25)
-        axes.set_axisbelow(True)
-        axes.spines[["top", "right"]].set_visible(False)
-    if train.lengths.max() > 0.7 * max_length:
-        panels[0].axvline(max_length, color="#ea580c", linewidth=1.2, label=f"max_length {max_length:,}")
-    for axes in panels:
-        axes.legend(
-            frameon=False, loc="upper center", bbox_to_anchor=(0.5, -0.18), ncols=3
-        )  # below the axes, clear of the lines
-    save_figure(figure, target)

@@ -1,4 +1,4 @@
-"""Read and write the run folder: run.json, logs, metrics.jsonl, loss.png, result.json."""
+"""Read and write the run folder: run.json, logs, metrics.jsonl, result.json."""
 
 import contextlib
 import errno
@@ -16,7 +16,7 @@ from pathlib import Path
 
 from zerofit import __version__
 from zerofit.base import command_line, distributed, paths
-from zerofit.base.errors import UserError, first_line, printable
+from zerofit.base.errors import UserError, printable
 from zerofit.base.paths import IN_WHEEL, PROJECT, nearest_existing
 from zerofit.job import run_lock
 from zerofit.job.settings import Settings, as_typed
@@ -364,74 +364,6 @@ def write_run(settings: Settings, command: str, facts: dict) -> None:
             **facts,
         },
     )
-
-
-def plot_metrics(folder: Path, title: str) -> None:
-    """Write loss.png and, of preference training, rewards.png from metrics.jsonl, as far as it has lines.
-
-    A run never fails for its plots.
-    """
-    try:
-        _plot_metrics(read_metrics(folder), folder, title)
-    except Exception as error:
-        print(f"note: {folder / 'loss.png'} could not be written: {first_line(error)}", flush=True)
-
-
-def _plot_metrics(lines: list[dict], folder: Path, title: str) -> None:
-    if not lines:
-        return
-    import matplotlib
-
-    matplotlib.use("Agg")
-    if trained := [line for line in lines if "loss" in line]:
-        _plot_loss(trained, [line for line in lines if "eval_loss" in line], folder / "loss.png", title)
-    if rewarded := [line for line in trained if "rewards/chosen" in line]:
-        _plot_rewards(rewarded, folder / "rewards.png", title)
-
-
-def _plot_rewards(lines: list[dict], target: Path, title: str) -> None:
-    """Write the rewards and the accuracy by step."""
-    from matplotlib import pyplot as plt
-
-    figure, (left, right) = plt.subplots(1, 2, figsize=(10, 4), dpi=120)
-    for axes, name, color in (
-        (left, "rewards/chosen", "#16a34a"),
-        (left, "rewards/rejected", "#dc2626"),
-        (left, "rewards/margins", "#2563eb"),
-        (right, "rewards/accuracies", "#2563eb"),
-    ):
-        axes.plot([line["step"] for line in lines], [line[name] for line in lines], label=name, color=color, marker=".")
-    left.set(xlabel="optimizer step", ylabel="reward", title=title)
-    right.set(xlabel="optimizer step", ylabel="share of pairs", ylim=(0, 1.02))
-    _write_figure(figure, target)
-
-
-def _plot_loss(trained: list[dict], evaluated: list[dict], target: Path, title: str) -> None:
-    """Write training loss and evaluation loss by step."""
-    from matplotlib import pyplot as plt
-
-    train = [(line["step"], line["loss"]) for line in trained]
-    held_out = [(line["step"], line["eval_loss"]) for line in evaluated]
-    figure, axes = plt.subplots(figsize=(7, 4), dpi=120)
-    axes.plot(*zip(*train, strict=True), label="training", color="#2563eb", marker="." if len(train) < 60 else None)
-    if held_out:
-        axes.plot(*zip(*held_out, strict=True), label="evaluation", color="#ea580c", marker="o", linestyle="--")
-    axes.set(
-        xlabel="optimizer step",
-        ylabel="loss" if "rewards/chosen" in trained[0] else "loss (nats per supervised token)",
-        title=title,
-        ylim=(0, None),
-    )
-    _write_figure(figure, target)
-
-
-def _write_figure(figure, target: Path) -> None:
-    """Give all axes of a figure a grid, a legend and no frame, write it and close it."""
-    for axes in figure.axes:
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-        axes.legend(frameon=False)
-    save_figure(figure, target)
 
 
 def save_figure(figure, target: Path) -> None:

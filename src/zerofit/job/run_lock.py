@@ -23,7 +23,7 @@ LEASE_SECONDS = 100.0  # a file server drops the locks of a dead machine by then
 # new one gets a name that is not taken.
 OWN = re.compile(
     r"(run|job|result|report|deepspeed|plan|data|memory|certificate|slurm)\.(json|tmp)|(report|plan|certificate)\.md"
-    r"|(plan|data|memory|loss|rewards)\.png|(loss|rewards|metrics|padding_free|oom-rank\d+)\.tmp|report\.html"
+    r"|(plan|memory)\.png|(metrics|padding_free|oom-rank\d+)\.tmp|report\.html"
     r"|metrics\.jsonl|padding_free\.txt|oom-rank\d+\.(txt|pickle)|slurm\.(sbatch|log)|run\.lock"
     r"|cancelled|logs|nan|final|reference|\.saving"
 )

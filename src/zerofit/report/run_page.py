@@ -23,7 +23,7 @@ CHARTS = {
     "Learning rate": ("", {"learning_rate": "learning rate"}, True),
     "Gradient norm": ("", {"grad_norm": "gradient norm"}, True),
     "Speed": ("tokens a second", {"tokens_per_second": "tokens a second"}, True),
-    "Rewards": ("", {"rewards/chosen": "chosen", "rewards/rejected": "rejected"}, False),
+    "Rewards": ("", {"rewards/chosen": "chosen", "rewards/rejected": "rejected", "rewards/margins": "margin"}, False),
     "Pairs ranked right": ("share", {"rewards/accuracies": "training", "eval_rewards/accuracies": "evaluation"}, False),
 }
 

@@ -145,7 +145,7 @@ def evaluation_of_saved(trainer: ZerofitTrainer) -> dict | None:
 
 
 def write_result(trainer: ZerofitTrainer, metrics: dict) -> None:
-    """Write the memory report, loss.png and, last, result.json. Collective.
+    """Write the memory report and, last, result.json. Collective.
 
     Args: metrics: from `evaluate`.
     """
@@ -158,7 +158,6 @@ def write_result(trainer: ZerofitTrainer, metrics: dict) -> None:
         memory_report.write(trainer)
     if not first:
         return
-    run_folder.plot_metrics(folder, f"{settings.recipe.name} on {', '.join(Path(name).name for name in settings.data)}")
     print(f"{'adapter' if settings.trains_adapter else 'model'}: {_final(trainer)}")
     trainer.certificate.publish("the run has finished")
     result["certificate"] = page.holds(settings)
