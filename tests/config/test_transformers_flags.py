@@ -107,7 +107,6 @@ FIELDS = {
     "seed": "works: test_parse.py::test_transformers_flags_work_unchanged",
     "data_seed": "works: test_dataset.py",
     "use_cpu": "works: every test",
-    "accelerator_config": "refused: all but non_blocking; test_transformers_flags.py::test_accelerator_config",
     "dataloader_num_workers": _WORKERS,
     "dataloader_pin_memory": _WORKERS,
     "dataloader_persistent_workers": _WORKERS,
@@ -130,6 +129,7 @@ FIELDS = {
 FIELDS |= dict.fromkeys(transformers_flags.REFUSED, "refused: test_transformers_flags.py::test_refused")
 # A value of each refused argument that differs from its default.
 VALUES = {
+    "accelerator_config": '{"split_batches": true}',
     "fsdp": "full_shard",
     "fsdp_config": '{"min_num_params": 1}',
     "parallelism_config": '{"tp_size": 2}',
@@ -184,26 +184,6 @@ def test_do_train_and_do_eval(words, says):
     with pytest.raises(UserError, match=says):
         parse(*words)
     parse("--do_train", "true", "--do_eval", "true")
-
-
-@pytest.mark.bad_input
-@pytest.mark.parametrize(
-    ("config", "says"),
-    [
-        ('{"split_batches": true}', "split_batches true: each rank would train on a part"),
-        ('{"dispatch_batches": true}', "dispatch_batches true: each rank reads"),
-        ('{"gradient_accumulation_kwargs": {"num_steps": 2}}', "use --gradient_accumulation_steps"),
-        ('{"even_batches": false}', "even_batches false"),
-        ('{"split_batch": true}', "unknown key 'split_batch'; did you mean split_batches"),
-        ("[1]", "must hold a JSON object"),
-        ("{1", "cannot be read as JSON"),
-        ("/no/such.json", "cannot be read as JSON"),
-    ],
-)
-def test_accelerator_config(config, says):
-    with pytest.raises(UserError, match=says):
-        parse("--accelerator_config", config)
-    parse("--accelerator_config", '{"split_batches": false, "non_blocking": true, "even_batches": true}')
 
 
 @pytest.mark.bad_input

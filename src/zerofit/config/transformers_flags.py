@@ -2,8 +2,6 @@
 
 import difflib
 import importlib.util
-import json
-from pathlib import Path
 from typing import Any
 
 from zerofit.base.errors import UserError
@@ -36,6 +34,7 @@ REFUSED = {
     "batch_eval_metrics": _LOSS_ONLY,
     "label_names": "the labels come from --train_on; leave it out",
     "length_column_name": "lengths are counted from the tokens themselves; leave it out",
+    "accelerator_config": "the recipe sets up the processes and divides the rows among them; leave it out",
     "auto_find_batch_size": "the steps would see other rows; use --per_device_train_batch_size auto, or --on_oom retry",
     "save_on_each_node": "checkpoints are written once; on machines without a shared disk use --node_local_storage "
     "true",
@@ -45,18 +44,6 @@ REFUSED = {
 }
 
 OFF = ("", "none", "false", "[]", "{}")  # values that mean off for an argument that is off by default
-
-# Key of --accelerator_config -> why it is refused.
-ACCELERATOR_CONFIG = {
-    "split_batches": "each rank would train on a part of its micro batch only; change --per_device_train_batch_size",
-    "dispatch_batches": "each rank reads its own rows; delete the key",
-    "gradient_accumulation_kwargs": "use --gradient_accumulation_steps",
-    "even_batches": "every rank has as many rows as the others already; delete the key",
-    "use_seedable_sampler": "the row order follows --data_seed; delete the key",
-    "use_configured_state": "the recipe sets up the processes; delete the key",
-}
-
-PASSING_KEYS = ("non_blocking",)
 
 # Value of --report_to -> (modules, one of which is needed; packages to install).
 TRACKERS = {
@@ -78,7 +65,7 @@ TRACKERS = {
 
 
 def resolve(settings) -> None:
-    """Refuse the arguments that have no effect, or a wrong one, under this trainer; read --accelerator_config.
+    """Refuse the arguments that have no effect, or a wrong one, under this trainer.
 
     Raises: UserError that names the argument, the reason and what to use instead.
     """
@@ -101,9 +88,6 @@ def resolve(settings) -> None:
         )
     _check_best_metric(settings, given)
     _check_do_eval(settings, given)
-    if given.get("accelerator_config"):
-        config = _checked_accelerator_config(given["accelerator_config"])
-        decide(settings, "accelerator_config", config, source=settings.source["accelerator_config"])
     check_trackers(settings.report_to)
 
 
@@ -130,27 +114,6 @@ def _check_do_eval(settings, given: dict[str, Any]) -> None:
         )
     if given.get("do_eval") is False and has_rows:
         raise UserError("--do_eval false: there are rows to evaluate on; leave out --eval_data and --eval_fraction.")
-
-
-def _checked_accelerator_config(said: str) -> dict:
-    """Return --accelerator_config (JSON text or a file) as a dict.
-
-    Raises: UserError for a key that is unknown or would change what a step trains on."""
-    try:
-        config = json.loads(said if said.lstrip().startswith(("{", "[")) else Path(said).read_text(encoding="utf-8"))
-    except (OSError, ValueError) as error:
-        raise UserError(f"--accelerator_config {said}: cannot be read as JSON: {error}.") from None
-    if not isinstance(config, dict):
-        raise UserError(f"--accelerator_config {said}: must hold a JSON object {{...}}.")
-    defaults = {"even_batches": True, "use_seedable_sampler": True}
-    for key, value in config.items():
-        if key in ACCELERATOR_CONFIG and value not in (defaults.get(key, False), None):
-            raise UserError(f"--accelerator_config {key} {json.dumps(value)}: {ACCELERATOR_CONFIG[key]}.")
-        if key not in ACCELERATOR_CONFIG and key not in PASSING_KEYS:
-            close = difflib.get_close_matches(key, [*ACCELERATOR_CONFIG, *PASSING_KEYS], 1)
-            hint = f"did you mean {close[0]}?" if close else f"it takes {', '.join(PASSING_KEYS)}."
-            raise UserError(f"--accelerator_config: unknown key {key!r}; {hint}")
-    return config
 
 
 def check_trackers(names: str | list[str] | None) -> None:
