@@ -93,7 +93,7 @@ def test_a_real_search_under_zero_3_with_two_ranks(tmp_path):
 def test_a_preset_is_its_flags_and_flags_win(name):
     found = settings("--preset", name)
     for flag, value in presets.PRESETS[name].items():
-        assert str(found.values[flag]).lower() == value and found.source[flag] == f"preset {name}"
+        assert found.values[flag] == value and found.source[flag] == f"preset {name}"
     assert found.effective_batch_size == 32
     assert any(s.startswith(f"preset {name}: --") for s in found.decisions)
     assert settings("--preset", name, "--per_device_train_batch_size", "2").per_device_train_batch_size == 2

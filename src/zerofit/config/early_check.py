@@ -53,7 +53,7 @@ def check(recipe: Recipe, argv: list[str], here: bool, own_folder: bool, strict:
     if values.get("config"):
         values = parse.read_yaml(values["config"], recipe, early=True) | values
     if values.get("preset"):
-        presets.flags(values["preset"])
+        presets.values(values["preset"])
     if here and not values.get("show"):  # config/show.py lists missing files itself
         for entry in [*(values.get("data") or []), *(values.get("eval_data") or [])]:
             sources.find_local(entry, values.get("data_split") or "train")

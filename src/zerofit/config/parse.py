@@ -25,7 +25,7 @@ from zerofit.data import formats
 from zerofit.job import program
 from zerofit.job.recipe import Recipe
 from zerofit.job.request import FLAG, Request
-from zerofit.job.settings import Settings
+from zerofit.job.settings import Settings, as_typed
 
 _UNSET = object()
 
@@ -367,7 +367,7 @@ def settings_of(asked: Request, world_size: int, gpu=None, argv: list[str] | Non
     """Return the Settings of a request over the preset and the defaults, for config/resolve.py to go on with.
 
     Args: world_size: number of ranks of the job; gpu: hardware.Gpu to plan for, which this machine need not have; None:
-        this machine's; argv: the command line as it was typed; default: as the request would be typed.
+        this machine's.
     """
     from zerofit.parallel import ways  # noqa: F401  # Settings ask them how ranks share rows; they bring torch
 
@@ -377,7 +377,7 @@ def settings_of(asked: Request, world_size: int, gpu=None, argv: list[str] | Non
         bundled, folder = read_yaml(str(recipe.bundled_file), recipe), recipe.bundled_file.parent
         bundled |= {"data": [str(folder / "train.jsonl")], "eval_data": [str(folder / "eval.jsonl")]}
 
-    preset = explicit(recipe, presets.flags(given["preset"]), "preset") if given.get("preset") else {}
+    preset = presets.values(given["preset"]) if given.get("preset") else {}
     if given.get("gradient_checkpointing") is False:  # the preset's choice of layers goes with it
         preset = {name: value for name, value in preset.items() if not name.startswith("gradient_checkpointing")}
 
@@ -402,5 +402,6 @@ def settings_of(asked: Request, world_size: int, gpu=None, argv: list[str] | Non
     )
     settings.decisions += asked.notes
     if preset:
-        settings.decisions.append(f"preset {given['preset']}: {' '.join(presets.flags(given['preset']))}")
+        typed = (f"--{name} {as_typed(name, value)}" for name, value in presets.values(given["preset"]).items())
+        settings.decisions.append(f"preset {given['preset']}: {' '.join(typed)}")
     return settings
