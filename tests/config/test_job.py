@@ -23,7 +23,7 @@ FLAGS = {
     "pipeline": ["--pp_size", "2"],
 }
 
-FIELDS = ("values", "source", "decisions", "deepspeed", "world_size", "flags", "given", "request", "knows_model")
+FIELDS = ("values", "source", "decisions", "deepspeed", "world_size", "given", "request", "knows_model")
 
 
 def resolved(asked, ranks=2):

@@ -363,7 +363,7 @@ def request(recipe: Recipe | str, argv: list[str]) -> Request:
     return Request(recipe, {**from_yaml, **from_flags}, source, tuple(repeated(argv)))
 
 
-def settings_of(asked: Request, world_size: int, gpu=None, argv: list[str] | None = None) -> Settings:
+def settings_of(asked: Request, world_size: int, gpu=None) -> Settings:
     """Return the Settings of a request over the preset and the defaults, for config/resolve.py to go on with.
 
     Args: world_size: number of ranks of the job; gpu: hardware.Gpu to plan for, which this machine need not have; None:
@@ -396,10 +396,7 @@ def settings_of(asked: Request, world_size: int, gpu=None, argv: list[str] | Non
     values, source = values | copy.deepcopy(given), source | dict(asked.source)
     kit = {f.name for group in arguments.kit_groups(recipe) for f in fields(group)}
     source |= {name: "default" for name in kit if source[name] == "transformers default"}
-    flags = asked.flags() if argv is None else argv
-    settings = Settings(
-        recipe, values, source, world_size, planned_gpu=gpu, flags=flags, given=given, defaults=defaults, request=asked
-    )
+    settings = Settings(recipe, values, source, world_size, planned_gpu=gpu, defaults=defaults, request=asked)
     settings.decisions += asked.notes
     if preset:
         typed = (f"--{name} {as_typed(name, value)}" for name, value in presets.values(given["preset"]).items())

@@ -40,7 +40,7 @@ def resolve_settings(
     """
 
     def resolved(words: list[str]) -> Settings:
-        return resolve(parse.request(recipe, words), world_size or distributed.size(), gpu, arguments_only, words)
+        return resolve(parse.request(recipe, words), world_size or distributed.size(), gpu, arguments_only)
 
     return of_this_process(lambda: resolved(sys.argv[1:])) if argv is None else resolved(argv)
 
@@ -71,12 +71,10 @@ def _say_dropped(settings: Settings, dropped: list[str]) -> None:
         )
 
 
-def resolve(
-    asked: Request, world_size: int, gpu=None, arguments_only: bool = False, argv: list[str] | None = None
-) -> Settings:
+def resolve(asked: Request, world_size: int, gpu=None, arguments_only: bool = False) -> Settings:
     """Return the settings of a request, resolved, checked and frozen. Args and errors: as `resolve_settings`."""
     dropped = accelerate_env.drop_accelerate_env()
-    settings = parse.settings_of(asked, world_size, gpu, argv)
+    settings = parse.settings_of(asked, world_size, gpu)
     for step in ARGUMENTS:
         step(settings)
     for technique in () if arguments_only else techniques_of(settings):

@@ -127,10 +127,7 @@ def read(file: Path, recipe: Recipe | None = None) -> Job:
     content = _content(file)
     recipe = recipe or content["recipe"]
     request = Request(recipe, *_values(content["request"]), tuple(content["notes"]))
-    settings = Settings(
-        recipe, *_values(content["arguments"]), content["world_size"], flags=request.flags(),
-        given=dict(request.values), request=request,
-    )  # fmt: skip
+    settings = Settings(recipe, *_values(content["arguments"]), content["world_size"], request=request)
     settings.decisions = list(content["decisions"])
     settings.deepspeed, settings.knows_model = _typed(content["deepspeed"]), content["knows_model"]
     settings.freeze()

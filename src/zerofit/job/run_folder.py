@@ -346,7 +346,7 @@ def write_run(settings: Settings, command: str, facts: dict) -> None:
             "kind_of_data": settings.recipe.data,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "command": command,
-            "flags": command_line.without_secrets(settings.flags),
+            "flags": command_line.without_secrets(settings.request.flags()),
             "world_size": settings.world_size,
             "device": "cpu" if settings.use_cpu else torch.cuda.get_device_name(),
             "machine": platform.platform(),

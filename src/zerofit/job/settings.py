@@ -78,8 +78,7 @@ class Settings(_Arguments):
     values: argument -> value;  source: argument -> where it came from;  decisions: sentences to print once;
     checks: lines of the run's certificate, from those who checked;
     deepspeed: the DeepSpeed configuration ("auto" is left for transformers to fill), None for stage 0;
-    given: argument -> value, of those set by flag or YAML;  defaults: argument -> value that nobody set;
-    planned_gpu: the hardware.Gpu to plan for, None: this machine's;  flags: the command line;
+    defaults: argument -> value that nobody set;  planned_gpu: the hardware.Gpu to plan for, None: this machine's;
     request: what was asked for, from which these follow; None: not known;
     fingerprints: of model and data, for checkpoints;  resharded: the checkpoint to resume was saved at another stage,
     rank count or offload;  resumed: {"zero", "world_size", "to_step"} of each stretch that was trained before (all
@@ -94,9 +93,7 @@ class Settings(_Arguments):
     deepspeed: dict | None
     world_size: int
     planned_gpu: Any
-    flags: list[str]
     request: Any
-    given: dict[str, Any]
     defaults: dict[str, Any]
     fingerprints: dict[str, str]
     resharded: bool
@@ -104,12 +101,10 @@ class Settings(_Arguments):
     knows_model: bool
     frozen: bool
 
-    def __init__(
-        self, recipe, values, source, world_size, *, planned_gpu=None, flags=(), given=None, defaults=None, request=None
-    ):  # fmt: skip
+    def __init__(self, recipe, values, source, world_size, *, planned_gpu=None, defaults=None, request=None):
         self.__dict__.update(
             recipe=recipe, values=values, source=source, decisions=[], checks=[], deepspeed=None, world_size=world_size,
-            planned_gpu=planned_gpu, flags=list(flags), request=request, given=given or {}, defaults=defaults or {},
+            planned_gpu=planned_gpu, request=request, defaults=defaults or {},
             fingerprints={}, resharded=False, resumed=[], knows_model=False, frozen=False,
         )  # fmt: skip
 
@@ -153,6 +148,11 @@ class Settings(_Arguments):
         return other
 
     @property
+    @property
+    def given(self) -> Mapping[str, Any]:
+        """Return the arguments set by flag or YAML file, with their values."""
+        return self.request.values if self.request else {}
+
     def precision(self) -> str:
         """Return bf16, fp16 or fp32: the type of the matrix products."""
         return "bf16" if self.values["bf16"] else "fp16" if self.values["fp16"] else "fp32"
