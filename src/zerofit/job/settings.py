@@ -1,6 +1,7 @@
 """Define Settings: every resolved argument of a job, its source, and the decisions made for the user."""
 
 import copy
+from collections.abc import Mapping
 from dataclasses import FrozenInstanceError, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
@@ -148,14 +149,19 @@ class Settings(_Arguments):
         return other
 
     @property
-    @property
     def given(self) -> Mapping[str, Any]:
         """Return the arguments set by flag or YAML file, with their values."""
         return self.request.values if self.request else {}
 
+    @property
     def precision(self) -> str:
         """Return bf16, fp16 or fp32: the type of the matrix products."""
         return "bf16" if self.values["bf16"] else "fp16" if self.values["fp16"] else "fp32"
+
+    @property
+    def keeps_fp32(self) -> bool:
+        """Return whether weights that train are fp32 themselves: no engine of DeepSpeed has a master copy of them."""
+        return self.deepspeed is None and not self.pure_bf16
 
     @property
     def data_ranks(self) -> int:

@@ -195,6 +195,7 @@ def add_adapter(model, settings, tokenizer=None):
     Args: tokenizer: needed for new tokens only.
     Raises: UserError for target modules that the model does not have.
     """
+    import torch
     from peft import get_peft_model, get_peft_model_state_dict
     from transformers import set_seed
 
@@ -203,27 +204,24 @@ def add_adapter(model, settings, tokenizer=None):
             raise UserError(f"--modules_to_save {name}: the model has no module of that name.")
     rows = _embedding_names(model, new_token_ids(tokenizer, settings)) if tokenizer and settings.new_tokens else None
     config = _config(settings, rows)
-    fp32_adapter = settings.deepspeed is None and not settings.pure_bf16
     changes_base = re.fullmatch(CHANGES_BASE, settings.init_lora_weights) is not None
     if changes_base and next(model.parameters()).is_meta:  # load.check: no values to decompose
         config.init_lora_weights, changes_base = True, False
     set_seed(settings.seed)  # the initial adapter must not depend on what loading has drawn
     try:
-        model = get_peft_model(model, config, autocast_adapter_dtype=fp32_adapter, revision=settings.model_revision)
+        model = get_peft_model(
+            model, config, autocast_adapter_dtype=settings.keeps_fp32, revision=settings.model_revision
+        )
     except (ValueError, TypeError) as error:
         flag = f"--adapter {settings.adapter}"
         if settings.adapter not in OWN_TARGETS:
             flag += f" --lora_target_modules {' '.join(settings.lora_target_modules)}"
         raise UserError(f"{flag}: {first_line(error)}") from None
-    if fp32_adapter:
-        # peft casts the adapter to fp32, but not modules_to_save: these would train without an fp32 master.
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.float()
-    elif settings.pure_bf16:  # peft makes an adapter of the base's dtype, and fp32 beside a base that is packed
-        for parameter in model.parameters():
-            if parameter.requires_grad:
-                parameter.data = parameter.data.bfloat16()
+    if settings.keeps_fp32 or settings.pure_bf16:
+        # peft casts the adapter to fp32, but not modules_to_save: these would train without an fp32 master. In pure
+        # bf16 it makes an adapter of the base's dtype, and an fp32 one beside a base that is packed.
+        for parameter in filter(lambda parameter: parameter.requires_grad, model.parameters()):
+            parameter.data = parameter.data.to(torch.float32 if settings.keeps_fp32 else torch.bfloat16)
     # peft would compare the vocabulary with the base and save full embeddings (empty ones under ZeRO-3), but their
     # trained parts are in the adapter already (new tokens, modules_to_save).
     model.save_pretrained = functools.partial(model.save_pretrained, save_embedding_layers=False)
@@ -241,9 +239,8 @@ def without_input_casts(model, settings):
     """
     from peft.helpers import disable_input_dtype_casting
 
-    under_autocast = settings.deepspeed is None and settings.precision != "fp32" and not settings.pure_bf16
     plain = settings.values.get("adapter") == "lora" and not settings.use_dora
-    return disable_input_dtype_casting(model, under_autocast and plain)
+    return disable_input_dtype_casting(model, settings.keeps_fp32 and settings.precision != "fp32" and plain)
 
 
 def convert_to_plain_lora(model, folder: Path) -> None:

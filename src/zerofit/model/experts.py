@@ -110,7 +110,7 @@ def resolve_for_model(settings, config) -> None:
 
 
 def _choose_implementation(settings, config) -> None:
-    fp32_weights = settings.deepspeed is None and not settings.trains_adapter and not settings.pure_bf16
+    fp32_weights = settings.keeps_fp32 and not settings.trains_adapter
     if fp32_weights and settings.precision != "fp32" and settings.dtype == "auto":
         why = "autocast does not reach grouped products, and stage 0 keeps fp32 weights"
         decide(settings, "experts_implementation", "eager", why)

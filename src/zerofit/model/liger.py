@@ -124,11 +124,10 @@ def _problem(settings, config) -> str | None:
 
     dtype = getattr(torch, load.weight_dtype(settings))
     compute = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[settings.precision]
-    autocasts = settings.deepspeed is None and not settings.pure_bf16
     device = torch.device("cpu" if settings.use_cpu else "cuda")
     bound = max(BOUNDS[dtype], BOUNDS[compute])
     try:
-        with torch.autocast(device.type, compute, enabled=autocasts and compute != torch.float32):
+        with torch.autocast(device.type, compute, enabled=settings.keeps_fp32 and compute != torch.float32):
             found = errors(config, dtype, settings.liger_kernel_config, device)
     except Exception as error:
         found = {f"they failed here ({first_line(error)})": float("inf")}

@@ -164,7 +164,7 @@ def weight_dtype(settings) -> str:
         return settings.dtype
     precision_dtype = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}[settings.precision]
     frozen_base = settings.trains_adapter
-    return precision_dtype if settings.deepspeed is not None or frozen_base or settings.pure_bf16 else "float32"
+    return precision_dtype if frozen_base or not settings.keeps_fp32 else "float32"
 
 
 def load_model(settings, tokenizer, config=None, accept_nan=False):
@@ -179,7 +179,7 @@ def load_model(settings, tokenizer, config=None, accept_nan=False):
     from transformers import AutoModelForCausalLM, set_seed
 
     dtype = getattr(torch, weight_dtype(settings))
-    if settings.deepspeed is None and dtype != torch.float32 and not settings.trains_adapter and not settings.pure_bf16:
+    if settings.keeps_fp32 and dtype != torch.float32 and not settings.trains_adapter:
         print(f"note: --dtype {settings.dtype} with stage 0 trains without an fp32 master copy", flush=True)
     set_seed(settings.seed)
     attention.avoid_wrong_kernels()
