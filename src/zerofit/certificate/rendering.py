@@ -2,7 +2,6 @@
 
 import contextlib
 import functools
-import importlib.util
 import itertools
 import re
 from collections import Counter
@@ -38,7 +37,6 @@ def check(trainer) -> Check:
             return Check("rendering", False, f"rendering: {fault}", dict(count))
     if not count["rows"]:
         return Check("rendering", None, f"rendering: not compared: {_why_none(trainer)}")
-    by_trl = f", {count['by TRL']} of them by TRL's too" if count["by TRL"] else ""
     if settings.train_on in ("assistant", "last_turn"):
         labels = "labels on the answers alone"
     else:
@@ -47,7 +45,7 @@ def check(trainer) -> Check:
         "rendering",
         True,
         f"rendering: {count['rows']} sampled conversations have the tokens of transformers' apply_chat_template"
-        f"{by_trl} ({count['tokens']:,} tokens), and {labels}",
+        f" ({count['tokens']:,} tokens), and {labels}",
         dict(count),
     )
 
@@ -139,28 +137,9 @@ def _fault(place, conversation: Conversation, table, tokenizer, settings, count:
         fault = _label_fault(conversation, turns, trained, ids, labels, tokenizer, options)
         if fault := fault or _place_fault(turns, trained, ids, labels, tokenizer, options):
             return f"{place}: {fault}"
-    by_trl = _by_trl(turns, tokenizer, options)
-    if by_trl not in (None, ids):
-        return f"{place}: TRL renders other tokens"
-    count["by TRL"] += by_trl is not None
     count["rows"] += 1
     count["tokens"] += len(ids)
     return ""
-
-
-def _by_trl(turns: list[dict], tokenizer, options: dict) -> list[int] | None:
-    """Return the tokens of TRL's rendering; None where it is not installed, or of a version that does not work here."""
-    spec = importlib.util.find_spec("trl")
-    if spec is None or not spec.origin:  # a mere folder of that name
-        return None
-    try:
-        import trl
-
-        of_template = {name: options[name] for name in ("tools", "chat_template")}
-        text = trl.apply_chat_template({"messages": turns}, tokenizer, **of_template)["text"]
-    except Exception:  # whatever another version says of these arguments or of transformers
-        return None
-    return tokenizer(text, add_special_tokens=False)["input_ids"]
 
 
 def _forms(turns: list[dict]) -> Iterator[list[dict]]:
