@@ -360,10 +360,7 @@ class Encoder:
 
     @functools.cached_property
     def marks_prompt(self) -> bool:
-        """Return whether the marks hold more than the answer: the generation prompt, or white space behind the end.
-
-        SmolLM3's own and some of TRL's templates mark the role's header and the line break behind the end token.
-        """
+        """Return whether the marks hold the generation prompt: SmolLM3's own template marks the role's header."""
         turns = [{"role": "user", "content": "?"}, {"role": "assistant", "content": "!"}]
         conversation = conversations.Conversation(turns, [False, True])
         try:
@@ -375,14 +372,12 @@ class Encoder:
     def _behind_prompts(
         self, place: str, whole: str, marks: list[tuple[int, int]], conversation: conversations.Conversation
     ) -> list[tuple[int, int]]:
-        """Return marks that hold the generation prompt from where it ends, and all to the end token if there is one."""
+        """Return the marks, those that hold the generation prompt from where it ends."""
         turns = [i for i, turn in enumerate(conversation.turns) if turn["role"] == "assistant"]
         if len(marks) != len(turns):
             return marks
         result = []
         for i, (start, end) in zip(turns, marks, strict=True):
-            stripped = start + len(whole[start:end].rstrip())
-            end = stripped if whole.endswith(self.end_words, start, stripped) else end
             if start <= len(self._text(place, conversation, i)):
                 start = max(start, min(self._start(place, whole, conversation, i) or start, end))
             result.append((start, end))

@@ -34,6 +34,7 @@ class BadRows:
     exact: str = ""  # the error of the first one, with its numbers
 
     def add(self, other: "BadRows") -> None:
+        """Add rows that were read later."""
         self.rows += other.rows
         self.first = (self.first + other.first)[:FIRST_PLACES]
         self.exact = self.exact or other.exact
