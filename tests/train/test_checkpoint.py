@@ -4,6 +4,7 @@ import contextlib
 import itertools
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
@@ -64,6 +65,40 @@ def test_what_is_saved_goes_on(runs, zero):
         assert (known["zero"], known["world_size"], known["effective_batch_size"]) == (zero, 2, 8)
         assert integrity.find_corruption(saved) == ""
     assert runs[f"{zero}-resumed"].losses == run.losses[2:]  # bit for bit
+
+
+RANKS_OWN = r"rng_state_(\d)\.pth|zero_pp_rank_(\d)"  # names of the files that each rank writes
+
+
+def test_each_rank_hashes_what_it_has_written(tmp_path):
+    """Synced by the process that has the pages, each file once."""
+    notes = tmp_path / "hashes.jsonl"
+    run = run_world(2, {"3": ("sft", [*FLAGS, "--zero", "3"])}, tmp_path, ZEROFIT_TEST_HASHES=str(notes))["3"]
+    lines = [json.loads(line) for line in notes.read_text().splitlines()]
+    assert all(line["sync"] for line in lines if line["what"] == "save")
+    for step in (2, 4):
+        hashed = {}
+        for line in lines:
+            name = line["file"].partition(f"/checkpoint-{step}/")[2]
+            if name:
+                assert name not in hashed
+                hashed[name] = line["rank"]
+        assert hashed.keys() == read_facts(run.folder / f"checkpoint-{step}")["files"].keys()
+        for name, rank in hashed.items():
+            own = re.search(RANKS_OWN, name)
+            assert rank == (int(own[1] or own[2]) if own else 0), name
+    shares = [sum(line["bytes"] for line in lines if line["rank"] == rank and ".pt" in line["file"]) for rank in (0, 1)]
+    assert shares[0] == pytest.approx(shares[1], rel=0.05)
+
+
+@pytest.mark.fault
+def test_two_ranks_that_write_one_file_are_found(monkeypatch):
+    parts = [("a", {"x": [1, "one"], "y": [1, "y"]}), ("b", {"x": [1, "one"]}), ("b", {"y": [2, "other"]})]
+    monkeypatch.setattr(save.distributed, "all_gather", lambda value: parts)
+    monkeypatch.setattr(save.distributed, "node", lambda: "a")
+    assert save._of_all_ranks({}, local=True) == ({"x": [1, "one"], "y": [1, "y"]}, {})
+    with pytest.raises(RuntimeError, match="two ranks have saved y"):
+        save._of_all_ranks({}, local=False)
 
 
 def test_a_token_is_in_no_file(runs):

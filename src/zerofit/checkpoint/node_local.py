@@ -16,7 +16,10 @@ SMALL_BYTES = 64 * 2**20
 
 
 def copy_small_files(folder: Path) -> None:
-    """Copy node 0's small files (trainer state) of a new checkpoint to the other nodes. Collective."""
+    """Copy rank 0's small files (trainer state) of a new checkpoint to the other nodes. Collective.
+
+    Args: folder: what this rank has written.
+    """
     files = None
     if distributed.rank() == 0:
         files = {
@@ -29,6 +32,7 @@ def copy_small_files(folder: Path) -> None:
         }
     files = distributed.broadcast(files)
     if distributed.first_of_node() and distributed.rank():
+        folder.mkdir(parents=True, exist_ok=True)
         for name, content in files.items():
             (folder / name).write_bytes(content)
 

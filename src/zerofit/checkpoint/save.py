@@ -34,26 +34,27 @@ def save(trainer, write) -> None:
     writes = args.process_index == 0 or (local and distributed.first_of_node())  # one rank per disk
     if not all(distributed.all_gather(_has_room(run) if writes else True)):
         return
-    trainer.saving_to = run / ASIDE
+    own, new = run / ASIDE / f"rank{args.process_index}" / name, run / ASIDE / name
+    trainer.saving_to = own.parent
     try:
         write()
     finally:
         trainer.saving_to = None
-    if writes:
-        (run / ASIDE / name / "training_args.bin").unlink(missing_ok=True)  # a pickle that nothing reads
+    (own / "training_args.bin").unlink(missing_ok=True)  # a pickle that nothing reads
     _name_the_best(run, state)
     if args.process_index == 0 and state.best_model_checkpoint:
-        state.save_to_json(str(run / ASIDE / name / "trainer_state.json"))
-    distributed.barrier()  # every rank has written its files
+        state.save_to_json(str(own / "trainer_state.json"))
     if local:
-        node_local.copy_small_files(run / ASIDE / name)
-    hashes, elsewhere = _hashes(run / ASIDE / name, local)
+        node_local.copy_small_files(own)
+    own_hashes = _hashes(own)
+    _move(own, new)
+    hashes, elsewhere = _of_all_ranks(own_hashes, local)  # every rank has moved its files
     if args.process_index == 0:
-        verify(run / ASIDE / name, trainer)
-        verify_states(run / ASIDE / name, trainer)
+        verify(new, trainer)
+        verify_states(new, trainer)
     if writes:
         facts = _facts(trainer, hashes) | ({"elsewhere": elsewhere} if elsewhere else {})
-        run_folder.write_json(run / ASIDE / name / FACTS, facts | {"digest": digest_of(facts)})
+        run_folder.write_json(new / FACTS, facts | {"digest": digest_of(facts)})
         _publish(run, name)
     distributed.barrier()  # it is on every disk before older ones are deleted
     if writes:
@@ -89,24 +90,32 @@ def _has_room(run: Path) -> bool:
     return False
 
 
-def _hashes(folder: Path, local: bool) -> tuple[dict[str, list], dict[str, list]]:
-    """Sync and hash files; return {file: [bytes, hash]} of this disk, and of those on others. Collective.
+def _hashes(folder: Path) -> dict[str, list]:
+    """Sync and hash the files that this rank has written, read from the page cache; return {file: [bytes, hash]}."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {str(f.relative_to(folder)): [f.stat().st_size, hash_file(f, sync=True)] for f in files}
 
-    The ranks that share a disk (all of them; with `local`, those of a node) share the work.
+
+def _move(own: Path, folder: Path) -> None:
+    """Move this rank's files into the folder of all ranks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in [file for file in own.rglob("*") if file.is_file()]:
+        target = folder / file.relative_to(own)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        file.rename(target)
+
+
+def _of_all_ranks(own_hashes: dict[str, list], local: bool) -> tuple[dict[str, list], dict[str, list]]:
+    """Return {file: [bytes, hash]} of this disk, and of those on others (with `local`, each node's own). Collective.
+
+    Raises: RuntimeError if two ranks have written another content under one name.
     """
-    ranks = range(distributed.size())
-    if local:
-        ranks = [
-            rank for rank, node in enumerate(distributed.all_gather(distributed.node())) if node == distributed.node()
-        ]
-    files = sorted(f for f in folder.rglob("*") if f.is_file())
-    own_hashes = {
-        str(f.relative_to(folder)): [f.stat().st_size, hash_file(f, sync=True)]
-        for f in files[ranks.index(distributed.rank()) :: len(ranks)]
-    }
     own_disk, elsewhere = {}, {}
-    for rank, part in enumerate(distributed.all_gather(own_hashes)):
-        (own_disk if rank in ranks else elsewhere).update(part)
+    for node, part in distributed.all_gather((distributed.node(), own_hashes)):
+        files = own_disk if not local or node == distributed.node() else elsewhere
+        if twice := [name for name, entry in part.items() if files.get(name, entry) != entry]:
+            raise RuntimeError(f"two ranks have saved {twice[0]}, each with another content.")
+        files.update(part)
     return own_disk, {name: entry for name, entry in elsewhere.items() if name not in own_disk}
 
 
