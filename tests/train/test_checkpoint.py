@@ -1,6 +1,8 @@
 """Checkpoints: whole or not there; a damaged one is named, with what is wrong; one of another run is refused."""
 
 import contextlib
+import errno
+import functools
 import itertools
 import json
 import os
@@ -11,10 +13,10 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, recipe_process, run_world
+from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world
 
 from zerofit.base.errors import DiskFull, UserError
-from zerofit.checkpoint import integrity, resumable, save
+from zerofit.checkpoint import integrity, resumable, save, verify
 from zerofit.checkpoint.facts import ASIDE, FACTS, digest_of, read_facts
 from zerofit.config import resolve
 from zerofit.job import run_folder
@@ -284,12 +286,76 @@ def test_damage_is_named_and_passed_over(copied, capsys, harm, name, says):
     if name == FACTS:
         truncate(copied / "checkpoint-4" / name)  # the first byte was its line's end
     flags = [*FLAGS, "--zero", "2", "--output_dir", str(copied), "--resume_from_checkpoint"]
-    with pytest.raises(UserError, match=rf"checkpoint-4: is no whole checkpoint: .*{says}"):
-        resumable.choose_folder(resolve.resolve_settings("sft", [*flags, str(copied / "checkpoint-4")], 2))
-    settings = resolve.resolve_settings("sft", [*flags, "auto"], 2)
-    resumable.choose_folder(settings)
-    assert settings.resume_from_checkpoint == str(copied / "checkpoint-2")
-    assert "note: checkpoint-4 is passed over: " in capsys.readouterr().out
+
+    def found(asked: str, *judge) -> str:
+        settings = resolve.resolve_settings("sft", [*flags, asked], 2)
+        resumable.find_checkpoint(settings, copied, *judge)
+        return settings.resume_from_checkpoint
+
+    by_ranks = functools.partial(verify.by_hashes, local=False)
+    for judge in [by_ranks] if harm is flip else [by_ranks, integrity.by_sizes]:
+        with pytest.raises(UserError, match=rf"checkpoint-4: is no whole checkpoint: .*{says}"):
+            found(str(copied / "checkpoint-4"), judge)
+        assert found("auto", judge) == str(copied / "checkpoint-2")
+        assert "note: checkpoint-4 is passed over: " in capsys.readouterr().out
+    if harm is flip:  # a launcher leaves it to its ranks
+        assert found("auto") == str(copied / "checkpoint-4")
+
+
+@pytest.mark.fault
+def test_a_file_that_cannot_be_read_is_damage(copied, monkeypatch):
+    def fails(file, sync=False):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(integrity, "hash_file", fails)
+    assert re.search("cannot be read: Input/output error", integrity.find_corruption(copied / "checkpoint-4"))
+
+
+@pytest.mark.fault
+def test_ranks_hash_each_file_once_and_fall_back(runs, tmp_path):
+    """Two ranks and `auto`: both take the older one, after shares of about half the bytes."""
+    notes, folder, cases = tmp_path / "hashes.jsonl", tmp_path / "run", tmp_path / "cases.json"
+    shutil.copytree(runs["2"].folder, folder)
+    shutil.rmtree(folder / "final")
+    flip(folder / "checkpoint-4" / STATES)
+    flags = [*FLAGS, "--zero", "2", "--bf16", "true", "--gpus", "2", "--output_dir", str(folder)]
+    cases.write_text(json.dumps([{"recipe": "sft", "flags": [*flags, "--resume_from_checkpoint", "auto"]}]))
+    done = run_python([str(ROOT / "tests" / "world.py"), str(cases)], ranks=2, ZEROFIT_TEST_HASHES=str(notes))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert done.stdout.count("note: checkpoint-4 is passed over: ") == 1 and "rank_1" in done.stdout
+    assert "checkpoints after step 2, where this run resumes, were moved to" in done.stdout
+    assert Run(folder).losses == runs["2"].losses
+    lines = [json.loads(line) for line in notes.read_text().splitlines()]
+    lines = [line for line in lines if line["what"] == "verify"]
+    for step in (2, 4):
+        mine = [line for line in lines if f"/checkpoint-{step}/" in line["file"]]
+        names = [line["file"].partition(f"/checkpoint-{step}/")[2] for line in mine]
+        assert sorted(names) == sorted(read_facts(runs["2"].folder / f"checkpoint-{step}")["files"]) or step == 4
+        assert len(set(names)) == len(names)
+        shares = [sum(line["bytes"] for line in mine if line["rank"] == rank) for rank in (0, 1)]
+        assert step == 4 or min(shares) > 0.4 * sum(shares)
+
+
+@pytest.mark.parametrize(("nodes", "shares"), [(["", "", ""], [9, 7, 6]), (["n", "n", "m"], [11, 11, 22])])
+def test_the_files_are_dealt_out_by_size(tmp_path, monkeypatch, nodes, shares):
+    """Among the ranks of a disk."""
+    sizes = {"model": 9, "a": 4, "b": 4, "c": 3, "d": 1, "e": 1}
+    known = {"files": {name: [size, "0"] for name, size in sizes.items()}}
+    monkeypatch.setattr(verify, "read_facts", lambda checkpoint: known)
+    monkeypatch.setattr(verify.distributed, "all_gather", lambda value: [(node, "d") for node in nodes])
+    found = []
+    for rank in range(3):
+        monkeypatch.setenv("RANK", str(rank))
+        found.append(sum(entry[0] for entry in verify._own_share(tmp_path, local=True).values()))
+    assert found == shares
+
+
+def test_a_launcher_hashes_no_file(copied, monkeypatch):
+    monkeypatch.setattr(integrity, "hash_file", lambda *_, **__: pytest.fail("a file is hashed"))
+    flags = [*FLAGS, "--zero", "2", "--output_dir", str(copied), "--resume_from_checkpoint", "auto"]
+    settings = resolve.resolve_settings("sft", flags, 2)
+    assert resumable.choose_folder(settings) == copied
+    assert settings.resume_from_checkpoint == str(copied / "checkpoint-4")
 
 
 def overwrite_with_zeros(file):
