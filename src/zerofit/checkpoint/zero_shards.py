@@ -33,14 +33,23 @@ class OptimizerStates:
 
     def whole(self, name: str, key: str = "fp32") -> torch.Tensor:
         """Return one state of one parameter in its shape. Raises: UserError if the shards are too short."""
-        shape, pieces = self.shapes[name], self.pieces[name].get(key, [])
-        flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else torch.empty(0)
-        if flat.numel() < math.prod(shape):
+        return self.part(name, key, 0, math.prod(self.shapes[name])).view(self.shapes[name])
+
+    def part(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
+        """Return a range of the numbers of a flat state, which ends where the parameter does; no others are read.
+
+        Raises: UserError if the shards are too short for the parameter.
+        """
+        pieces, numel, offset, found = self.pieces[name].get(key, []), math.prod(self.shapes[name]), 0, []
+        if (held := sum(piece.numel() for piece in pieces)) < numel:
             raise UserError(
-                f"{name}: the shards hold {flat.numel():,} of the {math.prod(shape):,} numbers of its {key}; the "
-                "checkpoint is not whole."
+                f"{name}: the shards hold {held:,} of the {numel:,} numbers of its {key}; the checkpoint is not whole."
             )
-        return flat[: math.prod(shape)].view(shape)
+        for piece in pieces:
+            found.append(piece[max(0, start - offset) : max(0, min(stop, numel) - offset)])
+            offset += piece.numel()
+        found = [piece for piece in found if piece.numel()] or [torch.empty(0)]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def is_deepspeed(checkpoint: Path) -> bool:
