@@ -14,9 +14,10 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world
+from safetensors.torch import load_file
 
 from zerofit.base.errors import DiskFull, UserError
-from zerofit.checkpoint import integrity, resumable, save, verify
+from zerofit.checkpoint import integrity, resumable, save, verify, zero_shards
 from zerofit.checkpoint.facts import ASIDE, FACTS, digest_of, read_facts
 from zerofit.config import resolve
 from zerofit.job import run_folder
@@ -43,6 +44,7 @@ def runs(tmp_path_factory):
     best = ["--eval_data", str(TINY / "eval.jsonl"), "--eval_strategy", "steps", "--eval_steps", "2", "--zero", "2",
             "--load_best_model_at_end", "true", "--save_total_limit", "1"]  # fmt: skip
     cases["best"] = ("sft", [*FLAGS, *best])
+    cases["best-3"] = ("sft", [*FLAGS, *best, "--zero", "3", "--greater_is_better", "true", "--save_total_limit", "2"])
     cases["model"] = ("sft", [*FLAGS, "--zero", "0", "--save_only_model", "true", "--hub_token", TOKEN])
     cases["minutes"] = ("sft", [*FLAGS, "--zero", "1", "--save_strategy", "no", "--save_every_minutes", "1e-6"])
     return run_world(2, cases, folder)
@@ -53,6 +55,60 @@ def test_the_best_one_is_known_by_its_name(runs):
     state = json.loads((saved / "trainer_state.json").read_text())
     assert state["best_model_checkpoint"] == str(saved) and integrity.find_corruption(saved) == ""
     assert runs["best"].json("result.json")["status"] == "finished"
+
+
+def test_the_best_one_is_loaded_from_shards_alone(runs):
+    """A larger loss is said to be better here: step 2's, which ZeRO-3 has saved without model.safetensors."""
+    run = runs["best-3"]
+    best = run.folder / "checkpoint-2"
+    assert json.loads((run.folder / "checkpoint-4" / "trainer_state.json").read_text())["best_global_step"] == 2
+    assert not list(best.glob("*.safetensors")) and "| steps | 2 |" in (run.folder / "final" / "README.md").read_text()
+    states, final = zero_shards.read(best), load_file(run.folder / "final" / "model.safetensors")
+    assert states.shapes and all(torch.equal(final[name], states.whole(name)) for name in states.shapes)
+
+
+def saver(**changed):
+    """What needs_no_weights asks of a trainer on a model of one weight."""
+    given = {"zero": 3, "flag": False, "only_model": False, "push": False, "local": False, "net": torch.nn.Linear(2, 1)}
+    given |= changed
+    given["net"].config = SimpleNamespace(to_dict=lambda: {"num_experts": 8} if given.get("experts") else {})
+    shapes = {name: tuple(p.shape) for name, p in given["net"].named_parameters()}
+    settings = SimpleNamespace(zero=given["zero"], save_model_in_checkpoints=given["flag"], source={}, values={})
+    settings.node_local_storage = given["local"]
+    args = SimpleNamespace(save_only_model=given["only_model"], push_to_hub=given["push"], hub_strategy="every_save")
+    return SimpleNamespace(settings=settings, args=args, model=given["net"], shapes=shapes, is_deepspeed_enabled=True,
+                           numel=(given.get("trainable", 3), 3))  # fmt: skip
+
+
+def test_when_shards_hold_the_weights(monkeypatch):
+    monkeypatch.setattr(save.offload, "unsaved", lambda settings: "")
+    assert save.needs_no_weights(saver())
+    for changed in ({"zero": 2}, {"flag": True}, {"only_model": True}, {"push": True}, {"local": True},
+                    {"trainable": 2}, {"experts": True}, {"net": torch.nn.BatchNorm1d(1)}):  # fmt: skip
+        assert not save.needs_no_weights(saver(**changed)), changed
+    monkeypatch.setattr(save.offload, "unsaved", lambda settings: "--offload_path")
+    assert not save.needs_no_weights(saver())
+
+
+@pytest.mark.fault
+def test_shards_that_lack_a_weight_are_found(runs, tmp_path, monkeypatch):
+    """By each rank in its own files."""
+    monkeypatch.setattr(save.distributed, "size", lambda: 2)
+    best = runs["best-3"].folder / "checkpoint-2"
+    shapes = zero_shards.read(best).shapes
+    for file in best.glob("*/*rank_1*"):
+        (tmp_path / file.parent.name).mkdir(exist_ok=True)
+        shutil.copy(file, tmp_path / file.parent.name)
+    save._check_own(tmp_path, shapes)
+    with pytest.raises(RuntimeError, match=r"not whole: .*extra has shape None in it, not \(1,\)"):
+        save._check_own(tmp_path, shapes | {"extra": (1,)})
+    with pytest.raises(RuntimeError, match="its shards end before"):
+        monkeypatch.setattr(save.distributed, "size", lambda: 1)
+        save._check_own(tmp_path, shapes)
+    (file,) = tmp_path.glob("*/*optim_states.pt")
+    truncate(file)
+    with pytest.raises(RuntimeError, match="was not written whole"):
+        save._check_own(tmp_path, shapes)
 
 
 @pytest.mark.parametrize("zero", STAGES)
@@ -659,7 +715,7 @@ def test_a_run_that_was_told_to_stop_keeps_its_last_checkpoint(stopping, monkeyp
     )
     trainer = object.__new__(ZerofitTrainer)
     trainer.state = SimpleNamespace(best_model_checkpoint="run/checkpoint-2")
-    trainer.reporter = SimpleNamespace(stopping=stopping)
+    trainer.reporter, trainer.unpublished = SimpleNamespace(stopping=stopping), None
     trainer._finalize_training(None, 8, 0.0)
     assert seen == [None if stopping else "run/checkpoint-2"]
 
@@ -741,7 +797,7 @@ def test_a_rank_beats_while_it_saves(monkeypatch, name):
     monkeypatch.setattr(Trainer, "save_model", lambda self, *words: said.append("written"))
     trainer = object.__new__(ZerofitTrainer)
     trainer.state, trainer.settings = SimpleNamespace(global_step=4), SimpleNamespace(trains_adapter=False)
-    trainer.clock = SimpleNamespace(paused=lambda: noted("pause"))
+    trainer.clock, trainer.saving_to = SimpleNamespace(paused=lambda: noted("pause")), None
     trainer.reporter = SimpleNamespace(heartbeat=SimpleNamespace(beating=lambda step: noted("beat", step)))
     trainer.tracker = SimpleNamespace(during=lambda phase: contextlib.nullcontext())
     getattr(trainer, name)("folder")
