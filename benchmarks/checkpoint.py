@@ -103,33 +103,62 @@ def inside() -> None:
 
 
 def saves(trainer) -> dict:
-    """Return the seconds of transformers' save (synced here; it does not sync) and of the kit's, and the bytes."""
-    from transformers import Trainer
+    """Return the seconds in which each way to save blocks training, round by round, and the bytes of the last one.
 
-    from zerofit.base import distributed
+    "plain" is transformers' save, synced here, which it does not do; "kit" is verified and hashed too; "weights" the
+    same with --save_model_in_checkpoints; "background" what --save_in_background leaves: the copies and the renaming.
+    """
     from zerofit.base.paths import size_of
     from zerofit.job import run_folder
 
-    run, rounds = Path(trainer.args.output_dir), {"plain": [], "kit": []}
+    run, rounds = Path(trainer.args.output_dir), {"plain": [], "weights": [], "kit": [], "background": []}
     for _ in range(ROUNDS):
-        for kind, write in (("plain", lambda: Trainer._save_checkpoint(trainer, trainer.model, None)),
-                            ("kit", lambda: trainer._save_checkpoint(trainer.model, None))):  # fmt: skip
-            trainer.saving_to = run / "plain" if kind == "plain" else None
-            distributed.barrier()
-            if trainer.args.process_index == 0:
-                shutil.rmtree(run / "plain", ignore_errors=True)
-                for folder in run_folder.checkpoints(run).values():
-                    shutil.rmtree(folder)
-                os.sync()
-            distributed.barrier()
-            began = time.perf_counter()
-            write()
-            distributed.barrier()
-            if trainer.args.process_index == 0 and kind == "plain":
-                os.sync()
-            rounds[kind].append(time.perf_counter() - began)
+        for kind, seconds in rounds.items():
+            _empty(trainer, run)
+            seconds.append(_blocked(trainer, run, kind))
     (newest,) = run_folder.checkpoints(run).values()
     return {"saves": rounds, "bytes": size_of(newest)}
+
+
+def _empty(trainer, run: Path) -> None:
+    """Delete what the last round has saved. Collective."""
+    from zerofit.base import distributed
+    from zerofit.job import run_folder
+
+    distributed.barrier()
+    if trainer.args.process_index == 0:
+        shutil.rmtree(run / "plain", ignore_errors=True)
+        for folder in run_folder.checkpoints(run).values():
+            shutil.rmtree(folder)
+        os.sync()
+    distributed.barrier()
+
+
+def _blocked(trainer, run: Path, kind: str) -> float:
+    """Save in one way; return the seconds without those in which training goes on. Collective."""
+    from transformers import Trainer
+
+    from zerofit.base import distributed
+
+    settings = trainer.settings
+    settings.values |= {"save_in_background": kind == "background", "save_model_in_checkpoints": kind == "weights"}
+    trainer.saving_to = run / "plain" if kind == "plain" else None
+    began = time.perf_counter()
+    if kind == "plain":
+        Trainer._save_checkpoint(trainer, trainer.model, None)
+    else:
+        trainer._save_checkpoint(trainer.model, None)
+    distributed.barrier()
+    if trainer.args.process_index == 0 and kind == "plain":
+        os.sync()
+    blocked = time.perf_counter() - began
+    if kind != "background":
+        return blocked
+    trainer.unpublished.writing.wait()
+    distributed.barrier()
+    began = time.perf_counter()
+    trainer.publish_checkpoint()
+    return blocked + time.perf_counter() - began
 
 
 def verified(checkpoint: Path) -> float:
@@ -182,10 +211,12 @@ def measure(folder: Path, shape: dict) -> dict:
 
 
 def table(found: dict) -> list[str]:
-    plain, kit = (statistics.median(found["saves"][kind]) for kind in ("plain", "kit"))
+    plain, whole, kit, background = (statistics.median(seconds) for seconds in found["saves"].values())
     resume = found["resume"]
     rows = [
         ("save, on the disk (synced)", f"{kit:.1f} s, verified and hashed", f"{plain:.1f} s, plain Trainer", ""),
+        ("the same with --save_model_in_checkpoints", f"{whole:.1f} s", "", ""),
+        ("training waits with --save_in_background", f"{background:.1f} s", "", ""),
         ("verify before a resume (all hashes)", f"{found['verify_seconds']:.1f} s", "none", ""),
         (
             "load, same ranks and stage",
@@ -199,7 +230,7 @@ def table(found: dict) -> list[str]:
     universal = found["universal"]
     other = f"{universal['seconds']:.1f} s and {universal['bytes'] / 1e9:.2f} GB for ds_to_universal, peak "
     other += f"{universal['peak_gb']:.2f} GB; its load comes on top"
-    rows[3] = (*rows[3][:2], other, rows[3][3])
+    rows[5] = (*rows[5][:2], other, rows[5][3])
     fp32 = f"{found['zero_to_fp32']['seconds']:.1f} s, zero_to_fp32, peak {found['zero_to_fp32']['peak_gb']:.2f} GB"
     rows.append(("export in fp32", f"{found['export']['seconds']:.1f} s", fp32, found["export"]))
     rows.append(

@@ -134,6 +134,8 @@ def main() -> None:
     write_result = run.write_result
     if os.environ.get("ZEROFIT_TEST_NAN_BASE"):
         import nan_base  # noqa: F401
+    if os.environ.get("ZEROFIT_TEST_HASHES"):
+        import hash_counts  # noqa: F401
     if name := os.environ.get("ZEROFIT_TEST_ACCELERATOR"):
         # "cpu:0" is another name of the CPU: DeepSpeed treats it as a GPU next to the CPU (test_offload.py)
         from deepspeed.accelerator import get_accelerator

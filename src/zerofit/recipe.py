@@ -6,6 +6,7 @@ from zerofit.base import process
 
 process.begin()  # before the next lines import torch, in a program that has not called entrypoint.check_early
 
+import functools
 import gc
 import os
 import sys
@@ -66,7 +67,7 @@ def start_processes(settings: Settings, train_set, eval_set):
     incomplete run behind.
     """
     from zerofit.base import rank_status
-    from zerofit.checkpoint import node_local, resumable
+    from zerofit.checkpoint import resumable, verify
     from zerofit.config import nvme
     from zerofit.model import attention, gradient_checkpointing, liger
     from zerofit.parallel import sequence_parallel
@@ -95,12 +96,13 @@ def start_processes(settings: Settings, train_set, eval_set):
     started_by, folder = restart.starters(), None
     if distributed.rank() == 0:
         restart.go_on(settings, started_by)
-        folder = str(resumable.choose_folder(settings))  # sets the checkpoint too
-    run_of_rank_0 = distributed.broadcast((folder, settings.resume_from_checkpoint))
-    settings.output_dir, settings.resume_from_checkpoint = run_of_rank_0
-    network_check.check_disk(settings, Path(run_of_rank_0[0]))
-    if settings.node_local_storage and distributed.several_nodes():
-        node_local.agree(settings, Path(run_of_rank_0[0]))
+        folder = run_folder.name_folder(settings)
+        run_folder.check_folder(folder, bool(settings.resume_from_checkpoint))
+    folder, settings.resume_from_checkpoint = distributed.broadcast((folder, settings.resume_from_checkpoint))
+    settings.output_dir = str(folder)
+    network_check.check_disk(settings, folder)
+    local = settings.node_local_storage and distributed.several_nodes()
+    resumable.find_checkpoint(settings, folder, functools.partial(verify.by_hashes, local=local))
     arguments = training_arguments(settings)
     if settings.memory_report:
         memory_report.start(settings)

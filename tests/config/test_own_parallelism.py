@@ -104,7 +104,7 @@ def test_a_group_of_neighbors_stays_on_one_node(twins, monkeypatch):
 def test_a_checkpoint_says_it_and_a_resumed_run_counts_it(twins, monkeypatch):
     settings = settings_of("--twin_size", "2")
     trainer = SimpleNamespace(settings=settings, state=SimpleNamespace(global_step=3), is_deepspeed_enabled=True)
-    facts = save._facts(trainer, {})
+    facts = save._facts(trainer)
     assert facts["twin_size"] == 2 and "twin_size" not in differences.record(settings)
     resumable.check_split(settings_of("--twin_size", "1"), facts, "x")  # each rank has the whole model
     old = {"twin_size": 2}

@@ -55,7 +55,10 @@ def ended(recipe, folder):
     ]  # fmt: skip
 
 
-FAST = {"sft0": sft("0"), "sft3": sft("3", *BF16), "lora2": lora("2", *BF16)}
+FAST = {
+    "sft0": sft("0"), "sft3": sft("3", *BF16, "--save_model_in_checkpoints", "true"), "shards3": sft("3", *BF16),
+    "lora2": lora("2", *BF16),
+}  # fmt: skip
 NEW = ["--new_tokens", "pet", "colour"]
 SLOW = {
     "sft1": sft("1"), "sft2": sft("2", *BF16), "sft3fp32": sft("3"), "sftnew2": sft("2", *NEW),
@@ -148,6 +151,20 @@ def test_float32_takes_the_masters(runs, tmp_path, capsys):
     assert sum((tensor != kept[name].float()).sum().item() for name, tensor in masters.items()) > 100_000
     states = zero_shards.read(checkpoint)
     assert all(torch.equal(tensor, states.whole(name)) for name, tensor in masters.items())
+
+
+def test_a_checkpoint_of_shards_is_a_model(runs, tmp_path):
+    """As ZeRO-3 saves it by default: what reads a checkpoint's weights takes them from there."""
+    checkpoint, final = (runs["shards3"].folder / name for name in ("checkpoint-4", "final"))
+    assert not list(checkpoint.glob("*.safetensors*")) and (checkpoint / "config.json").exists()
+    exported(checkpoint, tmp_path / "out")  # in bf16, compared with the fp32 weights of the shards
+    found, trained = (load_file(folder / "model.safetensors") for folder in (tmp_path / "out", final))
+    assert found.keys() == trained.keys() - {"lm_head.weight"}  # tied
+    assert all(torch.equal(tensor, trained[name]) for name, tensor in found.items())
+    whole = load_file(runs["sft3"].folder / "checkpoint-4" / "model.safetensors")
+    assert all(torch.equal(tensor, whole[name]) for name, tensor in found.items())
+    loaded = export_source.load(export_source.find(str(checkpoint)))  # as chat does
+    assert all(torch.equal(p.bfloat16(), trained[name]) for name, p in loaded.named_parameters())
 
 
 def test_many_files_and_their_index(runs, tmp_path, capsys):

@@ -25,9 +25,9 @@ FLAGS = [
 ]  # fmt: skip
 
 
-def started(folder) -> subprocess.Popen:
+def started(folder, more=()) -> subprocess.Popen:
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-             str(ROOT / "recipes" / "sft.py"), *FLAGS, "--output_dir", str(folder),
+             str(ROOT / "recipes" / "sft.py"), *FLAGS, *more, "--output_dir", str(folder),
              "--resume_from_checkpoint", "auto"]  # fmt: skip
     with Path(os.devnull).open("w") as nowhere, Path(f"{folder}.err").open("w") as errors:
         return subprocess.Popen(words, stdout=nowhere, stderr=errors, env=os.environ | {"OMP_NUM_THREADS": "1"})
@@ -45,7 +45,8 @@ def kill(process: subprocess.Popen) -> None:
 @pytest.mark.fault
 @pytest.mark.slow
 @pytest.mark.timeout(7200)
-def test_killed_at_random_moments(tmp_path, record_property):
+@pytest.mark.parametrize("more", [(), ("--save_in_background", "true")], ids=["", "background"])
+def test_killed_at_random_moments(tmp_path, record_property, more):
     record_property("cases", KILLS)
     whole, killed, moments = tmp_path / "whole", tmp_path / "killed", random.Random(7)
     process = started(whole)
@@ -53,7 +54,7 @@ def test_killed_at_random_moments(tmp_path, record_property):
     kills, made = [], 0
     while len(kills) < KILLS:
         before = max(run_folder.checkpoints(killed), default=0)
-        process = started(killed)
+        process = started(killed, more)
         # From the first imports on; most while it trains and saves.
         deadline = time.monotonic() + 240
         if moments.random() < 0.2:
@@ -72,7 +73,7 @@ def test_killed_at_random_moments(tmp_path, record_property):
         if newest:  # whatever the moment was: the newest folder that has its name is good
             assert integrity.find_corruption(run_folder.checkpoints(killed)[newest]) == ""
         assert newest >= before
-    process = started(killed)
+    process = started(killed, more)
     assert process.wait(timeout=3600) == 0, (tmp_path / "killed.err").read_text()[-3000:]
     saving = sum(kill["while_saving"] for kill in kills)
     print(f"{len(kills)} kills ({saving} while a checkpoint was written): {made} of {8 * KILLS} steps were made twice")

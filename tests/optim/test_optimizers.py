@@ -415,7 +415,7 @@ def test_the_docs_table_is_the_data():
 def test_skipped_steps_of_stage_0_reach_the_log():
     trainer = SimpleNamespace(
         accelerator=SimpleNamespace(optimizer_step_was_skipped=True), guard=SimpleNamespace(after_step=lambda: None),
-        settings=SimpleNamespace(save_every_minutes=0.0),
+        settings=SimpleNamespace(save_every_minutes=0.0), unpublished=None,
     )  # fmt: skip
     reporter = progress.Reporter(trainer)
     args, state = SimpleNamespace(save_strategy="no"), SimpleNamespace(global_step=1, max_steps=9)

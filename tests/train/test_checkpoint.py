@@ -1,19 +1,23 @@
 """Checkpoints: whole or not there; a damaged one is named, with what is wrong; one of another run is refused."""
 
 import contextlib
+import errno
+import functools
 import itertools
 import json
 import os
+import re
 import shutil
 from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, recipe_process, run_world
+from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world
+from safetensors.torch import load_file
 
 from zerofit.base.errors import DiskFull, UserError
-from zerofit.checkpoint import integrity, resumable, save
+from zerofit.checkpoint import integrity, resumable, save, verify, zero_shards
 from zerofit.checkpoint.facts import ASIDE, FACTS, digest_of, read_facts
 from zerofit.config import resolve
 from zerofit.job import run_folder
@@ -40,6 +44,7 @@ def runs(tmp_path_factory):
     best = ["--eval_data", str(TINY / "eval.jsonl"), "--eval_strategy", "steps", "--eval_steps", "2", "--zero", "2",
             "--load_best_model_at_end", "true", "--save_total_limit", "1"]  # fmt: skip
     cases["best"] = ("sft", [*FLAGS, *best])
+    cases["best-3"] = ("sft", [*FLAGS, *best, "--zero", "3", "--greater_is_better", "true", "--save_total_limit", "2"])
     cases["model"] = ("sft", [*FLAGS, "--zero", "0", "--save_only_model", "true", "--hub_token", TOKEN])
     cases["minutes"] = ("sft", [*FLAGS, "--zero", "1", "--save_strategy", "no", "--save_every_minutes", "1e-6"])
     return run_world(2, cases, folder)
@@ -50,6 +55,60 @@ def test_the_best_one_is_known_by_its_name(runs):
     state = json.loads((saved / "trainer_state.json").read_text())
     assert state["best_model_checkpoint"] == str(saved) and integrity.find_corruption(saved) == ""
     assert runs["best"].json("result.json")["status"] == "finished"
+
+
+def test_the_best_one_is_loaded_from_shards_alone(runs):
+    """A larger loss is said to be better here: step 2's, which ZeRO-3 has saved without model.safetensors."""
+    run = runs["best-3"]
+    best = run.folder / "checkpoint-2"
+    assert json.loads((run.folder / "checkpoint-4" / "trainer_state.json").read_text())["best_global_step"] == 2
+    assert not list(best.glob("*.safetensors")) and "| steps | 2 |" in (run.folder / "final" / "README.md").read_text()
+    states, final = zero_shards.read(best), load_file(run.folder / "final" / "model.safetensors")
+    assert states.shapes and all(torch.equal(final[name], states.whole(name)) for name in states.shapes)
+
+
+def saver(**changed):
+    """What needs_no_weights asks of a trainer on a model of one weight."""
+    given = {"zero": 3, "flag": False, "only_model": False, "push": False, "local": False, "net": torch.nn.Linear(2, 1)}
+    given |= changed
+    given["net"].config = SimpleNamespace(to_dict=lambda: {"num_experts": 8} if given.get("experts") else {})
+    shapes = {name: tuple(p.shape) for name, p in given["net"].named_parameters()}
+    settings = SimpleNamespace(zero=given["zero"], save_model_in_checkpoints=given["flag"], source={}, values={})
+    settings.node_local_storage = given["local"]
+    args = SimpleNamespace(save_only_model=given["only_model"], push_to_hub=given["push"], hub_strategy="every_save")
+    return SimpleNamespace(settings=settings, args=args, model=given["net"], shapes=shapes, is_deepspeed_enabled=True,
+                           numel=(given.get("trainable", 3), 3))  # fmt: skip
+
+
+def test_when_shards_hold_the_weights(monkeypatch):
+    monkeypatch.setattr(save.offload, "unsaved", lambda settings: "")
+    assert save.needs_no_weights(saver())
+    for changed in ({"zero": 2}, {"flag": True}, {"only_model": True}, {"push": True}, {"local": True},
+                    {"trainable": 2}, {"experts": True}, {"net": torch.nn.BatchNorm1d(1)}):  # fmt: skip
+        assert not save.needs_no_weights(saver(**changed)), changed
+    monkeypatch.setattr(save.offload, "unsaved", lambda settings: "--offload_path")
+    assert not save.needs_no_weights(saver())
+
+
+@pytest.mark.fault
+def test_shards_that_lack_a_weight_are_found(runs, tmp_path, monkeypatch):
+    """By each rank in its own files."""
+    monkeypatch.setattr(save.distributed, "size", lambda: 2)
+    best = runs["best-3"].folder / "checkpoint-2"
+    shapes = zero_shards.read(best).shapes
+    for file in best.glob("*/*rank_1*"):
+        (tmp_path / file.parent.name).mkdir(exist_ok=True)
+        shutil.copy(file, tmp_path / file.parent.name)
+    save._check_own(tmp_path, shapes)
+    with pytest.raises(RuntimeError, match=r"not whole: .*extra has shape None in it, not \(1,\)"):
+        save._check_own(tmp_path, shapes | {"extra": (1,)})
+    with pytest.raises(RuntimeError, match="its shards end before"):
+        monkeypatch.setattr(save.distributed, "size", lambda: 1)
+        save._check_own(tmp_path, shapes)
+    (file,) = tmp_path.glob("*/*optim_states.pt")
+    truncate(file)
+    with pytest.raises(RuntimeError, match="was not written whole"):
+        save._check_own(tmp_path, shapes)
 
 
 @pytest.mark.parametrize("zero", STAGES)
@@ -64,6 +123,40 @@ def test_what_is_saved_goes_on(runs, zero):
         assert (known["zero"], known["world_size"], known["effective_batch_size"]) == (zero, 2, 8)
         assert integrity.find_corruption(saved) == ""
     assert runs[f"{zero}-resumed"].losses == run.losses[2:]  # bit for bit
+
+
+RANKS_OWN = r"rng_state_(\d)\.pth|zero_pp_rank_(\d)"  # names of the files that each rank writes
+
+
+def test_each_rank_hashes_what_it_has_written(tmp_path):
+    """Synced by the process that has the pages, each file once."""
+    notes = tmp_path / "hashes.jsonl"
+    run = run_world(2, {"3": ("sft", [*FLAGS, "--zero", "3"])}, tmp_path, ZEROFIT_TEST_HASHES=str(notes))["3"]
+    lines = [json.loads(line) for line in notes.read_text().splitlines()]
+    assert all(line["sync"] for line in lines if line["what"] == "save")
+    for step in (2, 4):
+        hashed = {}
+        for line in lines:
+            name = line["file"].partition(f"/checkpoint-{step}/")[2]
+            if name:
+                assert name not in hashed
+                hashed[name] = line["rank"]
+        assert hashed.keys() == read_facts(run.folder / f"checkpoint-{step}")["files"].keys()
+        for name, rank in hashed.items():
+            own = re.search(RANKS_OWN, name)
+            assert rank == (int(own[1] or own[2]) if own else 0), name
+    shares = [sum(line["bytes"] for line in lines if line["rank"] == rank and ".pt" in line["file"]) for rank in (0, 1)]
+    assert shares[0] == pytest.approx(shares[1], rel=0.05)
+
+
+@pytest.mark.fault
+def test_two_ranks_that_write_one_file_are_found(monkeypatch):
+    parts = [("a", {"x": [1, "one"], "y": [1, "y"]}), ("b", {"x": [1, "one"]}), ("b", {"y": [2, "other"]})]
+    monkeypatch.setattr(save.distributed, "all_gather", lambda value: parts)
+    monkeypatch.setattr(save.distributed, "node", lambda: "a")
+    assert save._of_all_ranks({}, local=True) == ({"x": [1, "one"], "y": [1, "y"]}, {})
+    with pytest.raises(RuntimeError, match="two ranks have saved y"):
+        save._of_all_ranks({}, local=False)
 
 
 def test_a_token_is_in_no_file(runs):
@@ -249,12 +342,76 @@ def test_damage_is_named_and_passed_over(copied, capsys, harm, name, says):
     if name == FACTS:
         truncate(copied / "checkpoint-4" / name)  # the first byte was its line's end
     flags = [*FLAGS, "--zero", "2", "--output_dir", str(copied), "--resume_from_checkpoint"]
-    with pytest.raises(UserError, match=rf"checkpoint-4: is no whole checkpoint: .*{says}"):
-        resumable.choose_folder(resolve.resolve_settings("sft", [*flags, str(copied / "checkpoint-4")], 2))
-    settings = resolve.resolve_settings("sft", [*flags, "auto"], 2)
-    resumable.choose_folder(settings)
-    assert settings.resume_from_checkpoint == str(copied / "checkpoint-2")
-    assert "note: checkpoint-4 is passed over: " in capsys.readouterr().out
+
+    def found(asked: str, *judge) -> str:
+        settings = resolve.resolve_settings("sft", [*flags, asked], 2)
+        resumable.find_checkpoint(settings, copied, *judge)
+        return settings.resume_from_checkpoint
+
+    by_ranks = functools.partial(verify.by_hashes, local=False)
+    for judge in [by_ranks] if harm is flip else [by_ranks, integrity.by_sizes]:
+        with pytest.raises(UserError, match=rf"checkpoint-4: is no whole checkpoint: .*{says}"):
+            found(str(copied / "checkpoint-4"), judge)
+        assert found("auto", judge) == str(copied / "checkpoint-2")
+        assert "note: checkpoint-4 is passed over: " in capsys.readouterr().out
+    if harm is flip:  # a launcher leaves it to its ranks
+        assert found("auto") == str(copied / "checkpoint-4")
+
+
+@pytest.mark.fault
+def test_a_file_that_cannot_be_read_is_damage(copied, monkeypatch):
+    def fails(file, sync=False):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))
+
+    monkeypatch.setattr(integrity, "hash_file", fails)
+    assert re.search("cannot be read: Input/output error", integrity.find_corruption(copied / "checkpoint-4"))
+
+
+@pytest.mark.fault
+def test_ranks_hash_each_file_once_and_fall_back(runs, tmp_path):
+    """Two ranks and `auto`: both take the older one, after shares of about half the bytes."""
+    notes, folder, cases = tmp_path / "hashes.jsonl", tmp_path / "run", tmp_path / "cases.json"
+    shutil.copytree(runs["2"].folder, folder)
+    shutil.rmtree(folder / "final")
+    flip(folder / "checkpoint-4" / STATES)
+    flags = [*FLAGS, "--zero", "2", "--bf16", "true", "--gpus", "2", "--output_dir", str(folder)]
+    cases.write_text(json.dumps([{"recipe": "sft", "flags": [*flags, "--resume_from_checkpoint", "auto"]}]))
+    done = run_python([str(ROOT / "tests" / "world.py"), str(cases)], ranks=2, ZEROFIT_TEST_HASHES=str(notes))
+    assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
+    assert done.stdout.count("note: checkpoint-4 is passed over: ") == 1 and "rank_1" in done.stdout
+    assert "checkpoints after step 2, where this run resumes, were moved to" in done.stdout
+    assert Run(folder).losses == runs["2"].losses
+    lines = [json.loads(line) for line in notes.read_text().splitlines()]
+    lines = [line for line in lines if line["what"] == "verify"]
+    for step in (2, 4):
+        mine = [line for line in lines if f"/checkpoint-{step}/" in line["file"]]
+        names = [line["file"].partition(f"/checkpoint-{step}/")[2] for line in mine]
+        assert sorted(names) == sorted(read_facts(runs["2"].folder / f"checkpoint-{step}")["files"]) or step == 4
+        assert len(set(names)) == len(names)
+        shares = [sum(line["bytes"] for line in mine if line["rank"] == rank) for rank in (0, 1)]
+        assert step == 4 or min(shares) > 0.4 * sum(shares)
+
+
+@pytest.mark.parametrize(("nodes", "shares"), [(["", "", ""], [9, 7, 6]), (["n", "n", "m"], [11, 11, 22])])
+def test_the_files_are_dealt_out_by_size(tmp_path, monkeypatch, nodes, shares):
+    """Among the ranks of a disk."""
+    sizes = {"model": 9, "a": 4, "b": 4, "c": 3, "d": 1, "e": 1}
+    known = {"files": {name: [size, "0"] for name, size in sizes.items()}}
+    monkeypatch.setattr(verify, "read_facts", lambda checkpoint: known)
+    monkeypatch.setattr(verify.distributed, "all_gather", lambda value: [(node, "d") for node in nodes])
+    found = []
+    for rank in range(3):
+        monkeypatch.setenv("RANK", str(rank))
+        found.append(sum(entry[0] for entry in verify._own_share(tmp_path, local=True).values()))
+    assert found == shares
+
+
+def test_a_launcher_hashes_no_file(copied, monkeypatch):
+    monkeypatch.setattr(integrity, "hash_file", lambda *_, **__: pytest.fail("a file is hashed"))
+    flags = [*FLAGS, "--zero", "2", "--output_dir", str(copied), "--resume_from_checkpoint", "auto"]
+    settings = resolve.resolve_settings("sft", flags, 2)
+    assert resumable.choose_folder(settings) == copied
+    assert settings.resume_from_checkpoint == str(copied / "checkpoint-4")
 
 
 def overwrite_with_zeros(file):
@@ -558,7 +715,7 @@ def test_a_run_that_was_told_to_stop_keeps_its_last_checkpoint(stopping, monkeyp
     )
     trainer = object.__new__(ZerofitTrainer)
     trainer.state = SimpleNamespace(best_model_checkpoint="run/checkpoint-2")
-    trainer.reporter = SimpleNamespace(stopping=stopping)
+    trainer.reporter, trainer.unpublished = SimpleNamespace(stopping=stopping), None
     trainer._finalize_training(None, 8, 0.0)
     assert seen == [None if stopping else "run/checkpoint-2"]
 
@@ -640,7 +797,7 @@ def test_a_rank_beats_while_it_saves(monkeypatch, name):
     monkeypatch.setattr(Trainer, "save_model", lambda self, *words: said.append("written"))
     trainer = object.__new__(ZerofitTrainer)
     trainer.state, trainer.settings = SimpleNamespace(global_step=4), SimpleNamespace(trains_adapter=False)
-    trainer.clock = SimpleNamespace(paused=lambda: noted("pause"))
+    trainer.clock, trainer.saving_to = SimpleNamespace(paused=lambda: noted("pause")), None
     trainer.reporter = SimpleNamespace(heartbeat=SimpleNamespace(beating=lambda step: noted("beat", step)))
     trainer.tracker = SimpleNamespace(during=lambda phase: contextlib.nullcontext())
     getattr(trainer, name)("folder")

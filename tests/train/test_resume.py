@@ -2,6 +2,7 @@
 
 import itertools
 import logging
+import math
 import shutil
 import subprocess
 from collections import namedtuple
@@ -15,6 +16,7 @@ from transformers import PreTrainedConfig, trainer_utils
 
 from zerofit.base import log_filters
 from zerofit.base.errors import UserError
+from zerofit.checkpoint import reshard, zero_shards
 from zerofit.commands import resume
 from zerofit.job.request import Request
 from zerofit.train.trainer import ZerofitTrainer
@@ -129,6 +131,70 @@ def test_every_stage_and_rank_count_to_every_other(tmp_path, recipe, counts):
         resumed |= run_world(n, cases, tmp_path)
     for name, run in resumed.items():
         check(saved[name.split(">")[0]], run)
+
+
+def shards_of(ranks: int) -> zero_shards.OptimizerStates:
+    """States of three parameters in pieces of `ranks` ranks as stage 3 saves them, the last piece padded."""
+    shapes, pieces = {"a": (4, 5), "b": (7,), "c": (3, 3, 3)}, {}
+    generator = torch.Generator().manual_seed(0)
+    for name, shape in shapes.items():
+        share = -(-math.prod(shape) // ranks)
+        pieces[name] = {key: list(torch.randn(share * ranks, generator=generator).split(share)) for key in KEYS}
+    return zero_shards.OptimizerStates(shapes, pieces)
+
+
+KEYS = ("fp32", "exp_avg", "exp_avg_sq")
+
+
+@pytest.mark.parametrize("saved_by", [1, 2, 5])
+def test_a_range_of_a_state_is_that_of_the_whole(saved_by):
+    states = shards_of(saved_by)
+    for name, key in itertools.product(states.shapes, KEYS):
+        flat = torch.cat(states.pieces[name][key])[: math.prod(states.shapes[name])]
+        assert torch.equal(states.whole(name, key), flat.view(states.shapes[name]))
+        for start, stop in itertools.combinations_with_replacement(range(len(flat) + 4), 2):
+            assert torch.equal(states.part(name, key, start, stop), flat[start:stop])
+    states.pieces["b"]["exp_avg"] = [states.pieces["b"]["exp_avg"][0][:1]]
+    with pytest.raises(UserError, match="b: the shards hold 1 of the 7 numbers of its exp_avg"):
+        states.part("b", "exp_avg", 0, 1)
+
+
+@pytest.mark.parametrize(("saved_by", "ranks"), [(1, 3), (2, 3), (5, 2), (4, 4)])
+def test_each_rank_reads_its_share_of_stage_3(monkeypatch, saved_by, ranks):
+    """Not the whole checkpoint: one number more for each parameter and state at the most, and bit for bit the same."""
+    states, read = shards_of(saved_by), []
+    part = states.part
+
+    def counted(*words):
+        read.append(part(*words))
+        return read[-1]
+
+    states.part, found = counted, {(name, key): [] for name in states.shapes for key in KEYS}
+    total = sum(math.prod(shape) for shape in states.shapes.values()) * len(KEYS)
+    for rank in range(ranks):
+        monkeypatch.setattr(torch.distributed, "get_rank", lambda rank=rank: rank)
+        parameters = {name: torch.nn.Parameter(torch.zeros(1)) for name in states.shapes}
+        for name, p in parameters.items():
+            share = -(-math.prod(states.shapes[name]) // ranks)
+            p.ds_tensor, p.partition_numel = torch.zeros(share), lambda share=share: share
+        flat = torch.zeros(sum(p.partition_numel() for p in parameters.values()))
+        zero = SimpleNamespace(
+            fp32_partitioned_groups_flat=[flat], fp16_groups=[list(parameters.values())], sub_group_to_group_id=[0],
+            checkpoint_event_prologue=lambda: None, checkpoint_event_epilogue=lambda: None,
+        )  # fmt: skip
+        optimizer, names = torch.optim.AdamW([flat]), {id(p): name for name, p in parameters.items()}
+        read.clear()
+        reshard._into_partitions(zero, optimizer, states, names, list(KEYS[1:]), {})
+        assert sum(len(piece) for piece in read) <= total / ranks + len(found)
+        own = {"fp32": flat, **{key: optimizer.state[flat][key] for key in KEYS[1:]}}
+        for key in KEYS:
+            shares = own[key].split([p.partition_numel() for p in parameters.values()])
+            for name, piece in zip(parameters, shares, strict=True):
+                found[name, key].append(piece)
+        assert torch.equal(torch.cat([p.ds_tensor for p in parameters.values()]), flat)
+    for (name, key), pieces in found.items():
+        whole = states.whole(name, key)
+        assert torch.equal(torch.cat(pieces)[: whole.numel()].view_as(whole), whole)
 
 
 @pytest.mark.parametrize(("zero", "saved", "anew"), [

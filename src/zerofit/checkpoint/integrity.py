@@ -1,6 +1,7 @@
 """Find what is wrong with a checkpoint before anything is loaded from it."""
 
 import json
+from collections.abc import Iterator
 from pathlib import Path
 
 from zerofit import __version__
@@ -11,16 +12,19 @@ from zerofit.checkpoint.facts import FACTS, FORMAT, is_of_this_kit, read_facts
 from zerofit.job import run_folder
 
 
-def latest_valid_checkpoint(folder: Path, say=lambda text: None, hashes: bool = True) -> Path | None:
+def latest_valid_checkpoint(folder: Path, hashes: bool = True) -> Path | None:
     """Return the newest checkpoint-<step> of a run folder that can be resumed, or None.
 
-    Args: say: called with one line for every checkpoint that is skipped; hashes: as of `damage`.
+    Args: hashes: as of `damage`.
     """
-    for checkpoint in reversed(run_folder.checkpoints(folder).values()):
-        if not (reason := find_corruption(checkpoint, hashes)):
-            return checkpoint
-        say(f"{checkpoint.name} is passed over: {reason}")
-    return None
+    newest_first = reversed(run_folder.checkpoints(folder).values())
+    return next((checkpoint for checkpoint in newest_first if not find_corruption(checkpoint, hashes)), None)
+
+
+def by_sizes(checkpoints: list[Path]) -> Iterator[tuple[Path, str]]:
+    """Yield each checkpoint with what `find_corruption` says of it without hashing any file."""
+    for checkpoint in checkpoints:
+        yield checkpoint, find_corruption(checkpoint, hashes=False)
 
 
 def find_corruption(checkpoint: Path, hashes: bool = True) -> str:
@@ -32,8 +36,8 @@ def find_corruption(checkpoint: Path, hashes: bool = True) -> str:
 def damage(checkpoint: Path, hashes: bool = True) -> str:
     """Return what is wrong with the files of a checkpoint, else ""; it may still hold only a model.
 
-    Args: hashes: read and hash every file; False: compare their sizes only, which takes no time. A job that has saved
-        and must end uses it: hashing a large checkpoint may outlast the time that SLURM leaves it.
+    Args: hashes: read and hash every file; False: compare their sizes only, which takes no time: for a launcher, whose
+        ranks hash (verify.py), and for a job that has saved and must end before SLURM ends it.
     """
     try:
         json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))
@@ -48,7 +52,7 @@ def damage(checkpoint: Path, hashes: bool = True) -> str:
         return f"its {FACTS} is missing"
     if known and known.get("format", 1) > FORMAT:
         return f"zerofit {known.get('zerofit')} saved it, in a form that {__version__} does not know; update zerofit"
-    return (_changed(checkpoint, known["files"], hashes) if known else "") or pickles.fault(checkpoint)
+    return (changed(checkpoint, known["files"], hashes) if known else "") or pickles.fault(checkpoint)
 
 
 def without_states(checkpoint: Path) -> str:
@@ -58,7 +62,7 @@ def without_states(checkpoint: Path) -> str:
     return "it holds a model without optimizer states (--save_only_model), which can only be started from with --model"
 
 
-def _changed(checkpoint: Path, files: dict[str, list], hashes: bool) -> str:
+def changed(checkpoint: Path, files: dict[str, list], hashes: bool = True) -> str:
     """Return a sentence about the first file that differs from what was written, else ""."""
     for name, (size, digest) in files.items():
         file = checkpoint / name
@@ -66,8 +70,11 @@ def _changed(checkpoint: Path, files: dict[str, list], hashes: bool) -> str:
             return f"{name} is missing"
         if (actual := file.stat().st_size) != size:
             return f"{name} has {actual:,} bytes instead of {size:,}"
-        if hashes and hash_file(file) != digest:
-            return f"{name} was changed or damaged (its hash is another)"
+        try:
+            if hashes and hash_file(file) != digest:
+                return f"{name} was changed or damaged (its hash is another)"
+        except OSError as error:  # a bad sector
+            return f"{name} cannot be read: {error.strerror}"
     return ""
 
 

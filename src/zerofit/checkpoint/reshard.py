@@ -177,7 +177,7 @@ def _into_slices(zero, optimizer, states, names, keys, step) -> None:
             source, destination = p._hp_mapping.lp_fragment_address, p._hp_mapping.get_hp_fragment_address()
             for key, target in {"fp32": flat.data, **own_states}.items():
                 target[destination.start : destination.start + destination.numel].copy_(
-                    states.whole(name, key).view(-1)[source.start : source.start + source.numel]
+                    states.part(name, key, source.start, source.start + source.numel)
                 )
         _give(optimizer, optimizer.param_groups[i], flat, own_states, step)
 
@@ -191,7 +191,7 @@ def _into_partitions(zero, optimizer, states, names, keys, step) -> None:
         for p in zero.fp16_groups[i]:
             name, share = names[id(p)], p.partition_numel()
             for key, target in {"fp32": flat.data, **own_states}.items():
-                piece = states.whole(name, key).view(-1)[rank * share : (rank + 1) * share]
+                piece = states.part(name, key, rank * share, (rank + 1) * share)
                 target[offset : offset + len(piece)].copy_(piece)
                 if key == "fp32":
                     p.ds_tensor.data[: len(piece)].copy_(piece)

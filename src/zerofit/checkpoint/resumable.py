@@ -2,9 +2,9 @@
 
 from pathlib import Path
 
-from zerofit.base import command_line
+from zerofit.base import command_line, distributed
 from zerofit.base.errors import UserError
-from zerofit.checkpoint import differences, pickles
+from zerofit.checkpoint import differences, integrity, pickles
 from zerofit.checkpoint.facts import read_facts, step_of
 from zerofit.job import groups, run_folder
 from zerofit.job.settings import Settings
@@ -126,7 +126,7 @@ def _decide_resharding(settings, known: dict, name: str) -> None:
 def choose_folder(settings: Settings) -> Path:
     """Return the run folder's path (not created here), and find the checkpoint to resume from.
 
-    The path is --output_dir, or runs/<recipe>-<time>.
+    The path is --output_dir, or runs/<recipe>-<time>. The checkpoint's files are not hashed: the ranks do it.
 
     Raises: UserError when it already holds a run and this one does not resume it.
     """
@@ -147,8 +147,6 @@ def how_to_go_on(ended: str, folder: Path, step: int | None) -> str:
 
 def next_command(folder: Path) -> str:
     """Return what is saved of a run that has ended, and the next command."""
-    from zerofit.checkpoint import integrity
-
     if not (folder / "run.json").exists():
         return "no run was begun. Give the same command again"
     resume = command_line.next_step("resume", folder)
@@ -163,30 +161,31 @@ def next_command(folder: Path) -> str:
     return f"nothing is saved yet. Begin again: {resume}"
 
 
-def find_checkpoint(settings: Settings, folder: Path) -> None:
+def find_checkpoint(settings: Settings, folder: Path, judge=integrity.by_sizes) -> None:
     """Replace --resume_from_checkpoint (a path, or auto for the newest valid one) by a checkpoint's path.
 
     `auto` with no checkpoint starts from scratch, so a preempted job can rerun the same command.
+    Args: judge: yields each of the checkpoints that it is given with why it cannot be resumed, "" if it can.
     Raises: UserError when the named one is damaged, or `true` finds none.
     """
-    from zerofit.checkpoint import integrity
-
-    value = settings.resume_from_checkpoint
+    value, settings.resume_from_checkpoint = settings.resume_from_checkpoint, None
     if value is None or value.lower() == "false":
-        settings.resume_from_checkpoint = None
         return
-    if value.lower() in ("true", "last", "auto"):
-        latest = integrity.latest_valid_checkpoint(folder, say=lambda text: print(f"note: {text}", flush=True))
-        if latest is None and value.lower() == "auto":
-            print(f"note: {folder} holds no whole checkpoint: the run begins at the start", flush=True)
-            settings.resume_from_checkpoint = None
+    newest = value.lower() in ("true", "last", "auto")
+    for checkpoint, reason in judge([*reversed(run_folder.checkpoints(folder).values())] if newest else [Path(value)]):
+        if not reason:
+            settings.resume_from_checkpoint = str(checkpoint)
             return
-        if latest is None:
-            raise UserError(
-                f"--resume_from_checkpoint {value}: {folder} holds no checkpoint-<step> folder that is whole; name a "
-                "path."
-            )
-        value = str(latest)
-    elif reason := integrity.find_corruption(Path(value)):
-        raise UserError(f"--resume_from_checkpoint {value}: is no whole checkpoint: {reason}; name another one.")
-    settings.resume_from_checkpoint = value
+        if not newest:
+            raise UserError(f"--resume_from_checkpoint {value}: is no whole checkpoint: {reason}; name another one.")
+        _note(f"{checkpoint.name} is passed over: {reason}")
+    if value.lower() != "auto":
+        raise UserError(
+            f"--resume_from_checkpoint {value}: {folder} holds no checkpoint-<step> folder that is whole; name a path."
+        )
+    _note(f"{folder} holds no whole checkpoint: the run begins at the start")
+
+
+def _note(sentence: str) -> None:
+    if distributed.rank() == 0:
+        print(f"note: {sentence}", flush=True)

@@ -3,18 +3,23 @@
 Each holds zerofit.json, written last: what it was saved from, and size and hash of every file.
 """
 
+import contextlib
+import errno
 import json
 import os
 import shutil
 import time
 import zipfile
+from dataclasses import dataclass, field
 from pathlib import Path
 
 from zerofit import __version__
-from zerofit.base import distributed
+from zerofit.base import distributed, rank_status
+from zerofit.base.errors import UserError, first_line
 from zerofit.base.paths import hash_file, size_of
-from zerofit.checkpoint import differences, integrity, node_local
+from zerofit.checkpoint import background, differences, integrity, node_local
 from zerofit.checkpoint.facts import ASIDE, FACTS, FORMAT, digest_of
+from zerofit.config import offload
 from zerofit.job import groups, program, run_folder
 from zerofit.job.settings import written
 from zerofit.model.weights import stored
@@ -22,45 +27,118 @@ from zerofit.model.weights import stored
 # --- saving ---
 
 
+@dataclass
+class Unpublished:
+    """A checkpoint in the temporary folder, of which this rank's files are written, or still being written."""
+
+    folder: Path  # that it will have
+    own: Path  # of this rank's files, until they are moved beside those of the others
+    facts: dict  # of zerofit.json without the files; {} where this rank writes none
+    shapes: dict[str, tuple]  # of the weights, if the shards alone hold them; else {}
+    hashes: dict[str, list] = field(default_factory=dict)  # of this rank's files
+    writing: background.Writing | None = None  # None: not in the background
+
+    @property
+    def aside(self) -> Path:
+        """Return the folder that is renamed in the end."""
+        return self.folder.parent / ASIDE / self.folder.name
+
+    @property
+    def is_written(self) -> bool:
+        """Return whether this rank has written its files, or failed to."""
+        return self.writing is None or self.writing.ended
+
+    def store(self) -> None:
+        """Check, sync, hash and move this rank's files, which are written. Raises: RuntimeError if one is not whole."""
+        _check_own(self.own, self.shapes)
+        self.hashes = _hashes(self.own)
+        _move(self.own, self.aside)
+
+
 def save(trainer, write) -> None:
     """Save one checkpoint, with `write`, transformers' own saving, into trainer.saving_to. Collective.
 
     Older checkpoints are deleted (save_total_limit) once this one is verified and renamed. Without room on the disk,
-    nothing is written, a warning is printed, and training continues.
-    Raises: RuntimeError when what was written is not what was trained.
+    nothing is written, a warning is printed, and training continues. With --save_in_background the states are only
+    copied here, and `publish` does the rest.
+    Raises: RuntimeError when what was written is not what was trained; as `publish`.
     """
-    args, state, local = trainer.args, trainer.state, trainer.settings.node_local_storage
+    args, state, settings = trainer.args, trainer.state, trainer.settings
+    publish(trainer)  # one at a time
     run, name = Path(args.output_dir), f"checkpoint-{state.global_step}"
-    writes = args.process_index == 0 or (local and distributed.first_of_node())  # one rank per disk
-    if not all(distributed.all_gather(_has_room(run) if writes else True)):
+    if not all(distributed.all_gather(_has_room(run) if _writes_facts(trainer) else True)):
         return
-    trainer.saving_to = run / ASIDE
+    own, collecting = run / ASIDE / f"rank{args.process_index}" / name, contextlib.nullcontext()
+    if settings.save_in_background:
+        collecting = background.collecting(trainer)
+    trainer.saving_to = own.parent
     try:
-        write()
+        with collecting as write_states:
+            write()
     finally:
         trainer.saving_to = None
-    if writes:
-        (run / ASIDE / name / "training_args.bin").unlink(missing_ok=True)  # a pickle that nothing reads
+    (own / "training_args.bin").unlink(missing_ok=True)  # a pickle that nothing reads
     _name_the_best(run, state)
     if args.process_index == 0 and state.best_model_checkpoint:
-        state.save_to_json(str(run / ASIDE / name / "trainer_state.json"))
-    distributed.barrier()  # every rank has written its files
-    if local:
-        node_local.copy_small_files(run / ASIDE / name)
-    hashes, elsewhere = _hashes(run / ASIDE / name, local)
-    if args.process_index == 0:
-        verify(run / ASIDE / name, trainer)
-        verify_states(run / ASIDE / name, trainer)
-    if writes:
-        facts = _facts(trainer, hashes) | ({"elsewhere": elsewhere} if elsewhere else {})
-        run_folder.write_json(run / ASIDE / name / FACTS, facts | {"digest": digest_of(facts)})
-        _publish(run, name)
-    distributed.barrier()  # it is on every disk before older ones are deleted
-    if writes:
-        _rotate(run, name, args.save_total_limit, state.best_model_checkpoint)
-    distributed.barrier()
+        state.save_to_json(str(own / "trainer_state.json"))
+    if settings.node_local_storage:
+        node_local.copy_small_files(own)
+    facts = _facts(trainer) if _writes_facts(trainer) else {}
+    trainer.unpublished = new = Unpublished(run / name, own, facts, trainer.shapes if needs_no_weights(trainer) else {})
+    if settings.save_in_background:
+        new.writing = background.Writing(lambda: (write_states(), new.store()))
+    else:
+        new.store()
+        publish(trainer)
     trainer.reporter.save_clock.saved()
-    trainer._push_from_checkpoint(str(run / name))  # transformers would have pushed the temporary folder
+
+
+def _writes_facts(trainer) -> bool:
+    """Return whether this rank writes zerofit.json and renames the folder: one rank for each disk."""
+    local = trainer.settings.node_local_storage
+    return trainer.args.process_index == 0 or (local and distributed.first_of_node())
+
+
+def publish(trainer) -> None:
+    """Wait until all ranks have written the unpublished checkpoint, if there is one; verify and rename it. Collective.
+
+    Raises: OSError on every rank if one could not write its files in the background; RuntimeError as `save`.
+    """
+    new, trainer.unpublished = trainer.unpublished, None
+    if new is None:
+        return
+    _raise_failures(new)
+    hashes, elsewhere = _of_all_ranks(new.hashes, trainer.settings.node_local_storage)
+    if trainer.args.process_index == 0:
+        if not new.shapes:
+            verify(new.aside, trainer)
+        verify_states(new.aside, trainer)
+    if new.facts:
+        facts = new.facts | {"files": hashes} | ({"elsewhere": elsewhere} if elsewhere else {})
+        run_folder.write_json(new.aside / FACTS, facts | {"digest": digest_of(facts)})
+        _publish(new.folder.parent, new.folder.name)
+    distributed.barrier()  # it is on every disk before older ones are deleted
+    if new.facts:
+        best = trainer.state.best_model_checkpoint
+        _rotate(new.folder.parent, new.folder.name, trainer.args.save_total_limit, best)
+    distributed.barrier()
+    trainer._push_from_checkpoint(str(new.folder))  # transformers would have pushed the temporary folder
+
+
+def _raise_failures(new: Unpublished) -> None:
+    """Wait for the thread that writes a checkpoint, and raise its error on every rank. Collective.
+
+    Raises: OSError.
+    """
+    if new.writing is None:
+        return
+    new.writing.wait()
+    error = new.writing.error
+    number = errno.ENOSPC if error and rank_status.disk_is_full(error) else getattr(error, "errno", None) or errno.EIO
+    failures = distributed.all_gather(error and (number, first_line(error)))
+    for rank, failure in enumerate(failures):
+        if failure:
+            raise OSError(failure[0], f"{new.folder.name} was not saved, rank {rank} could not write it: {failure[1]}")
 
 
 def _name_the_best(run: Path, state) -> None:
@@ -89,24 +167,50 @@ def _has_room(run: Path) -> bool:
     return False
 
 
-def _hashes(folder: Path, local: bool) -> tuple[dict[str, list], dict[str, list]]:
-    """Sync and hash files; return {file: [bytes, hash]} of this disk, and of those on others. Collective.
+def _check_own(own: Path, shapes: dict[str, tuple]) -> None:
+    """Check that this rank's archives are whole, and if the shards alone hold the weights, its share of each.
 
-    The ranks that share a disk (all of them; with `local`, those of a node) share the work.
+    Raises: RuntimeError.
     """
-    ranks = range(distributed.size())
-    if local:
-        ranks = [
-            rank for rank, node in enumerate(distributed.all_gather(distributed.node())) if node == distributed.node()
-        ]
-    files = sorted(f for f in folder.rglob("*") if f.is_file())
-    own_hashes = {
-        str(f.relative_to(folder)): [f.stat().st_size, hash_file(f, sync=True)]
-        for f in files[ranks.index(distributed.rank()) :: len(ranks)]
-    }
+    from zerofit.checkpoint import zero_shards
+
+    for file in [*own.rglob("*.pt"), *own.rglob("*.pth")]:
+        if not zipfile.is_zipfile(file):
+            raise RuntimeError(f"{file}: was not written whole.")
+    if not shapes:
+        return
+    try:
+        zero_shards.check_share(own, shapes, distributed.size())
+    except UserError as error:
+        raise RuntimeError(f"what this rank has saved is not whole: {error}") from None
+
+
+def _hashes(folder: Path) -> dict[str, list]:
+    """Sync and hash the files that this rank has written, read from the page cache; return {file: [bytes, hash]}."""
+    files = sorted(file for file in folder.rglob("*") if file.is_file())
+    return {str(f.relative_to(folder)): [f.stat().st_size, hash_file(f, sync=True)] for f in files}
+
+
+def _move(own: Path, folder: Path) -> None:
+    """Move this rank's files into the folder of all ranks."""
+    folder.mkdir(parents=True, exist_ok=True)
+    for file in [file for file in own.rglob("*") if file.is_file()]:
+        target = folder / file.relative_to(own)
+        target.parent.mkdir(parents=True, exist_ok=True)
+        file.rename(target)
+
+
+def _of_all_ranks(own_hashes: dict[str, list], local: bool) -> tuple[dict[str, list], dict[str, list]]:
+    """Return {file: [bytes, hash]} of this disk, and of those on others (with `local`, each node's own). Collective.
+
+    Raises: RuntimeError if two ranks have written another content under one name.
+    """
     own_disk, elsewhere = {}, {}
-    for rank, part in enumerate(distributed.all_gather(own_hashes)):
-        (own_disk if rank in ranks else elsewhere).update(part)
+    for node, part in distributed.all_gather((distributed.node(), own_hashes)):
+        files = own_disk if not local or node == distributed.node() else elsewhere
+        if twice := [name for name, entry in part.items() if files.get(name, entry) != entry]:
+            raise RuntimeError(f"two ranks have saved {twice[0]}, each with another content.")
+        files.update(part)
     return own_disk, {name: entry for name, entry in elsewhere.items() if name not in own_disk}
 
 
@@ -169,9 +273,32 @@ def verify(folder: Path, trainer) -> None:
     for index in folder.glob("*.safetensors.index.json"):
         if missing := set(json.loads(index.read_text(encoding="utf-8"))["weight_map"]) ^ set(weights.where):
             raise RuntimeError(f"{index}: does not fit the files beside it, e.g. {sorted(missing)[0]}.")
-    for file in [*folder.rglob("*.pt"), *folder.rglob("*.pth")]:
-        if not zipfile.is_zipfile(file):
-            raise RuntimeError(f"{file}: was not written whole.")
+
+
+def needs_no_weights(trainer) -> bool:
+    """Return whether a checkpoint needs no model.safetensors: the shards of ZeRO-3 hold every weight under its name.
+
+    Gathering the weights on one process, which writes them while the others wait, takes most of a large model's save.
+    """
+    settings, args, model = trainer.settings, trainer.args, trainer.model
+    in_shards = trainer.is_deepspeed_enabled and settings.zero == 3 and not offload.unsaved(settings)
+    pushed = args.push_to_hub and args.hub_strategy != "end"
+    if not in_shards or settings.save_model_in_checkpoints or args.save_only_model or pushed:
+        return False
+    if settings.node_local_storage:  # no disk has all shards
+        return False
+    trainable, total = trainer.numel
+    tied = getattr(model, "all_tied_weights_keys", None) or {}
+    is_mixture = any("expert" in key for key in model.config.to_dict())  # transformers splits its experts as it saves
+    return trainable == total and not is_mixture and not set(model.state_dict()) - {*trainer.shapes, *tied}  # buffers
+
+
+def write_without_weights(trainer, folder: Path) -> None:
+    """Write the model's configuration and its tokenizer, with which the shards beside them can be exported."""
+    trainer.model.save_pretrained(folder, state_dict={})
+    for file in folder.glob("*.safetensors"):  # of no tensor
+        file.unlink()
+    trainer.processing_class.save_pretrained(folder)
 
 
 def verify_states(folder: Path, trainer) -> None:
@@ -189,9 +316,9 @@ def verify_states(folder: Path, trainer) -> None:
         raise RuntimeError(f"{folder}: {shards} of {distributed.size()} ranks saved their optimizer states.")
 
 
-def _facts(trainer, hashes: dict[str, list]) -> dict:
+def _facts(trainer) -> dict:
+    """Return what zerofit.json holds beside the files."""
     from zerofit.checkpoint import reshard
-    from zerofit.config import offload
 
     settings = trainer.settings
     split = [name for name in groups.flags() if name in settings.values]
@@ -199,7 +326,7 @@ def _facts(trainer, hashes: dict[str, list]) -> dict:
     return {
         "zerofit": __version__, "format": FORMAT, "step": trainer.state.global_step, "recipe": settings.recipe.name,
         **{name: written(name, getattr(settings, name)) for name in names}, "precision": settings.precision,
-        "unsaved": offload.unsaved(settings), "fingerprints": settings.fingerprints, "files": hashes,
+        "unsaved": offload.unsaved(settings), "fingerprints": settings.fingerprints,
         "settings": differences.record(settings), "resumed": settings.resumed,
         "program": (running := program.current()) and running.facts,
         **({} if trainer.is_deepspeed_enabled else {"groups": reshard.group_names(trainer)}),

@@ -33,14 +33,23 @@ class OptimizerStates:
 
     def whole(self, name: str, key: str = "fp32") -> torch.Tensor:
         """Return one state of one parameter in its shape. Raises: UserError if the shards are too short."""
-        shape, pieces = self.shapes[name], self.pieces[name].get(key, [])
-        flat = pieces[0] if len(pieces) == 1 else torch.cat(pieces) if pieces else torch.empty(0)
-        if flat.numel() < math.prod(shape):
+        return self.part(name, key, 0, math.prod(self.shapes[name])).view(self.shapes[name])
+
+    def part(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
+        """Return a range of the numbers of a flat state, which ends where the parameter does; no others are read.
+
+        Raises: UserError if the shards are too short for the parameter.
+        """
+        pieces, numel, offset, found = self.pieces[name].get(key, []), math.prod(self.shapes[name]), 0, []
+        if (held := sum(piece.numel() for piece in pieces)) < numel:
             raise UserError(
-                f"{name}: the shards hold {flat.numel():,} of the {math.prod(shape):,} numbers of its {key}; the "
-                "checkpoint is not whole."
+                f"{name}: the shards hold {held:,} of the {numel:,} numbers of its {key}; the checkpoint is not whole."
             )
-        return flat[: math.prod(shape)].view(shape)
+        for piece in pieces:
+            found.append(piece[max(0, start - offset) : max(0, min(stop, numel) - offset)])
+            offset += piece.numel()
+        found = [piece for piece in found if piece.numel()] or [torch.empty(0)]
+        return found[0] if len(found) == 1 else torch.cat(found)
 
 
 def is_deepspeed(checkpoint: Path) -> bool:
@@ -66,7 +75,7 @@ def read(checkpoint: Path) -> OptimizerStates:
             f"{folder}: holds no optimizer states of one process group (those of {splitting} are not read)."
         )
     model_states = pickles.load(sorted(folder.glob("*model_states.pt"), key=_rank)[0])
-    shapes = {name: tuple(shape) for group in model_states["param_shapes"] for name, shape in group.items()}
+    shapes = _shapes(model_states)
     if _number(saved[0]["partition_count"]) != len(files):
         raise UserError(
             f"{folder}: holds the optimizer states of {len(files)} ranks, it was saved by "
@@ -74,7 +83,7 @@ def read(checkpoint: Path) -> OptimizerStates:
         )
     states = OptimizerStates(shapes, {name: {} for name in shapes})
     if "fp32_flat_groups" in saved[0]:  # stage 3
-        _of_partitions(states, saved, folder)
+        _of_partitions(states, saved, len(files), folder)
     else:
         _of_slices(states, saved, folder)
     scaler = saved[0].get("loss_scaler")
@@ -84,6 +93,25 @@ def read(checkpoint: Path) -> OptimizerStates:
         name: model_states[name] for name in ("global_steps", "global_samples", "skipped_steps") if name in model_states
     }
     return states
+
+
+def _shapes(model_states: dict) -> dict[str, tuple[int, ...]]:
+    return {name: tuple(shape) for group in model_states["param_shapes"] for name, shape in group.items()}
+
+
+def check_share(checkpoint: Path, shapes: dict[str, tuple[int, ...]], ranks: int) -> None:
+    """Check that what one rank of stage 3 has saved holds its share of every parameter, by the files' headers.
+
+    Raises: UserError.
+    """
+    files = [list(checkpoint.glob(f"*/*{kind}_states.pt")) for kind in ("model", "optim")]
+    if [len(found) for found in files] != [1, 1]:
+        raise UserError(f"{checkpoint}: holds no states of one rank.")
+    held = _shapes(pickles.load(files[0][0]))
+    if wrong := [name for name in {**shapes, **held} if shapes.get(name) != held.get(name)]:
+        raise UserError(f"{checkpoint}: {wrong[0]} has shape {held.get(wrong[0])} in it, not {shapes.get(wrong[0])}.")
+    states = OptimizerStates(held, {name: {} for name in held})
+    _of_partitions(states, [pickles.load(files[1][0])["optimizer_state_dict"]], ranks, checkpoint)
 
 
 def check_whole(checkpoint: Path) -> None:
@@ -122,14 +150,14 @@ def _of_slices(states: OptimizerStates, saved: list[dict], folder: Path) -> None
                     states.pieces[name].setdefault(key, []).append(tensor[place.start : place.start + place.numel])
 
 
-def _of_partitions(states: OptimizerStates, saved: list[dict], folder: Path) -> None:
-    """Collect the pieces of stage 3: a rank holds an equal share of each parameter, the last one padded."""
+def _of_partitions(states: OptimizerStates, saved: list[dict], ranks: int, folder: Path) -> None:
+    """Collect the pieces of stage 3: each of `ranks` holds an equal share of each parameter, the last one padded."""
     for rank in saved:
         flats, base = rank["fp32_flat_groups"], rank["optimizer_state_dict"]["state"]
         own_states = [{"fp32": flat, **_split(states, base.get(i, {}), flat.numel())} for i, flat in enumerate(flats)]
         i = offset = 0
         for name, shape in states.shapes.items():
-            share = -(-math.prod(shape) // len(saved))
+            share = -(-math.prod(shape) // ranks)
             while i < len(flats) and offset == flats[i].numel():
                 i, offset = i + 1, 0
             if i == len(flats) or offset + share > flats[i].numel():

@@ -127,6 +127,20 @@ class RunArguments:
             "help": "Save a checkpoint this many minutes after the last one, in addition to --save_steps (0: never)."
         },
     )
+    save_in_background: bool = field(
+        default=False,
+        metadata={
+            "help": "ZeRO 1 to 3: copy the states of a checkpoint to host memory, which takes as many bytes, and write "
+            "them while training goes on."
+        },
+    )
+    save_model_in_checkpoints: bool = field(
+        default=False,
+        metadata={
+            "help": "ZeRO-3, full fine-tuning: write model.safetensors into each checkpoint too. The shards hold the "
+            "same weights, and gathering them takes most of a large model's save. final/ always has it."
+        },
+    )
     node_local_storage: bool = field(
         default=False,
         metadata={

@@ -205,6 +205,12 @@ TECHNIQUES = (
         conflicts=(Conflict("zero", (0,), "every rank reads the same files", "use --zero 1, 2 or 3"),),
         resolve=_node_local_storage,
     ),
+    Technique(
+        name="saving in the background",
+        flag="save_in_background",
+        example="--save_in_background true",
+        conflicts=(Conflict("zero", (0,), "only DeepSpeed's states are written by a thread", "use --zero 1, 2 or 3"),),
+    ),
     *quantization.TECHNIQUES,
     *attention.TECHNIQUES,  # decide the attention too
     # may wrap or replace that attention

@@ -23,7 +23,7 @@ def archive_attempt(folder: Path, records: Path) -> Path | None:
     With a checkpoint, run.json, job.json, metrics.jsonl (lines up to its step) and deepspeed.json stay. Later
     checkpoints are archived too: they cannot be resumed.
     """
-    checkpoint, archive = latest_valid_checkpoint(folder), archive_records(folder, records)
+    checkpoint, archive = latest_valid_checkpoint(folder, hashes=False), archive_records(folder, records)
     shutil.rmtree(folder / ASIDE, ignore_errors=True)
     step = int(checkpoint.name.split("-")[1]) if checkpoint else -1
     for saved_step, file in checkpoints(folder).items():

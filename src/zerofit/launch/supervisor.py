@@ -189,7 +189,7 @@ def _resumed(settings: Settings, checkpoint: Path | None, job: Job) -> Settings:
     """Return the settings of an attempt that goes on from a checkpoint; None: there is none."""
     requested = job.settings.resume_from_checkpoint  # the user's flag; its checkpoint may have been archived
     if checkpoint is not None:
-        asked = settings.request.put(resume_from_checkpoint=str(checkpoint))
+        asked = settings.request.put(resume_from_checkpoint="auto")  # the ranks hash it, and may pass it over
     elif requested and requested.lower() not in documents.NEWEST and not Path(requested).exists():
         asked = settings.request.drop("resume_from_checkpoint")
     else:

@@ -86,7 +86,7 @@ class Reporter(TrainerCallback):
         self.skipped_steps = 0  # by stage 0's loss scaler; DeepSpeed's engine counts its own
         self.heartbeat = rank_status.Heartbeat()
         self.save_clock = save.SaveTimer(trainer.settings.save_every_minutes)
-        self.asked, self.vote = rank_status.StopRequest(), stop.Vote()
+        self.asked, self.vote, self.written = rank_status.StopRequest(), stop.Vote(), stop.Vote(of_all=True)
         self.stopping = False  # all ranks have agreed to stop: this step is saved and is the last
         self.before = None  # the score before training, on the bundled task
         self.samples_before = {}  # {prompt: answer before training}
@@ -163,10 +163,15 @@ class Reporter(TrainerCallback):
         if state.global_step >= state.max_steps:
             control.should_log = True  # the last steps too, when logging_steps does not divide max_steps
         self.trainer.guard.after_step()
+        if (new := self.trainer.unpublished) is not None and self.written.passes(new.is_written):
+            self.trainer.publish_checkpoint()
         if self.save_clock.is_due(state.global_step):
             control.should_save = True
         if args.save_strategy != "no" and self.vote.passes(self.asked.received is not None):
             control.should_save = control.should_training_stop = self.stopping = True
+
+    def on_save(self, args, state, control, **kwargs):
+        self.written.forget()  # of the save before
 
     def on_log(self, args, state, control, logs=None, **kwargs):
         if is_summary(logs):

@@ -1,28 +1,34 @@
-"""Let all ranks agree to save and end after the same step."""
+"""Let all ranks agree on a step: to save and end after it, or to publish what they have all written."""
 
 import torch
 import torch.distributed as dist
 
 
 class Vote:
-    """Ask all ranks at the end of each step whether one of them wants to stop, and read the answer a step later.
+    """Ask all ranks at the end of each step whether one of them, or all, want something; read it a step later.
 
-    By then it has come: neither the host nor a stream that computes waits for it.
+    By then the answer has come: neither the host nor a stream that computes waits for it.
+    Args: of_all: whether all must want it; default: one rank is enough.
     """
 
-    def __init__(self):
-        self._answer = None  # of the step before: () -> whether a rank wanted to stop
+    def __init__(self, of_all: bool = False):
+        self._operation = dist.ReduceOp.MIN if of_all else dist.ReduceOp.MAX
+        self._answer = None  # of the step before: () -> whether it passed
         self._nccl = None  # what `_ask_by_nccl` keeps: the flag, its copy on the host, the stream
 
-    def passes(self, wanted: bool) -> bool:
-        """Return whether this step is the last, the same on every rank. Collective.
+    def forget(self) -> None:
+        """Begin anew: what was asked before is not answered."""
+        self._answer = None
 
-        Args: wanted: whether this rank wants to stop.
+    def passes(self, wanted: bool) -> bool:
+        """Return whether it passed at the step before, the same on every rank. Collective.
+
+        Args: wanted: whether this rank wants it.
         """
         if not dist.is_initialized() or dist.get_world_size() == 1:
             return wanted
         last = self._answer is not None and self._answer()
-        self._answer = (self._ask_by_nccl if dist.get_backend() == "nccl" else _ask)(wanted)
+        self._answer = (self._ask_by_nccl if dist.get_backend() == "nccl" else self._ask)(wanted)
         return last
 
     def _ask_by_nccl(self, wanted: bool):
@@ -33,7 +39,7 @@ class Vote:
         (flag, host, stream), copied = self._nccl, torch.cuda.Event()
         with torch.cuda.stream(stream):  # that of the step goes on
             flag.fill_(int(wanted))
-            dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True).wait()  # this stream waits, not the host
+            dist.all_reduce(flag, self._operation, async_op=True).wait()  # this stream waits, not the host
             host.copy_(flag, non_blocking=True)
             copied.record()
 
@@ -43,13 +49,12 @@ class Vote:
 
         return answer
 
+    def _ask(self, wanted: bool):
+        flag = torch.tensor([int(wanted)])
+        work = dist.all_reduce(flag, self._operation, async_op=True)
 
-def _ask(wanted: bool):
-    flag = torch.tensor([int(wanted)])
-    work = dist.all_reduce(flag, dist.ReduceOp.MAX, async_op=True)
+        def answer() -> bool:
+            work.wait()
+            return bool(flag)
 
-    def answer() -> bool:
-        work.wait()
-        return bool(flag)
-
-    return answer
+        return answer

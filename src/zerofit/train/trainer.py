@@ -22,7 +22,7 @@ from zerofit.base import command_line, distributed, rank_status
 from zerofit.base.errors import DiskFull, Stopped, UserError, first_line
 from zerofit.base.paths import write_text
 from zerofit.certificate import recorder, rows
-from zerofit.checkpoint import pickles, reshard, resumable, save
+from zerofit.checkpoint import background, pickles, reshard, resumable, save
 from zerofit.checkpoint.facts import read_facts
 from zerofit.config import resolve
 from zerofit.data import end_tokens, streaming
@@ -104,6 +104,7 @@ class ZerofitTrainer(Trainer):
         self.clock = progress.ThroughputMeter(settings, net)
         self.shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in net.named_parameters()}
         self.saving_to = None  # folder that a checkpoint is written to before it is renamed
+        self.unpublished, self.host_copies = None, background.HostCopies()  # of --save_in_background
         if settings.zero == 3:
             patches.list_own_parameters_directly()
             patches.forget_releases_with_their_trace()
@@ -181,6 +182,7 @@ class ZerofitTrainer(Trainer):
         return output
 
     def _finalize_training(self, *args, **kwargs):
+        self.publish_checkpoint()
         if self.reporter.stopping:  # a resumed run starts from its last checkpoint: load no other, and delete none
             self.state.best_model_checkpoint = None
         return super()._finalize_training(*args, **kwargs)
@@ -190,12 +192,31 @@ class ZerofitTrainer(Trainer):
 
     def _save_checkpoint(self, model, trial=None) -> None:
         write = super()._save_checkpoint
+        with self._saving():
+            save.save(self, lambda: write(model, trial))
+
+    def publish_checkpoint(self) -> None:
+        """Finish the checkpoint that is saved in the background, if there is one. Collective.
+
+        Raises: as save.publish.
+        """
+        if self.unpublished is not None:
+            with self._saving():
+                save.publish(self)
+
+    @contextlib.contextmanager
+    def _saving(self):
+        """Context of what a save does while training stands still."""
         during_save = self.tracker.during("save")
         with during_save, self.clock.paused(), self.reporter.heartbeat.beating(self.state.global_step):
-            save.save(self, lambda: write(model, trial))
+            yield
 
     def save_model(self, output_dir=None, _internal_call=False) -> None:
         with self.tracker.during("save"), self.reporter.heartbeat.beating(self.state.global_step):
+            if self.saving_to is not None and save.needs_no_weights(self):
+                if self.args.should_save:
+                    save.write_without_weights(self, Path(output_dir))
+                return
             super().save_model(output_dir, _internal_call)
             if self.settings.trains_adapter and self.args.should_save and generation.stops_of(self.model):
                 # peft saves none

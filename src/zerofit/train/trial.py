@@ -150,7 +150,8 @@ def _checkpoints(trainer) -> int:
     return min(written, kept)
 
 
-NOTHING_OUTSIDE = {"push_to_hub": False, "report_to": "none"}  # a trial contacts no hub or experiment tracker
+# A trial contacts no hub or experiment tracker, and reads at once what it has saved.
+NOTHING_OUTSIDE = {"push_to_hub": False, "report_to": "none", "save_in_background": False}
 
 
 # --- batch size search ---

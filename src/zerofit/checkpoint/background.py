@@ -1,0 +1,114 @@
+"""--save_in_background: copy the states of a checkpoint to host memory, from which a thread writes them."""
+
+import contextlib
+import copy
+import threading
+from collections.abc import Callable, Iterator
+
+import torch
+
+PINNED_BYTES = 1 << 20  # of a tensor from which on its copy is pinned: smaller ones are too many
+
+
+class HostCopies:
+    """Copies of states in host memory, pinned where they come from a GPU; the next save takes the same memory again."""
+
+    def __init__(self):
+        self.buffers, self.used = [], 0
+        self.seen = {}  # of the file that is copied: tensors that are one in memory stay one
+
+    def of(self, states):
+        """Return a copy of the content of a file, which training does not change."""
+        self.seen = {}
+        return self._copied(states)
+
+    def _copied(self, value):
+        if torch.is_tensor(value):
+            return self._on_host(value.detach())
+        if isinstance(value, dict):
+            copied = copy.copy(value)
+            copied.update({key: self._copied(entry) for key, entry in value.items()})
+            return copied
+        if type(value) in (list, tuple):
+            return type(value)(self._copied(entry) for entry in value)
+        return copy.deepcopy(value)
+
+    def _on_host(self, tensor: torch.Tensor) -> torch.Tensor:
+        if type(tensor) is not torch.Tensor or tensor.layout != torch.strided or not tensor.numel():
+            return tensor.to("cpu", copy=True)
+        identity = tensor.data_ptr(), tensor.shape, tensor.stride(), tensor.dtype
+        if identity not in self.seen:
+            self.seen[identity] = self._buffer(tensor).copy_(tensor, non_blocking=True)
+        return self.seen[identity]
+
+    def _buffer(self, tensor: torch.Tensor) -> torch.Tensor:
+        """Return the next buffer, made or made anew where it does not fit."""
+        if self.used == len(self.buffers):
+            self.buffers.append(torch.empty(0))
+        buffer = self.buffers[self.used]
+        if buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
+            pinned = tensor.is_cuda and tensor.nbytes >= PINNED_BYTES
+            buffer = self.buffers[self.used] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
+        self.used += 1
+        return buffer
+
+
+class Collector:
+    """A checkpoint engine of DeepSpeed that keeps copies of what it is to write."""
+
+    def __init__(self, engine, copies: HostCopies):
+        self.engine, self.copies = engine, copies
+        self.files = []  # (content, path)
+
+    def save(self, state_dict, path: str) -> None:
+        self.files.append((self.copies.of(state_dict), path))
+
+    def preserves_storage_sharing(self) -> bool:
+        """Return False: DeepSpeed need not clone the views that it saves, since the copies are none."""
+        return False
+
+    def __getattr__(self, name):
+        return getattr(self.engine, name)
+
+    def write(self) -> None:
+        """Write the files, as DeepSpeed would have."""
+        for content, path in self.files:
+            self.engine.save(content, path)
+
+
+@contextlib.contextmanager
+def collecting(trainer) -> Iterator[Callable[[], None]]:
+    """Context in which DeepSpeed writes no states; yields the function that writes them later."""
+    engine, copies = trainer.model_wrapped, trainer.host_copies
+    copies.used = 0
+    plain = engine.checkpoint_engine
+    engine.checkpoint_engine = collector = Collector(plain, copies)
+    try:
+        yield collector.write
+    finally:
+        engine.checkpoint_engine = plain
+    if torch.cuda.is_initialized():
+        torch.cuda.synchronize()  # the copies are there before the next step changes what they are of
+
+
+class Writing:
+    """A function that a thread runs; its error is kept for the thread that waits for it."""
+
+    def __init__(self, work: Callable[[], None]):
+        self.error = None
+        self._work, self._thread = work, threading.Thread(target=self._run, name="zerofit-save", daemon=True)
+        self._thread.start()
+
+    def _run(self) -> None:
+        try:
+            self._work()
+        except BaseException as error:
+            self.error = error
+
+    @property
+    def ended(self) -> bool:
+        """Return whether it has ended, with or without an error."""
+        return not self._thread.is_alive()
+
+    def wait(self) -> None:
+        self._thread.join()
