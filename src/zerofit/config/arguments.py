@@ -120,7 +120,8 @@ class RunArguments:
     save_every_minutes: float = field(
         default=0.0,
         metadata={
-            "help": "Save a checkpoint this many minutes after the last one, in addition to --save_steps (0: never)."
+            "help": "Save a checkpoint this many minutes after the last one, in addition to --save_steps (0: never). "
+            "Several nodes, SLURM, Kubernetes: 30 where no flag says when to save."
         },
     )
     node_local_storage: bool = field(
