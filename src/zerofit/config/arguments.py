@@ -181,8 +181,8 @@ class SupervisionArguments:
     hang_timeout: float = field(
         default=1740.0,
         metadata={
-            "help": "Seconds without a step after which a job counts as hung (0: never). Keep it below --ddp_timeout,"
-            " so that stacks are recorded."
+            "help": "Seconds without a step after which a job counts as hung (0: never). Not given: ten times the "
+            "slowest step seen, 300 at least, 1740 at most. Keep it below --ddp_timeout, so that stacks are recorded."
         },
     )
 
