@@ -92,7 +92,8 @@ def inject(module) -> None:
     if "slow" in FAULT:
         dawdle(module)
     if "patience" in FAULT:
-        module.phases.LEAST_SECONDS, module.phases.SEEN = FAULT["patience"], 2
+        module.phases.SEEN = 2
+        module.phases.LEAST_SECONDS = dict.fromkeys(module.phases.LEAST_SECONDS, FAULT["patience"])
     if where == "forward":
         before(kit, "compute_loss", lambda self: self)
     elif where == "backward":

@@ -114,7 +114,8 @@ def test_ranks_that_hang_in_different_phases_end_the_job(clock, ranks):
         enter(ranks, phases.DATA, phases.DATA)
         assert not pass_time(clock, ranks, 1)
     enter(ranks, phases.DATA, phases.STEP)
-    assert not pass_time(clock, ranks, 299) and pass_time(clock, ranks, 3)
+    assert not pass_time(clock, ranks, 899)  # a file server may be away: the step waits for the data
+    assert pass_time(clock, ranks, 3)
 
 
 def test_a_suspended_job_is_no_hang(clock, ranks):

@@ -19,7 +19,8 @@ ELSE = ""  # saves, logs, callbacks: of no known length
 
 TIMES = 10  # the slowest seen: how long a phase may take
 
-LEAST_SECONDS = 300.0  # that each may take, however short it has been: a kernel may be compiled, a disk may stall
+# That each may take, however short it has been: a kernel may be compiled, a file server or the Hub may be away.
+LEAST_SECONDS = {STEP: 300.0, DATA: 900.0, EVALUATION: 300.0}
 
 SEEN = 10  # of a kind, before its limit is learned
 
@@ -50,9 +51,9 @@ class Phases:
 
     def limit(self, phase: str) -> float:
         """Return the seconds that a phase may take; infinite where that is not known."""
-        if phase == ELSE or self.count[phase] < SEEN:
+        if phase not in LEAST_SECONDS or self.count[phase] < SEEN:
             return float("inf")
-        return max(LEAST_SECONDS, TIMES * self.slowest[phase])
+        return max(LEAST_SECONDS[phase], TIMES * self.slowest[phase])
 
 
 class Watch:
@@ -108,8 +109,8 @@ def write_stack(heartbeat: rank_status.Heartbeat) -> None:
 def _end(phase: str, since: float, phases: Phases) -> None:
     """End this process, whose main thread may never return, once every rank has written its record."""
     error = Hung(
-        f"no rank goes on: this one is in one {phase} for {time.monotonic() - since:.0f} s; the limit is {TIMES} times "
-        f"the slowest before ({phases.slowest[phase]:.1f} s), {LEAST_SECONDS:.0f} s at least, or your --hang_timeout"
+        f"no rank goes on: this one is in one {phase} for {time.monotonic() - since:.0f} s, over the limit of "
+        f"{phases.limit(phase):.0f} s, where the slowest before took {phases.slowest[phase]:.1f} s (see --hang_timeout)"
     )
     with contextlib.suppress(Exception):  # what torch has recorded is a help, no more
         error.collectives = collectives()
