@@ -120,8 +120,8 @@ class RunArguments:
     save_every_minutes: float = field(
         default=0.0,
         metadata={
-            "help": "Save a checkpoint this many minutes after the last one, in addition to --save_steps (0: never). "
-            "Several nodes, SLURM, Kubernetes: 30 where no flag says when to save."
+            "help": "Save a checkpoint this many minutes after the last one, beside --save_steps (0: never). On a "
+            "cluster: 30 if no flag says when."
         },
     )
     node_local_storage: bool = field(
@@ -181,8 +181,8 @@ class SupervisionArguments:
     hang_timeout: float = field(
         default=1740.0,
         metadata={
-            "help": "Seconds without a step after which a job counts as hung (0: never). Not given: ten times the "
-            "slowest step seen, 300 at least, 1740 at most. Keep it below --ddp_timeout, so that stacks are recorded."
+            "help": "Seconds without a step after which a job counts as hung (0: never), below --ddp_timeout. Not "
+            "given: learned from the steps, at most this."
         },
     )
 
