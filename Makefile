@@ -42,18 +42,53 @@ MERGE ?=
 DTYPE ?=
 PUSH ?=
 VARIABLES := NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP RUN MERGE DTYPE PUSH GPUS ZERO OFFLOAD SP TP PP MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU_TYPE METHOD HOST_MEMORY RECIPE
+ON_COMMAND_LINE := $(foreach v,$(.VARIABLES),$(if $(filter command%,$(origin $v)),$v))
 # taken literally: a $ in a value stays a $
 $(foreach v,$(VARIABLES),$(eval override $(v) := $$(value $(v))))
 export $(VARIABLES)
 
-# A name on the command line that nothing reads would leave its setting at the default: every verb is refused.
-INTERNAL := RECIPE PYTHON ENV PY PIP PREFIX STAMP DEV_STAMP PEERS_STAMP
+# What each verb reads, with the other variables as given. A name on the command line that no verb, or none of those
+# asked for, reads would leave its setting at the default, so it is refused.
+OF_RECIPE := ZERO OFFLOAD SP TP PP MODEL DATA CONFIG OUT ARGS
+OF_NODES := NODES $(if $(NODES),NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE)
+OF_HOSTS := INCLUDE EXCLUDE MASTER_ADDR JOIN_TIMEOUT INTERFACE
+OF_PLACE := GPUS PORT HOSTS $(if $(HOSTS),$(OF_HOSTS),LAUNCHER $(OF_NODES))
+READS_sft := $(OF_RECIPE) $(OF_PLACE)
+READS_lora := $(READS_sft)
+READS_dpo := $(READS_sft)
+READS_pipeline := $(READS_sft)
+READS_launch := $(READS_sft) RECIPE
+READS_resume := RUN GPUS RECIPE ZERO OFFLOAD SP TP PP ARGS PORT LAUNCHER $(OF_NODES)
+READS_export := RUN MERGE DTYPE OUT PUSH ARGS
+READS_chat := RUN ARGS
+READS_report := RUN ARGS
+READS_slurm := $(OF_RECIPE) RECIPE GPUS NODES SBATCH SWEEP JOIN_TIMEOUT INTERFACE PORT
+READS_status := RUN
+READS_cancel := RUN ARGS
+SHOWN := sft lora dpo pipeline launch data slurm
+READS_show := $(if $(filter $(SHOWN),$(MAKECMDGOALS)),,$(READS_launch))
+READS_doctor := GPUS NODES PORT OUT ARGS
+READS_plan := $(OF_RECIPE) RECIPE GPUS NODES GPU_TYPE METHOD HOST_MEMORY
+READS_batch-size := $(OF_RECIPE) RECIPE GPUS
+READS_data := RECIPE MODEL DATA CONFIG OUT ARGS
+READS_install := EXTRAS
+READS_ledger := MODEL GPUS SEQ ARGS
+READS_plan-validate := ARGS
+READS_reliability := ARGS
+READS_bench-peers := ARGS
+# those that read nothing; `help` and files are not asked
+$(foreach verb,lint test test-gpu test-cluster test-all docs docs-serve examples clean,$(eval READS_$(verb) :=))
+ASKED := $(foreach verb,$(MAKECMDGOALS),$(if $(filter undefined,$(flavor READS_$(verb))),,$(verb)))
+
+INTERNAL := PYTHON ENV PY PIP PREFIX STAMP DEV_STAMP PEERS_STAMP
 OF_MAKE := SHELL .SHELLFLAGS MAKE MAKEFLAGS MFLAGS MAKEFILES MAKESHELL VPATH CURDIR PATH
-ON_COMMAND_LINE := $(foreach v,$(.VARIABLES),$(if $(filter command%,$(origin $v)),$v))
 UNKNOWN_VARIABLES := $(filter-out $(VARIABLES) $(INTERNAL) $(OF_MAKE),$(ON_COMMAND_LINE))
-ifneq ($(UNKNOWN_VARIABLES),)
+UNREAD_VARIABLES := $(if $(ASKED),$(filter-out $(foreach verb,$(ASKED),$(READS_$(verb))),$(filter $(VARIABLES),$(ON_COMMAND_LINE))))
+ifneq ($(UNKNOWN_VARIABLES)$(UNREAD_VARIABLES),)
 $(foreach v,$(UNKNOWN_VARIABLES),$(eval override $(v) := $$(value $(v))))
-export VARIABLES UNKNOWN_VARIABLES $(UNKNOWN_VARIABLES)
+# verb:variable for every variable that a verb reads, so that a refusal can say who does
+READ_BY := $(foreach reads,$(filter READS_%,$(.VARIABLES)),$(addprefix $(reads:READS_%=%):,$($(reads))))
+export ASKED READ_BY VARIABLES UNKNOWN_VARIABLES UNREAD_VARIABLES $(UNKNOWN_VARIABLES)
 .PHONY: $(or $(MAKECMDGOALS),help)
 $(or $(MAKECMDGOALS),help):
 	@"$(PYTHON)" $(or $(wildcard src/zerofit/launch/make_variables.py),-m zerofit.launch.make_variables)
@@ -82,10 +117,10 @@ SHOW = $(if $(filter show,$(MAKECMDGOALS)),--show)
 BETWEEN = $(if $(JOIN_TIMEOUT),--join_timeout="$$JOIN_TIMEOUT") $(if $(INTERFACE),--interface="$$INTERFACE")
 # where it runs: on the hosts of HOSTS=, as one node of NODES=, or here
 PLACE = $(if $(HOSTS),launchers/hostfile.sh --hosts="$$HOSTS" $(if $(INCLUDE),--include="$$INCLUDE") \
-	$(if $(EXCLUDE),--exclude="$$EXCLUDE") $(if $(GIVEN_GPUS),--gpus="$$GPUS") $(if $(MASTER_ADDR),--master_addr="$$MASTER_ADDR"),\
-	$(if $(filter-out 1,$(NODES)),launchers/multinode.sh --nnodes="$$NODES" --node_rank="$$NODE_RANK" --master_addr="$$MASTER_ADDR",\
+	$(if $(EXCLUDE),--exclude="$$EXCLUDE") $(if $(GIVEN_GPUS),--gpus="$$GPUS") $(if $(MASTER_ADDR),--master_addr="$$MASTER_ADDR") $(BETWEEN),\
+	$(if $(filter-out 1,$(NODES)),launchers/multinode.sh --nnodes="$$NODES" --node_rank="$$NODE_RANK" --master_addr="$$MASTER_ADDR" $(BETWEEN),\
 	launchers/local.sh) --gpus="$$GPUS" --launcher="$$LAUNCHER")
-LAUNCH = PYTHON="$(PY)" $(PLACE) $(BETWEEN) --port="$$PORT" --args="$$ARGS" $(SHOW)
+LAUNCH = PYTHON="$(PY)" $(PLACE) --port="$$PORT" --args="$$ARGS" $(SHOW)
 
 .PHONY: help sft lora dpo pipeline launch resume export chat report slurm status cancel show doctor plan batch-size data
 help: ## this list
@@ -135,7 +170,7 @@ report: $(STAMP) ## write report.html of RUN=runs/x, or of several side by side:
 
 slurm: $(STAMP) ## submit a SLURM job that saves, is requeued and resumes (NODES=4 GPUS=8 RECIPE= SBATCH="--partition=x" SWEEP=file)
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit slurm --nodes="$${NODES:-1}" --gpus="$$GPUS" \
-		--sbatch="$$SBATCH" --sweep="$$SWEEP" $(if $(JOIN_TIMEOUT),--join_timeout="$$JOIN_TIMEOUT") --args="$$ARGS" $(if $(SHOW),--print) $(PROGRAM) $(KNOBS)
+		--sbatch="$$SBATCH" --sweep="$$SWEEP" $(BETWEEN) --port="$$PORT" --args="$$ARGS" $(if $(SHOW),--print) $(PROGRAM) $(KNOBS)
 
 status: $(STAMP) ## show how the job of RUN=runs/x stands
 	@test -n "$$RUN" || { echo 'zerofit: error: make status: name the run folder with RUN=runs/...' >&2; exit 2; }
@@ -146,7 +181,7 @@ cancel: $(STAMP) ## end the job of RUN=runs/x after a save (ARGS=--now: at once)
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit cancel $$ARGS "$$RUN"
 
 show: $(STAMP) ## print command, environment and arguments (make show lora GPUS=2 ...) without starting anything
-	@$(if $(filter sft lora dpo pipeline launch data slurm,$(MAKECMDGOALS)),true,$(LAUNCH) $(PROGRAM) $(KNOBS))
+	@$(if $(filter $(SHOWN),$(MAKECMDGOALS)),true,$(LAUNCH) $(PROGRAM) $(KNOBS))
 
 doctor: $(STAMP) ## check what would break or slow down a run on this machine, with fixes (NODES= ARGS=--json)
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit doctor \

@@ -67,7 +67,7 @@ def start_processes(settings: Settings, train_set, eval_set):
     incomplete run behind.
     """
     from zerofit.base import rank_status
-    from zerofit.checkpoint import resumable, verify
+    from zerofit.checkpoint import resumable, save, verify
     from zerofit.config import nvme
     from zerofit.model import attention, gradient_checkpointing, liger
     from zerofit.parallel import sequence_parallel
@@ -86,6 +86,7 @@ def start_processes(settings: Settings, train_set, eval_set):
     distributed.start(settings)
     if not settings.use_cpu and (sentences := [*filter(None, distributed.all_gather(allocator.prove_expandable()))]):
         settings.decisions.append(min(sentences))  # of a rank that has gone back to the usual segments, if one has
+    save.choose_clock(settings)
     network_check.check(settings, train_set, eval_set)
     liger.prove(settings)  # collective, so after the check that all nodes have it on
     gradient_checkpointing.prove_streams(settings)

@@ -13,6 +13,7 @@ from conftest import ROOT, TINY
 from transformers import TrainingArguments
 
 from zerofit.base.errors import UserError
+from zerofit.checkpoint import save
 from zerofit.config import arguments, batch_size, defaults, help, resolve, synonyms, transformers_flags
 from zerofit.config import parse as config_parse
 from zerofit.config.offload import OF_STAGE_3
@@ -420,6 +421,32 @@ def test_a_hang_is_found_before_collectives_give_up():
         assert any(d.startswith(f"hang_timeout {expected}") and f"--ddp_timeout {limit}" in d for d in found.decisions)
     assert parse("--ddp_timeout", "600", "--hang_timeout", "900").hang_timeout == 900
     assert parse("--ddp_timeout", "600", "--hang_timeout", "0").hang_timeout == 0
+
+
+@pytest.mark.parametrize(
+    ("flags", "env", "several_nodes", "minutes"),
+    [
+        ([], {}, True, 30),
+        ([], {"SLURM_JOB_ID": "7"}, False, 30),
+        ([], {"KUBERNETES_SERVICE_HOST": "10.0.0.1"}, False, 30),
+        ([], {}, False, 0),
+        (["--save_steps", "100"], {}, True, 0),
+        (["--save_strategy", "epoch"], {}, True, 0),
+        (["--save_strategy", "no"], {}, True, 0),
+        (["--save_only_model", "true"], {}, True, 0),
+        (["--save_every_minutes", "0"], {}, True, 0),
+        (["--save_every_minutes", "5"], {"SLURM_JOB_ID": "7"}, True, 5),
+    ],
+)
+def test_a_job_of_a_cluster_saves_every_half_hour(monkeypatch, flags, env, several_nodes, minutes):
+    for name in save.SCHEDULERS:
+        monkeypatch.delenv(name, raising=False)
+    settings = parse(*flags)
+    for name, value in (env | {"WORLD_SIZE": "4", "LOCAL_WORLD_SIZE": "2" if several_nodes else "4"}).items():
+        monkeypatch.setenv(name, value)
+    save.choose_clock(settings)
+    assert settings.save_every_minutes == minutes
+    assert any(line.startswith("save_every_minutes 30") for line in settings.decisions) == (minutes == 30)
 
 
 # Words behind `zerofit` -> what is said; a folder of the test's own stands for {tmp}.

@@ -2,7 +2,8 @@
 
 ZEROFIT_TEST_FAULT: {"what": "oom" | "kill" | "hang" | "crash" | "disk full" | "limit", "where": a moment below,
 "rank": n, "step": optimizer steps done by then, "marker": file made when it strikes, after which it does not again,
-"chosen": gradient checkpointing that a plan is said to have chosen, if any}
+"slow": {moment: rank}, the ranks that need half a second more, each time; "chosen": gradient checkpointing that a plan
+is said to have chosen, if any; "patience": seconds that a phase may take at least (base/phases.py), learned after two}
 """
 
 import importlib.util
@@ -70,8 +71,29 @@ def after(owner, name: str) -> None:
     setattr(owner, name, wrapped)
 
 
+def dawdle_at(moment: str) -> None:
+    if os.environ.get("RANK") == str(FAULT["slow"][moment]):
+        time.sleep(0.5)
+
+
+def dawdle(module) -> None:
+    """Have ranks need half a second more, each time; and be judged after few steps."""
+    import torch
+
+    moments = (("data", module.TrainCollator, "__call__"), ("forward", torch.nn.Embedding, "forward"))
+    for moment, owner, name in moments:
+        before(owner, name, lambda self, moment=moment: moment, dawdle_at)
+    judging = sys.modules["zerofit.base.stragglers"]
+    judging.WINDOW_STEPS, judging.WINDOWS = 2, 2
+
+
 def inject(module) -> None:
     kit, where = module.ZerofitTrainer, FAULT["where"]
+    if "slow" in FAULT:
+        dawdle(module)
+    if "patience" in FAULT:
+        module.phases.SEEN = 2
+        module.phases.LEAST_SECONDS = dict.fromkeys(module.phases.LEAST_SECONDS, FAULT["patience"])
     if where == "forward":
         before(kit, "compute_loss", lambda self: self)
     elif where == "backward":

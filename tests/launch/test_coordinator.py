@@ -160,7 +160,7 @@ def test_a_signal_to_one_asks_the_ranks_of_all(port, tmp_path, monkeypatch):
     folders = [tmp_path / "a", tmp_path / "b"]
     for rank, folder in enumerate(folders):
         folder.mkdir()
-        (folder / f"heartbeat{rank}").write_bytes(rank_status._HEARTBEAT_FILE.pack(1, 7 + rank, time.time()))
+        (folder / f"heartbeat{rank}").write_bytes(rank_status._HEARTBEAT_FILE.pack(1, 7 + rank, time.time(), b""))
     asked = set()
     monkeypatch.setattr(rank_status, "ask_to_save", asked.add)
     deadline = time.monotonic() + 10

@@ -1,5 +1,7 @@
-"""make variables that nothing reads: every verb is refused before anything runs."""
+"""make variables that nothing reads, or not the verb: refused before anything runs."""
 
+import os
+import re
 import subprocess
 import sys
 
@@ -59,3 +61,72 @@ def test_known_variables_and_those_of_make_pass():
     words = ["SHELL=bash", "RECIPE=lora", "MAKEFLAGS=", "ZERO=$2", "DATA=a b's", "EXTRAS=dev", "MERGE=1", "SWEEP=x"]
     done = make("help", *words)
     assert done.returncode == 0 and "make sft" in done.stdout, done.stderr
+
+
+TEXT = (ROOT / "Makefile").read_text()
+VERBS = [verb for verb in re.findall(r"^([a-z-]+):.*##", TEXT, re.M) if verb != "help"]
+VARIABLES = re.search(r"^VARIABLES := (.*)", TEXT, re.M)[1].split()
+
+
+@pytest.fixture
+def installed(tmp_path):
+    """A folder with the Makefile in which everything is installed by its time stamps."""
+    for name in ("pyproject.toml", "constraints.txt", ".venv/.zerofit-installed", ".venv/.zerofit-dev-installed",
+                 ".venv-peers/.installed"):  # fmt: skip
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).touch()
+    (tmp_path / "Makefile").write_text(TEXT)
+    return tmp_path
+
+
+def in_folder(folder, words, **more):
+    done = subprocess.run(["make", "--no-print-directory", *words], cwd=folder, capture_output=True, text=True, **more)
+    return done.stdout, done.stderr
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("beside", [set(), {"NODES"}, {"HOSTS", "NODES"}], ids=["here", "nodes", "hosts"])
+@pytest.mark.parametrize("verb", [*VERBS, "show lora", "show slurm", "show data"])
+def test_a_verb_refuses_each_variable_that_its_commands_do_not_read(installed, monkeypatch, verb, beside):
+    """What the commands read: the variables that they expand when all are in the environment, where none is refused."""
+    given = [name for name in VARIABLES if name in beside or name not in ("NODES", "HOSTS")]
+    words = [f"{name}=7" for name in given]
+    _, errors = in_folder(installed, [*verb.split(), *words, f"PYTHON={sys.executable}"], env=with_package())
+    refused = set(re.findall(r"error: (\w+)=7: make [a-z -]+ does not read it; ", errors))
+    for name in given:
+        monkeypatch.setenv(name, "7")
+    commands, _ = in_folder(installed, ["-n", *verb.split()])
+    read = {name for name in given if re.search(rf"\$\{{?{name}\b", commands)}
+    read |= {"MERGE"} if "--merge" in commands else set()
+    if verb == "install":  # its commands are those of a file, which another make runs
+        read |= {"EXTRAS"}
+    assert set(given) - refused == read, commands
+    assert len(errors.splitlines()) == len(refused) + 1, errors
+
+
+def with_package():
+    return os.environ | {"PYTHONPATH": str(ROOT / "src")}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("plan SEQ=4096", 'SEQ=4096: make plan does not read it; it is a flag: ARGS="--max_length N".'),
+        ("sft RUN=x", "RUN=x: make sft does not read it; make cancel, chat, export, report, resume, status read it."),
+        ("show lora RECIPE=x", "RECIPE=x: make show lora does not read it; make batch-size, data, launch, plan"),
+        ("slurm NODES=2 NODE_RANK=1", "NODE_RANK=1: make slurm does not read it; make dpo, launch,"),
+        ("lora MASTER_ADDR=a", "MASTER_ADDR=a: make lora does not read it; it goes with NODES=."),
+        ("resume RUN=a NODE_RANK=1", "NODE_RANK=1: make resume does not read it; it goes with NODES=."),
+        ("dpo INCLUDE=a", "INCLUDE=a: make dpo does not read it; it goes with HOSTS=."),
+        ("sft HOSTS=h NODES=2", "NODES=2: make sft does not read it; HOSTS= decides it."),
+        ("launch EXTRAS=dev", "EXTRAS=dev: make launch does not read it; make install reads it."),
+        ("chat RUN=x GPUS=2", "GPUS=2: make chat does not read it; leave it out."),
+        ("clean ARGS=`x`$y", "ARGS=`x`$y: make clean does not read it; leave it out."),
+    ],
+)
+def test_a_variable_that_the_verb_does_not_read_is_refused(words, says):
+    done = make(*words.split())
+    errors = [line for line in done.stderr.splitlines() if not line.startswith("make")]
+    assert done.returncode == 2 and done.stdout == "" and len(errors) == 1, done.stdout + done.stderr
+    assert errors[0].startswith(f"zerofit: error: {says}")

@@ -168,6 +168,33 @@ def test_a_hang_is_ended_and_named(undisturbed, tmp_path):
     assert "sitecustomize.py" in stacks[1] and "sitecustomize.py" not in stacks[0] and "File" in stacks[0]
 
 
+@pytest.mark.slow
+def test_ranks_that_stay_far_longer_than_ever_end_the_job(undisturbed, tmp_path):
+    """With limits of seconds instead of minutes (tests/faults); nothing is said about --hang_timeout."""
+    folder = tmp_path / "run"
+    done = launch(folder, fault={"what": "hang", "where": "forward", "patience": 8.0})
+    first = assert_recovered(done, folder, undisturbed)
+    assert (first["kind"], first["rank"], first["step"]) == ("hang", 1, 3)
+    assert re.search("rank 1 never began collective [0-9]+ of group .*, for which the others wait", first["error"])
+    assert "in one step for" in first["error"] and "no rank goes on: this one is" in done.stderr + done.stdout
+    stacks = [(folder / "attempts" / "1" / f"stack{rank}.txt").read_text() for rank in (0, 1)]
+    assert "sitecustomize.py" in stacks[1] and "sitecustomize.py" not in stacks[0] and "File" in stacks[0]
+
+
+@pytest.mark.slow
+def test_ranks_that_the_others_wait_for_are_named(tmp_path):
+    folder = tmp_path / "run"
+    slow = {"what": "none", "where": "none", "slow": {"data": 1, "forward": 0}}
+    folder.with_suffix(".struck").touch()
+    done = launch(folder, "--max_steps", "8", "--dataloader_num_workers", "0", fault=slow)
+    assert done.returncode == 0, done.stderr
+    found = Run(folder).json("run.json")["slow_ranks"]
+    assert len(found) == 2 and all(f"note: {sentence}" in done.stdout for sentence in found), found
+    data, forward = sorted(found, reverse=True)
+    assert re.match(r"rank 1 \(node 0, .*\) waits 0\.[5-9].* s a step for its data, the others 0.* s: all ", data)
+    assert re.match(r"rank 0 \(node 0, .*\) computes a forward \d+% slower than the others: all ", forward)
+
+
 def test_a_finished_run_that_is_extended_and_fails_is_not_called_finished(tmp_path):
     folder = tmp_path / "run"
     assert launch(folder, "--max_steps", "2").returncode == 0
@@ -639,13 +666,33 @@ def test_who_failed_first(records, exits, code, expected, tmp_path):
 def test_the_rank_that_hung_is_one_that_waits_for_no_other(tmp_path, place):
     """Ranks 0 and 2 wait in the step in which rank 1 stays; rank 0's heartbeat is the oldest by chance."""
     for rank, innermost in enumerate([place, '/job/rows.py", line 7 in read', place]):
-        (tmp_path / f"heartbeat{rank}").write_bytes(rank_status._HEARTBEAT_FILE.pack(100 + rank, 3, 50.0 + rank))
+        (tmp_path / f"heartbeat{rank}").write_bytes(
+            rank_status._HEARTBEAT_FILE.pack(100 + rank, 3, 50.0 + rank, b"step")
+        )
         (tmp_path / f"stack{rank}.txt").write_text(
             'Thread 0x01 (most recent call first):\n  File "/zerofit/base/rank_status.py", line 9 in wait\n\n'
             f'Current thread 0x02 (most recent call first):\n  File "{innermost}\n  File "/sft.py", line 4 in main\n'
         )
     ended = functools.partial(postmortem.ending, 137, tmp_path, [], supervisor._hung(tmp_path, 1e-9, 3), 8.0, 0)
     assert (ended().kind, ended().rank, ended().step) == ("hang", 1, 3)
+    assert ended().error.startswith("no step for 8 s, at a step; ")
+    by_ranks = functools.partial(postmortem.ending, 5, tmp_path, [], None, 1740.0, 0)
+    (tmp_path / "rank2.json").write_text(json.dumps(entry(2, 1, "hang", "Hung: no rank goes on: rank 2 says so")))
+    assert (by_ranks().kind, by_ranks().code, by_ranks().rank) == ("hang", 5, 1)
+    assert by_ranks().sentence.startswith("rank 1 hung after step 3: no rank goes on: rank 2 says so; the stacks")
+    begun = [
+        [[7, "all_gather of [[4]]"], [8, "all_reduce of [[9]]"], [9, "barrier of []"]],
+        [[7, "all_gather of [[4]]"]],
+    ]
+    for rank, numbers in enumerate([begun[0], begun[1], begun[0]]):
+        record = entry(rank, rank, "hang", "Hung: no rank goes on: x") | {
+            "collectives": {"0": numbers, str(rank): begun[0]}
+        }
+        (tmp_path / f"rank{rank}.json").write_text(json.dumps(record))
+    missing = "rank 1 never began collective 8 of group 0, all_reduce of [[9]], for which the others wait; the stacks"
+    assert f"no rank goes on: x; {missing}" in by_ranks().sentence
+    for rank in range(3):
+        (tmp_path / f"rank{rank}.json").unlink()
     (tmp_path / "stack1.txt").unlink()  # it could not write any
     assert ended().rank == 1
     (tmp_path / "stack1.txt").write_text((tmp_path / "stack0.txt").read_text())

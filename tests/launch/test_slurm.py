@@ -111,12 +111,14 @@ def test_the_rendered_script(printed, tmp_path, monkeypatch):
         "#SBATCH --exclusive",
     ]
     where = lines.index("set -u")
-    assert lines[where + 2 : where + 10] == [
+    assert lines[where + 2 : where + 12] == [
         f"root={ROOT}",
         f"python={shlex.quote(sys.executable)}",
         f"out='{tmp_path}/my runs/50% \"x\"'",
         "gpus=8",
         "join_timeout=600",
+        "interface=",
+        "port=",
         f"recipe=({ROOT}/recipes/sft.py --zero 3 --learning_rate 1e-5 --run_name 'a; b')  # relative paths begin at "
         "--chdir",
         "case ${SLURM_ARRAY_TASK_ID:-} in    # further flags of each job of a sweep; its runs are in $out/0, "
@@ -141,12 +143,21 @@ def test_the_words_reach_every_machine_as_they_were(printed, bash, tmp_path):
     assert code == 0
     assert json.loads(output) == [
         "-m", "zerofit", "launch", "--node_rank", "1", "--gpus", "4", "--nnodes", "2", "--master_addr", "node7",
-        "--port", "20014", "--join_timeout", "600", str(ROOT / RECIPE), "--zero", "3", "--run_name", odd,
-        "--output_dir", str(tmp_path / odd), "--resume_from_checkpoint", "auto",
+        "--port", "20014", "--join_timeout", "600", "--interface", "", str(ROOT / RECIPE), "--zero", "3",
+        "--run_name", odd, "--output_dir", str(tmp_path / odd), "--resume_from_checkpoint", "auto",
     ]  # fmt: skip
     srun = next(words for words in said if words[0] == "srun")
     assert srun[1:4] == ["--kill-on-bad-exit=0", "--wait=120", "--cpus-per-task=3"]
     assert not any(words[1] == "requeue" or words[0] == "scancel" for words in said)
+
+
+def test_the_nodes_meet_as_they_are_told(printed, bash, tmp_path):
+    given = ("--join_timeout", 900, "--interface", "ib0; x", "--port", 30000)
+    text = printed("--nodes", 2, *given, "--output_dir", tmp_path / "run", RECIPE)
+    words = json.loads(bash(text)[1])
+    assert words[words.index("--port") :][:6] == [
+        "--port", "30000", "--join_timeout", "900", "--interface", "ib0; x",
+    ]  # fmt: skip
 
 
 @pytest.mark.injection
@@ -239,6 +250,7 @@ def test_a_sweep(printed, bash, tmp_path):
         (["--nodes", "3", RECIPE, "--effective_batch_size", "8"], "8"),
         ([RECIPE, "--resume_from_checkpoint", "runs/x/checkpoint-5"], "name that folder with OUT=... and use auto"),
         (["--output_dir", "a\nb", RECIPE], "line break"),
+        (["--port", "65535", RECIPE], "PORT=65535: must be a number from 1 to 65534"),
         (["--sbatch", "--export=ALL,HF_TOKEN=hf_secret_value", RECIPE], "would hold the value of HF_TOKEN"),
         (["--sweep", "none.txt", RECIPE], "none.txt: cannot be read"),
     ],

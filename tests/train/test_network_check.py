@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from zerofit.train import network_check
+
 RANK = """
 import sys
 import torch.distributed as dist
@@ -44,3 +46,11 @@ def test_ranks_exchange_numbers_in_a_group_of_their_own(tmp_path):
     said = [rank.communicate(timeout=120)[0].strip() for rank in ranks]
     assert said == ["right", "rank 1 received [0, 1, 2] from all ranks and 7 from rank 0.", "right"]
     assert [rank.returncode for rank in ranks] == [0, 0, 0]
+
+
+def test_the_node_with_slow_links_is_named():
+    even, slow = [(10.0, "node 0 (a)"), (9.5, "node 1 (b)")], (7.0, "node 2 (c)")
+    sentence = network_check._speed_sentence("within a node", even, 8, "nccl")
+    assert sentence == "links within a node: 9.50 GB/s a rank (8 ranks, nccl, all-reduced)"
+    sentence = network_check._speed_sentence("within a node", [*even, slow], 8, "nccl")
+    assert sentence.endswith("7.00 GB/s a rank (8 ranks, nccl, all-reduced); node 2 (c) is the slowest")

@@ -1,6 +1,7 @@
 """Errors that end a run with one sentence: the place, the cause and the fix."""
 
 import re
+from typing import ClassVar
 
 EXIT_CODES = {
     "disk full": 1,
@@ -53,6 +54,13 @@ class BrokenLinks(UserError):
 
     exit_code = EXIT_CODES["hang"]
     phase = "links"  # in the failure record, by which the launcher knows it
+
+
+class Hung(UserError):
+    """No rank went on for far longer than ever before. collectives: that this rank had begun (base/phases.py)."""
+
+    exit_code = EXIT_CODES["hang"]
+    collectives: ClassVar[dict] = {}
 
 
 def printable(text: str) -> str:

@@ -99,14 +99,14 @@ def tightest(count: int | None = None) -> tuple[Device, str | None]:
     return device, f"{text}: the plan is for {device.usable_bytes / GIB:.1f} GiB"
 
 
-def nvidia_smi() -> list[dict[str, str]]:
-    """Return {field: value} of FIELDS for every GPU, sizes in MiB; [] if nvidia-smi is missing or fails."""
+def nvidia_smi(fields: tuple[str, ...] = FIELDS) -> list[dict[str, str]]:
+    """Return {field: value} for every GPU, sizes in MiB; [] if nvidia-smi is missing or fails."""
     program = shutil.which("nvidia-smi")
     if program is None:
         return []
     try:
         result = subprocess.run(
-            [program, f"--query-gpu={','.join(FIELDS)}", "--format=csv,noheader,nounits"],
+            [program, f"--query-gpu={','.join(fields)}", "--format=csv,noheader,nounits"],
             capture_output=True, text=True, timeout=SMI_SECONDS,
         )  # fmt: skip
     except (OSError, subprocess.TimeoutExpired):
@@ -114,7 +114,7 @@ def nvidia_smi() -> list[dict[str, str]]:
     if result.returncode:
         return []
     lines = [[cell.strip() for cell in line.split(", ")] for line in result.stdout.splitlines()]
-    return [dict(zip(FIELDS, cells, strict=True)) for cells in lines if len(cells) == len(FIELDS)]
+    return [dict(zip(fields, cells, strict=True)) for cells in lines if len(cells) == len(fields)]
 
 
 def why_torch_sees_none() -> str | None:

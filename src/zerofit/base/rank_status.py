@@ -14,7 +14,7 @@ import time
 import traceback
 from pathlib import Path
 
-from zerofit.base.errors import EXIT_CODES, DiskFull, Diverged, OutOfMemory, Stopped, Unavailable, UserError
+from zerofit.base.errors import EXIT_CODES, DiskFull, Diverged, Hung, OutOfMemory, Stopped, Unavailable, UserError
 
 FOLDER = "ZEROFIT_ATTEMPT"  # environment variable: the attempt's folder; unset: no supervisor, nothing is written
 
@@ -41,9 +41,10 @@ LOOK_SECONDS = 1.0  # between checks that the supervisor is alive
 
 _PR_SET_PDEATHSIG = 1  # of prctl(2)
 
-# Process id, optimizer step, seconds of time.monotonic(): setting the clock or suspending the machine is no hang. On
-# Linux all processes of a machine share it, so the supervisor can compare; a heartbeat is read on its own node only.
-_HEARTBEAT_FILE = struct.Struct("<qqd")
+# Process id, optimizer step, seconds of time.monotonic(), phase (base/phases.py): setting the clock or suspending the
+# machine is no hang. On Linux all processes of a machine share it, so the supervisor can compare; a heartbeat is read
+# on its own node only.
+_HEARTBEAT_FILE = struct.Struct("<qqd16s")
 
 # Messages of gloo and NCCL in a rank that fails because another rank was lost.
 _OF_A_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError",
@@ -150,7 +151,7 @@ def record(error: BaseException) -> None:
     entry = {
         "rank": rank, "time": time.time(), "kind": kind(error), "error": in_a_line(error),
         "traceback": "".join(traceback.format_exception(error)), "of_a_peer": of_a_peer(error),
-        "phase": getattr(error, "phase", ""),
+        "phase": getattr(error, "phase", ""), "collectives": getattr(error, "collectives", {}),
     }  # fmt: skip
     if not (attempt / f"rank{rank}.json").exists():
         write_json(attempt / f"rank{rank}.json", entry)
@@ -185,6 +186,8 @@ def kind(error: BaseException) -> str:
         return "diverged"
     if isinstance(error, Stopped):
         return "stopped"
+    if isinstance(error, Hung):
+        return "hang"
     if isinstance(error, Unavailable):
         return "unavailable"
     if isinstance(error, UserError):
@@ -248,13 +251,13 @@ def records(where: Path) -> list[dict]:
 
 
 class Heartbeat:
-    """Publish a rank's progress in 24 bytes of shared memory.
+    """Publish a rank's progress in 40 bytes of shared memory.
 
     They are written at every optimizer step and evaluation batch (1 us), and every BEAT_SECONDS while a checkpoint is
     written."""
 
     def __init__(self):
-        self.map = None
+        self.map, self.phase = None, b""
         attempt = folder()
         if attempt is None:
             return
@@ -269,7 +272,13 @@ class Heartbeat:
 
     def beat(self, step: int) -> None:
         if self.map is not None:
-            _HEARTBEAT_FILE.pack_into(self.map, 0, os.getpid(), step, time.monotonic())
+            _HEARTBEAT_FILE.pack_into(self.map, 0, os.getpid(), step, time.monotonic(), self.phase)
+
+    def tell(self, phase: str) -> None:
+        """Write the phase that the rank is in; it is no progress by itself."""
+        self.phase = phase.encode()
+        if self.map is not None:
+            struct.pack_into("16s", self.map, _HEARTBEAT_FILE.size - 16, self.phase)
 
     @contextlib.contextmanager
     def beating(self, step: int):
@@ -346,10 +355,19 @@ def ask_to_save(where: Path) -> None:
 
 def heartbeats(where: Path) -> dict[int, tuple[int, int, float]]:
     """{rank: (process id, step, seconds of time.monotonic())} of the ranks that have sent a heartbeat."""
+    return {rank: beat[:3] for rank, beat in _beats(where).items()}
+
+
+def phases(where: Path) -> dict[int, str]:
+    """{rank: the phase that it is in, or "" for one without a name} of the ranks that have sent a heartbeat."""
+    return {rank: phase.rstrip(b"\0").decode() for rank, (_, _, _, phase) in _beats(where).items()}
+
+
+def _beats(where: Path) -> dict[int, tuple]:
     beats = {}
     for file in where.glob("heartbeat*"):
         content = file.read_bytes()
-        if len(content) == _HEARTBEAT_FILE.size and any(content):
+        if len(content) == _HEARTBEAT_FILE.size and any(content[:24]):
             beats[int(file.name.removeprefix("heartbeat"))] = _HEARTBEAT_FILE.unpack(content)
     return beats
 

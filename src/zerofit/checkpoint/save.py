@@ -333,6 +333,26 @@ def _facts(trainer) -> dict:
     }  # fmt: skip
 
 
+# {environment variable of a job: its scheduler}
+SCHEDULERS = {"SLURM_JOB_ID": "SLURM", "KUBERNETES_SERVICE_HOST": "Kubernetes"}
+
+CLUSTER_MINUTES = 30.0  # between saves of a cluster's job, where the user has not said when to save
+
+
+def choose_clock(settings) -> None:
+    """Save by the clock in a job of a cluster: a lost node, a preemption or a time limit may end it within an epoch."""
+    scheduler = next((name for variable, name in SCHEDULERS.items() if os.environ.get(variable)), "")
+    told = {"save_every_minutes", "save_strategy", "save_steps"} & {*settings.given}
+    never = settings.save_only_model or settings.save_strategy == "no"
+    if told or never or not (scheduler or distributed.several_nodes()):
+        return
+    settings.save_every_minutes = CLUSTER_MINUTES
+    where = scheduler or "several nodes"
+    settings.decisions.append(
+        f"save_every_minutes {CLUSTER_MINUTES:.0f}: {where}, where a job may lose a node (off: 0)"
+    )
+
+
 class SaveTimer:
     """Decide for --save_every_minutes when a checkpoint is due; the ranks communicate on few of the steps only."""
 

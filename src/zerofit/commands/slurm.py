@@ -55,6 +55,8 @@ class Request:
     account: str = ""
     qos: str = ""
     join_timeout: str = node_options.JOIN_TIMEOUT
+    interface: str = ""
+    port: str = ""
     sweep: list[list[str]] = field(default_factory=list)
     more: list[tuple[str, str]] = field(default_factory=list)
 
@@ -69,9 +71,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--gpus", default="1", help="GPUs, and so processes, on each (with --use_cpu true: processes)")
     parser.add_argument("--cpus", default="", help=f"cores of each node (default: {CORES_PER_GPU} per GPU)")
     parser.add_argument("--time", default="24:00:00", help="limit of one start; the job goes on after it by itself")
-    parser.add_argument(
-        "--join_timeout", default=node_options.JOIN_TIMEOUT, help="seconds that the nodes wait for each other"
-    )
+    node_options.add_meeting(parser)
+    parser.add_argument("--port", default="", help="node 0's port, and the next one (default: by the job's number)")
     for name in ("partition", "account", "qos"):
         parser.add_argument(f"--{name}", default="", help="as sbatch's")
     parser.add_argument("--sbatch", default="", help="more of sbatch's options in one string; they win over the others")
@@ -101,6 +102,8 @@ def request_of(given) -> Request:
         raise UserError(f"NODES={given.nodes}: must be a whole number of 1 or more.")
     on_cpu = (command_line.value_of(flags, ("--use_cpu",)) or "false").lower() in ("true", "1", "yes")
     node_options.seconds(given.join_timeout)
+    if given.port and not (given.port.isdigit() and 1 <= int(given.port) < 65535):
+        raise UserError(f"PORT={given.port}: must be a number from 1 to 65534 (the next port is used too).")
     cpus = given.cpus or str(gpus * (1 if on_cpu else CORES_PER_GPU))
     if not cpus.isdigit() or int(cpus) < 1:
         raise UserError(f"--cpus {cpus}: must be a whole number of 1 or more.")
@@ -124,7 +127,7 @@ def request_of(given) -> Request:
     return Request(
         named.file.absolute(), command_line.drop(flags, "--output_dir", "--resume_from_checkpoint"), folder.absolute(),
         int(given.nodes), gpus, int(cpus), on_cpu, given.time, given.partition, given.account, given.qos,
-        given.join_timeout, sweep, _options(given.sbatch),
+        given.join_timeout, given.interface, given.port, sweep, _options(given.sbatch),
     )  # fmt: skip
 
 
@@ -226,6 +229,8 @@ def render(request: Request) -> str:
         "out": shlex.quote(str(request.folder)),
         "gpus": str(request.gpus),
         "join_timeout": request.join_timeout,
+        "interface": shlex.quote(request.interface) if request.interface else "",
+        "port": request.port,
         "recipe": f"({shlex.join([str(request.recipe), *request.flags])})  # relative paths begin at --chdir",
     }.items():
         script = _fill(script, f"{name}=.*# EDIT", f"{name}={value}")

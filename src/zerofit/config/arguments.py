@@ -124,7 +124,8 @@ class RunArguments:
     save_every_minutes: float = field(
         default=0.0,
         metadata={
-            "help": "Save a checkpoint this many minutes after the last one, in addition to --save_steps (0: never)."
+            "help": "Save a checkpoint this many minutes after the last one, beside --save_steps (0: never). On a "
+            "cluster: 30 if no flag says when."
         },
     )
     save_in_background: bool = field(
@@ -198,8 +199,8 @@ class SupervisionArguments:
     hang_timeout: float = field(
         default=1740.0,
         metadata={
-            "help": "Seconds without a step after which a job counts as hung (0: never). Keep it below --ddp_timeout,"
-            " so that stacks are recorded."
+            "help": "Seconds without a step after which a job counts as hung (0: never), below --ddp_timeout. Not "
+            "given: learned from the steps, at most this."
         },
     )
 

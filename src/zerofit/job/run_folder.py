@@ -35,7 +35,7 @@ _BYTES_BY_PHASE = {...: {...: FINITE}}  # phase -> part -> bytes
 RECORDS = {
     "run.json": {
         **dict.fromkeys(("recipe", "started", "device", "command", "git_commit"), TEXT),
-        "world_size": WHOLE, "decisions": [TEXT], "versions": {...: TEXT}, "started_by": [TEXT],
+        "world_size": WHOLE, "decisions": [TEXT], "slow_ranks": [TEXT], "versions": {...: TEXT}, "started_by": [TEXT],
         "arguments": {...: {"source": TEXT}},
         "data": {...: {}}, "plan": {"peak": _BYTES_BY_PHASE, "limit_bytes": FINITE},
     },
@@ -364,6 +364,12 @@ def write_run(settings: Settings, command: str, facts: dict) -> None:
             **facts,
         },
     )
+
+
+def add_to_run(folder: Path, name: str, values: list) -> None:
+    """Add values to a list in run.json, which may not have it yet."""
+    facts = read_json(folder / "run.json")
+    write_json(folder / "run.json", facts | {name: facts.get(name, []) + values})
 
 
 def save_figure(figure, target: Path) -> None:

@@ -38,6 +38,7 @@ AFTER_RESOLVING = {
     "ddp_backend": "distributed.start opens no process group for a single process without DeepSpeed",
     "deepspeed": "nvme_path becomes a folder of this run on the disk, which all ranks agree on",
     "fingerprints": "hashes of the data, which is read after resolving",
+    "save_every_minutes": "follows from the place: how many nodes there are, and whose scheduler",
     "resharded": "follows from the facts in the checkpoint",
     "resumed": "the stretches that were trained before, from the facts in the checkpoint",
 }

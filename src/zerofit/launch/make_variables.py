@@ -1,4 +1,4 @@
-"""Reject make variables that the Makefile does not know.
+"""Reject make variables that no verb reads, or none of the verbs that were asked for.
 
 Standard library only: it runs before the installation.
 """
@@ -42,6 +42,18 @@ FLAGS = {
     "--seed N": "SEED",
 }
 
+# {a variable that is read only beside another: the other}
+NEEDS = {
+    "INCLUDE": "HOSTS",
+    "EXCLUDE": "HOSTS",
+    "NODE_RANK": "NODES",
+    "MASTER_ADDR": "NODES",
+    "JOIN_TIMEOUT": "NODES",
+    "INTERFACE": "NODES",
+}
+
+SHOWN = 6  # verbs that read a variable, named for one that does not; where more do, it is one of training
+
 
 def suggestion(name: str, known: list[str]) -> str:
     """Return what to write instead of an unknown variable."""
@@ -55,13 +67,35 @@ def suggestion(name: str, known: list[str]) -> str:
     return 'a flag of the recipes goes into ARGS="--flag value"; `make help` lists the variables.'
 
 
+def instead(name: str, asked: list[str], readers: list[tuple[str, str]]) -> str:
+    """Return what to do about a variable that the verbs asked for do not read. readers: (verb, what it reads)."""
+    read = {variable for verb, variable in readers if verb in asked}
+    if name == "SEQ":
+        return 'it is a flag: ARGS="--max_length N".'
+    if NEEDS.get(name) in read and "LAUNCHER" in read:  # a verb that places ranks itself
+        return f"it goes with {NEEDS[name]}=."
+    if os.environ.get("HOSTS") and "HOSTS" in read and name in ("NODES", "NODE_RANK", "LAUNCHER"):
+        return "HOSTS= decides it."
+    others = sorted(verb for verb, variable in readers if variable == name)
+    if not 0 < len(others) <= SHOWN:
+        return "leave it out."
+    return f"make {', '.join(others)} read{'s' * (len(others) == 1)} it."
+
+
 def main() -> None:
-    """Print one line per unknown name and exit with 2; the Makefile sets them in the environment."""
-    known = [*os.environ["VARIABLES"].split(), "RECIPE", "PYTHON", "ENV"]
-    for name in sorted(os.environ["UNKNOWN_VARIABLES"].split()):
+    """Print one line per name that is refused and exit with 2; the Makefile sets them in the environment."""
+    known = [*os.environ["VARIABLES"].split(), "PYTHON", "ENV"]
+    asked = os.environ["ASKED"].split()
+    readers = [tuple(pair.split(":")) for pair in os.environ["READ_BY"].split()]
+    problems = {}
+    for name in os.environ["UNKNOWN_VARIABLES"].split():
+        problems[name] = f"no such variable; {suggestion(name, known)}"
+    for name in os.environ["UNREAD_VARIABLES"].split():
+        problems[name] = f"make {' '.join(asked)} does not read it; {instead(name, asked, readers)}"
+    for name, problem in sorted(problems.items()):
         value = os.environ.get(name)  # make exports names of letters, digits and underscores only
         assignment = name if value is None else f"{name}={value}"
-        print(f"zerofit: error: {assignment}: no such variable; {suggestion(name, known)}", file=sys.stderr)
+        print(f"zerofit: error: {assignment}: {problem}", file=sys.stderr)
     raise SystemExit(2)
 
 

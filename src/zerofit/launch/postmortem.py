@@ -110,19 +110,41 @@ def _finished(evidence: Evidence) -> Outcome | None:
 
 
 def _hung(evidence: Evidence) -> Outcome | None:
-    if evidence.hung is None:
+    """Recognize a hang, ended by the supervisor or by the ranks themselves (base/phases.py)."""
+    told = [record["error"] for record in evidence.own_records[:1] if record["kind"] == "hang"]
+    if evidence.hung is None and not told:
         return None
     rank = _rank_not_waiting(evidence)
-    error = f"no step for {evidence.limit:.0f} s; the stacks of all ranks are in stack<rank>.txt"
-    return Outcome("hang", EXIT_CODES["hang"], rank, error, step=evidence.steps[rank])
+    phase = rank_status.phases(evidence.where).get(rank)
+    within = f", at a {phase}" if phase else ""
+    error = told[0] if told else f"no step for {evidence.limit:.0f} s{within}"
+    error += f"{_missing(evidence.records)}; the stacks of all ranks are in stack<rank>.txt"
+    return Outcome("hang", EXIT_CODES["hang"], rank, error, step=evidence.steps.get(rank, evidence.step))
 
 
-def _rank_not_waiting(evidence: Evidence) -> int:
+def _missing(records: list[dict]) -> str:
+    """Return which collective some ranks have begun and others have not, by what torch recorded in each; "" if none.
+
+    A group counts that a rank has used before: which groups it is in is not recorded by all backends.
+    """
+    of_ranks = {record["rank"]: record.get("collectives", {}) for record in records}
+    for group in dict.fromkeys(group for groups in of_ranks.values() for group in groups):
+        begun = {rank: dict(groups[group]) for rank, groups in of_ranks.items() if group in groups}
+        last = {rank: max(numbers) for rank, numbers in begun.items()}
+        number = min(last.values()) + 1
+        if behind := [rank for rank in last if last[rank] < number <= max(last.values())]:
+            what = next((numbers[number] for numbers in begun.values() if number in numbers), "it")
+            ranks = f"rank{'s' * (len(behind) > 1)} {', '.join(map(str, sorted(behind)))}"
+            return f"; {ranks} never began collective {number} of group {group}, {what}, for which the others wait"
+    return ""
+
+
+def _rank_not_waiting(evidence: Evidence) -> int | None:
     """Return the rank with the fewest steps whose stack does not show it waiting for the others.
 
     All ranks hang in the same step, and ended the one before within milliseconds: which was first says nothing.
     """
-    fewest = min(evidence.steps.values())
+    fewest = min(evidence.steps.values(), default=0)
     ranks = [rank for rank, step in sorted(evidence.steps.items()) if step == fewest]
     not_waiting = [rank for rank in ranks if not _waits(evidence.where / f"stack{rank}.txt")]
     return not_waiting[0] if not_waiting and evidence.hung not in not_waiting else evidence.hung
@@ -201,6 +223,8 @@ def write(folder: Path, endings: list[Outcome], advice: str) -> None:
     for number, outcome in enumerate(endings, 1):
         line = "finished" if outcome.kind == "finished" else f"{outcome.kind}: {outcome.sentence}"
         lines.append(f"{number}. {line}{f' -> {outcome.what_next}' if outcome.what_next else ''}")
+    if slow := run_folder.read_json(folder / "run.json").get("slow_ranks"):
+        lines += ["", *(f"Slow: {sentence}" for sentence in slow)]
     if advice:
         lines += ["", f"Try: {advice}"]
     steps = _last_steps(folder)

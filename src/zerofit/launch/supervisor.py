@@ -13,7 +13,7 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
-from zerofit.base import rank_status
+from zerofit.base import health, rank_status
 from zerofit.base.errors import EXIT_CODES, BrokenLinks
 from zerofit.checkpoint import resumable
 from zerofit.checkpoint.facts import ASIDE
@@ -52,6 +52,7 @@ class Job:
     count: int
     coordinator: Coordinator | None = None
     facts: dict = field(default_factory=dict)
+    healthy: health.Health | None = None  # this node, before the first attempt
 
 
 @dataclass
@@ -67,6 +68,7 @@ class Attempt:
 def run(job: Job) -> int:
     """Run the job, with new attempts as far as --on_oom and --max_restarts allow; return the exit code."""
     endings, restarts = [], 0
+    job.healthy = health.look()
     attempt = Attempt(job.settings, job.coordinator.job.nodes if job.coordinator else None)
     while True:
         records = Path(tempfile.mkdtemp(prefix="zerofit-attempt-"))
@@ -150,9 +152,15 @@ def _next_attempt(job: Job, attempt: Attempt, last: postmortem.Outcome, restarts
     if last.kind == "stopped" and job.coordinator and (change := job.coordinator.attempt.change):
         return replace(attempt, change=change, is_restart=False)
     if last.kind in ("lost rank", "hang") and restarts < settings.max_restarts:
-        change = f"the same again ({restarts + 1} of {settings.max_restarts} restarts)"
+        change = f"the same again ({restarts + 1} of {settings.max_restarts} restarts){_damage(job)}"
         return replace(attempt, change=change, is_restart=True)
     return None
+
+
+def _damage(job: Job) -> str:
+    """Return what has become worse on this node since the job began, for the report; a restart may work or not."""
+    worse = health.worse(job.healthy, health.look()) if job.healthy else ""
+    return f"; on this node {worse}" if worse else ""
 
 
 def without_copies_between_gpus(job: Job, last: postmortem.Outcome, settings: Settings) -> str:

@@ -3,12 +3,13 @@
 import contextlib
 import os
 import socket
+import statistics
 import threading
 import time
 import uuid
 from pathlib import Path
 
-from zerofit.base import distributed, rank_status
+from zerofit.base import distributed, rank_status, stragglers
 from zerofit.base.errors import BrokenLinks, UserError, first_line
 from zerofit.job import program
 from zerofit.train import consistency
@@ -123,6 +124,7 @@ def _speeds(use_cpu: bool) -> list[str]:
 
     node_of_rank = distributed.all_gather(distributed.node())
     nodes = [[rank for rank, node in enumerate(node_of_rank) if node == name] for name in dict.fromkeys(node_of_rank)]
+    own_place = f"node {distributed.node()} ({socket.gethostname()})"
     kinds = {"within a node": nodes, "between nodes": [[ranks[0] for ranks in nodes]]}
     sentences = []
     for kind, groups in kinds.items():
@@ -130,14 +132,21 @@ def _speeds(use_cpu: bool) -> list[str]:
         own_speed = [
             _bus_bandwidth(group, len(ranks), use_cpu) for ranks, group in opened if distributed.rank() in ranks
         ]
-        speeds = [speed for speed in distributed.all_gather(own_speed[0] if own_speed else None) if speed]
+        speeds = [speed for speed in distributed.all_gather((own_speed[0], own_place) if own_speed else None) if speed]
         if speeds:
-            sentences.append(f"links {kind}: {min(speeds):.2f} GB/s a rank ({max(len(r) for r, _ in opened)} ranks, "
-                        f"{dist.get_backend()}, all-reduced)")  # fmt: skip
+            sentences.append(_speed_sentence(kind, speeds, max(len(ranks) for ranks, _ in opened), dist.get_backend()))
         for ranks, group in opened:
             if distributed.rank() in ranks:
                 dist.destroy_process_group(group)
     return sentences
+
+
+def _speed_sentence(kind: str, speeds: list[tuple[float, str]], count: int, backend: str) -> str:
+    """Return the sentence on the slowest link, which names its node if others are faster. speeds: (GB/s, node)."""
+    slowest, node = min(speeds)
+    uneven = slowest < statistics.median(speed for speed, _ in speeds) / (1 + stragglers.LONGER)
+    where = f"; {node} is the slowest" if uneven else ""
+    return f"links {kind}: {slowest:.2f} GB/s a rank ({count} ranks, {backend}, all-reduced){where}"
 
 
 def _bus_bandwidth(group, count: int, use_cpu: bool) -> float:

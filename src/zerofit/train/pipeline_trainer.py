@@ -105,8 +105,8 @@ class PipelineTrainer(ZerofitTrainer):
         total = torch.zeros(4, dtype=torch.float64, device=self.args.device)
         batches, self.scale = (self._batch(inputs) for inputs in dataloader), 1.0
         # Every rank has as many batches; a few at once keep the stages busy between two beats.
-        while group := list(itertools.islice(batches, 8 * self.settings.ranks_that_split("layers"))):
-            self.reporter.heartbeat.beat(self.state.global_step)
+        size = 8 * self.settings.ranks_that_split("layers")
+        for group in self.reporter.evaluating(iter(lambda: list(itertools.islice(batches, size)), [])):
             self.sums = []
             self.model_wrapped.eval_batch(
                 iter(group), reduce_output=None, bcast_loss=False, num_micro_batches=len(group)

@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import socket
 import sys
 import time
 from pathlib import Path
@@ -11,7 +12,7 @@ from pathlib import Path
 import torch
 from transformers import Trainer, TrainerCallback
 
-from zerofit.base import hardware, paths, rank_status
+from zerofit.base import distributed, hardware, paths, phases, rank_status, stragglers
 from zerofit.checkpoint import save
 from zerofit.config import offload
 from zerofit.job import run_folder
@@ -33,6 +34,8 @@ class ThroughputMeter:
         self.tokens, self.started = 0, None  # tokens: a device tensor after the first batch; no sync per step
         self.ranks_per_row = settings.ranks_per_row  # they count the same rows
         self.total_tokens, self.total_seconds = 0, 0.0
+        self.pace = stragglers.Pace()
+        self.of_ranks = []  # of the last interval, by rank: what Pace.take returns
         trainable_params, total_params = count_parameters(net)
         # Per weight: forward 2, backward 2 for the inputs and 2 for trainable weights (arXiv 2001.08361, section 2.1).
         # The attention products are left out, so the MFU is a lower bound.
@@ -64,14 +67,18 @@ class ThroughputMeter:
     def measure(self, args) -> dict[str, float]:
         now = time.perf_counter()
         seconds = 0.0 if self.started is None else now - self.started
-        count = torch.as_tensor(self.tokens, dtype=torch.long, device=args.device).clone()
+        count = torch.as_tensor(self.tokens, dtype=torch.float64, device=args.device)
+        of_ranks = torch.zeros(args.world_size, 5, dtype=torch.float64, device=args.device)
+        of_ranks[args.process_index, 0] = count
+        of_ranks[args.process_index, 1:] = of_ranks.new_tensor(self.pace.take(seconds))
         if args.world_size > 1:
-            torch.distributed.all_reduce(count)
-        count = count // self.ranks_per_row
+            torch.distributed.all_reduce(of_ranks)
+        count = int(of_ranks[:, 0].sum()) // self.ranks_per_row
+        self.of_ranks = of_ranks[:, 1:].tolist()
         self.tokens, self.started = 0, now
-        self.total_tokens += int(count)
+        self.total_tokens += count
         self.total_seconds += seconds
-        speed = int(count) / seconds if seconds else 0.0
+        speed = count / seconds if seconds else 0.0
         metrics = {"tokens_per_second": round(speed, 1), "tokens_per_second_per_gpu": round(speed / args.world_size, 1)}
         if self.peak_flops:
             metrics["mfu"] = round(speed / args.world_size * self.flops_per_token / self.peak_flops, 4)
@@ -85,6 +92,8 @@ class Reporter(TrainerCallback):
         self.trainer, self.began, self.first_step, self.bar = trainer, time.perf_counter(), 0, None
         self.skipped_steps = 0  # by stage 0's loss scaler; DeepSpeed's engine counts its own
         self.heartbeat = rank_status.Heartbeat()
+        self.phases, self.watch = phases.Phases(self.heartbeat), None
+        self.judge, self.judged = None, 0  # of the ranks' speed, up to this step
         self.save_clock = save.SaveTimer(trainer.settings.save_every_minutes)
         self.asked, self.vote, self.written = rank_status.StopRequest(), stop.Vote(), stop.Vote(of_all=True)
         self.stopping = False  # all ranks have agreed to stop: this step is saved and is the last
@@ -122,8 +131,13 @@ class Reporter(TrainerCallback):
             self.samples_before = {prompt: answer for prompt, answer, _ in answered}
         if args.save_strategy != "no":
             self.asked.listen()
+        if trainer.settings.source["hang_timeout"] in ("default", "decided") and distributed.size() > 1:
+            self.watch = phases.Watch(self.phases)
+        if distributed.size() > 1:
+            self._judge_ranks()
         trainer.seed_this_rank()  # a resumed run loads the saved RNG states after this
         self.began, self.first_step = time.perf_counter(), state.global_step
+        self.judged = state.global_step
         if args.process_index == 0 and wants_bar(trainer.settings):
             from tqdm import tqdm
 
@@ -138,6 +152,22 @@ class Reporter(TrainerCallback):
             )
             run_folder.keep_below(self.bar)
 
+    def _judge_ranks(self) -> None:
+        """Begin to look for ranks that the others wait for. Collective."""
+        settings = self.trainer.settings
+        self.judge = stragglers.Judge(distributed.all_gather(f"node {distributed.node()}, {socket.gethostname()}"))
+        exchanges = settings.zero == 3 or settings.ranks_per_row > 1  # within the forward, which then waits for others
+        if not exchanges and not settings.torch_compile:  # which would compile the hooks too
+            self.trainer.clock.pace.follow(self.trainer.model)
+
+    def _tell_slow_ranks(self, args, steps: int) -> None:
+        """Print which ranks are slow, and write it into run.json."""
+        sentences = self.judge.add(self.trainer.clock.of_ranks, steps)
+        for sentence in sentences:
+            print(f"note: {sentence}", flush=True)
+        if sentences:
+            run_folder.add_to_run(Path(args.output_dir), "slow_ranks", sentences)
+
     def on_epoch_begin(self, args, state, control, **kwargs):
         # A run resumed within an epoch skips its first batches through a wrapper of accelerate's that does not set the
         # sampler's epoch: the rows would keep the order of the first epoch.
@@ -148,6 +178,7 @@ class Reporter(TrainerCallback):
 
     def on_step_begin(self, args, state, control, **kwargs):
         self.trainer.clock.start()
+        self.phases.enter(phases.STEP)
 
     def on_pre_optimizer_step(self, args, state, control, **kwargs):
         self.trainer.guard.hold_back()
@@ -169,6 +200,17 @@ class Reporter(TrainerCallback):
             control.should_save = True
         if args.save_strategy != "no" and self.vote.passes(self.asked.received is not None):
             control.should_save = control.should_training_stop = self.stopping = True
+        if control.should_log and torch.cuda.is_initialized():
+            torch.cuda.synchronize()  # logging would, where a step that hangs is not in its phase any more
+        self.phases.enter(phases.ELSE)
+
+    def evaluating(self, batches):
+        """Yield the batches of an evaluation, each of which is a phase and a beat."""
+        for batch in batches:
+            self.heartbeat.beat(self.trainer.state.global_step)
+            self.phases.enter(phases.EVALUATION)
+            yield batch
+        self.phases.enter(phases.ELSE)
 
     def on_save(self, args, state, control, **kwargs):
         self.written.forget()  # of the save before
@@ -182,6 +224,9 @@ class Reporter(TrainerCallback):
             if self.bar is not None and "loss" in logs:
                 self.bar.set_postfix_str(f"loss {logs['loss']:.4f}", refresh=False)
             print(self._line(state, logs), flush=True)
+            if self.judge is not None and "loss" in logs:
+                self._tell_slow_ranks(args, state.global_step - self.judged)
+                self.judged = state.global_step
             if not math.isfinite(logs.get("eval_loss", 0.0)):
                 print(f"note: step {state.global_step}: the evaluation loss is {logs['eval_loss']}", flush=True)
 
@@ -194,8 +239,10 @@ class Reporter(TrainerCallback):
             if run := mlflow.last_active_run():
                 os.environ["MLFLOW_RUN_ID"] = run.info.run_id
 
-    def close_bar(self) -> None:
-        """Remove the progress line; what follows is printed as usual."""
+    def close(self) -> None:
+        """End the watch, and remove the progress line; what follows is printed as usual."""
+        if self.watch is not None:
+            self.watch.done.set()
         if self.bar is not None:
             run_folder.keep_below(None)
             self.bar.close()

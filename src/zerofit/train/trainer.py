@@ -18,7 +18,7 @@ from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 
-from zerofit.base import command_line, distributed, rank_status
+from zerofit.base import command_line, distributed, phases, rank_status
 from zerofit.base.errors import DiskFull, Stopped, UserError, first_line
 from zerofit.base.paths import write_text
 from zerofit.certificate import recorder, rows
@@ -175,7 +175,7 @@ class ZerofitTrainer(Trainer):
         try:
             output = super().train(*args, **kwargs)
         finally:
-            self.reporter.close_bar()
+            self.reporter.close()
         self.train_seconds = time.perf_counter() - started
         if self.reporter.stopping:
             raise stopped(self.args, self.state.global_step)
@@ -362,7 +362,9 @@ class ZerofitTrainer(Trainer):
         return super()._get_num_items_in_batch(batch_samples, device)
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
-        batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
+        self.reporter.phases.enter(phases.DATA)
+        timed = self.clock.pace.timed(epoch_iterator)
+        batches, count = super().get_batch_samples(timed, num_batches, device)
         self.label_counts = [batch.pop(LABEL_COUNT, None) for batch in batches]
         if self.given_rows is not None:
             epoch = self.state.global_step // (len(self.train_sampler) // self.train_sampler.multiple)
@@ -549,8 +551,7 @@ class ZerofitTrainer(Trainer):
         total = torch.zeros((), dtype=torch.float64, device=self.args.device)
         zero3 = self.settings.deepspeed is not None and self.settings.zero == 3
         with torch.no_grad() if zero3 else torch.inference_mode():
-            for inputs in dataloader:
-                self.reporter.heartbeat.beat(self.state.global_step)
+            for inputs in self.reporter.evaluating(dataloader):
                 counted = self.labels_counted(inputs.pop(LABEL_COUNT, None))
                 inputs = send_to_device(inputs, self.args.device)
                 with self.sequence.split(inputs) as inputs, self.compute_loss_context_manager(), counted:

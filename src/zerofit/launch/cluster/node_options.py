@@ -1,10 +1,12 @@
 """Options and checks of one node among several: rank, address, interface, ports."""
 
 import argparse
+import contextlib
 import os
 import socket
 import time
 from dataclasses import dataclass
+from pathlib import Path
 
 from zerofit.base import distributed
 from zerofit.base.errors import UserError
@@ -22,6 +24,10 @@ def port_of(text: str) -> int:
 
 
 JOIN_TIMEOUT = "600"  # seconds, as torchrun's: nodes that import from one file server differ by minutes
+
+INFINIBAND = Path("/sys/class/infiniband")  # has an entry for each InfiniBand and RoCE device
+
+SITE_CONF = Path("/etc/nccl.conf")  # read by NCCL, after ~/.nccl.conf or NCCL_CONF_FILE
 
 PORT = 29500  # default port of the supervisors' store; the ranks use the next one
 
@@ -175,7 +181,9 @@ def interface_towards(address: str, port: int) -> str:
 
 
 def interface_variables(place: Place, addresses: dict[int, str]) -> dict[str, str]:
-    """Return the interface variables of gloo and NCCL; those of the user win, unless --interface is given.
+    """Return the interface variables of gloo and NCCL; the user's and the site's win, unless --interface is given.
+
+    With InfiniBand or RoCE the choice is left to NCCL, which would use the others of several network cards too.
 
     Args: addresses: of the attempt's nodes, by node rank; "" for node 0.
     """
@@ -186,7 +194,22 @@ def interface_variables(place: Place, addresses: dict[int, str]) -> dict[str, st
     if not name:
         return {}
     variables = {"GLOO_SOCKET_IFNAME": name} | ({"NCCL_SOCKET_IFNAME": f"={name}"} if name != "lo" else {})
-    return {key: value for key, value in variables.items() if place.interface or key not in os.environ}
+    if place.interface:
+        return variables
+    if _nccl_is_configured() or any(INFINIBAND.glob("*")):
+        variables.pop("NCCL_SOCKET_IFNAME", None)
+    return {key: value for key, value in variables.items() if key not in os.environ}
+
+
+def _nccl_is_configured() -> bool:
+    """Return whether a file that NCCL reads names its interface; the environment would win over it."""
+    own = os.environ.get("NCCL_CONF_FILE") or Path.home() / ".nccl.conf"
+    for file in (own, SITE_CONF):
+        with contextlib.suppress(OSError):
+            lines = Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
+            if any(line.startswith("NCCL_SOCKET_IFNAME=") for line in lines):
+                return True
+    return False
 
 
 def reach(place: Place) -> str:
