@@ -66,7 +66,7 @@ def start_processes(settings: Settings, train_set, eval_set):
     incomplete run behind.
     """
     from zerofit.base import rank_status
-    from zerofit.checkpoint import node_local, resumable
+    from zerofit.checkpoint import node_local, resumable, upload
     from zerofit.config import nvme
     from zerofit.model import attention, gradient_checkpointing, liger
     from zerofit.parallel import sequence_parallel
@@ -95,6 +95,7 @@ def start_processes(settings: Settings, train_set, eval_set):
     started_by, folder = restart.starters(), None
     if distributed.rank() == 0:
         restart.go_on(settings, started_by)
+        upload.fetch(settings)
         folder = str(resumable.choose_folder(settings))  # sets the checkpoint too
     run_of_rank_0 = distributed.broadcast((folder, settings.resume_from_checkpoint))
     settings.output_dir, settings.resume_from_checkpoint = run_of_rank_0

@@ -22,7 +22,7 @@ from zerofit.base import command_line, distributed, rank_status
 from zerofit.base.errors import DiskFull, Stopped, UserError, first_line
 from zerofit.base.paths import write_text
 from zerofit.certificate import recorder, rows
-from zerofit.checkpoint import pickles, reshard, resumable, save
+from zerofit.checkpoint import pickles, reshard, resumable, save, upload
 from zerofit.checkpoint.facts import read_facts
 from zerofit.config import resolve
 from zerofit.data import end_tokens, streaming
@@ -146,6 +146,9 @@ class ZerofitTrainer(Trainer):
         self.tracker.attach(self)
         self.reporter, self.certificate = progress.Reporter(self), recorder.Recorder(self)
         self.add_callback(self.reporter)
+        self.uploads = upload.Uploads(settings.upload_to, Path(arguments.output_dir)) if settings.upload_to else None
+        if self.uploads:
+            self.add_callback(self.uploads)
         self.add_callback(self.certificate)  # behind the reporter, which may turn padding_free off
 
     def check_ends(self, shipped: list[int] | None) -> None:
@@ -177,8 +180,16 @@ class ZerofitTrainer(Trainer):
             self.reporter.close_bar()
         self.train_seconds = time.perf_counter() - started
         if self.reporter.stopping:
+            self.finish_uploads()
+            distributed.barrier()  # a rank that ended earlier would end the others
             raise stopped(self.args, self.state.global_step)
         return output
+
+    def finish_uploads(self, *folders: Path) -> None:
+        """Wait on rank 0 until everything that was saved is uploaded, also these folders (--upload_to)."""
+        if self.uploads and self.args.process_index == 0:
+            with self.reporter.heartbeat.beating(self.state.global_step):
+                self.uploads.finish(*folders)
 
     def _finalize_training(self, *args, **kwargs):
         if self.reporter.stopping:  # a resumed run starts from its last checkpoint: load no other, and delete none
