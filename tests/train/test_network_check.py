@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+from zerofit.train import network_check
+
 RANK = """
 import sys
 import torch.distributed as dist
@@ -44,3 +46,9 @@ def test_ranks_exchange_numbers_in_a_group_of_their_own(tmp_path):
     said = [rank.communicate(timeout=120)[0].strip() for rank in ranks]
     assert said == ["right", "rank 1 received [0, 1, 2] from all ranks and 7 from rank 0.", "right"]
     assert [rank.returncode for rank in ranks] == [0, 0, 0]
+
+
+def test_gpus_of_several_kinds_are_said():
+    (sentence,) = network_check._kinds(["A100"] * 4 + ["H100"] * 8)
+    assert sentence.startswith("GPUs of several kinds (8 x H100, 4 x A100): each step waits for the slowest")
+    assert network_check._kinds(["H100"] * 8) == []
