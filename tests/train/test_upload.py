@@ -77,6 +77,27 @@ def test_a_checkpoint_that_is_deleted_while_it_is_copied_arrives_whole(tmp_path,
 
 
 @pytest.mark.fault
+def test_an_older_one_stays_until_the_newest_is_there(tmp_path, there, monkeypatch):
+    uploads = upload.Uploads(there.url, tmp_path)
+    put_file, turn = uploads.place.files.put_file, threading.Event()
+
+    def fails_for_the_second(source, name):
+        if "checkpoint-6" in name:
+            raise ConnectionError("the network is gone")
+        put_file(source, name)
+
+    monkeypatch.setattr(uploads.place.files, "put_file", fails_for_the_second)
+    uploads.thread.submit(turn.wait)
+    for step in (3, 6):
+        a_checkpoint(tmp_path, step)
+        saved(uploads, step)
+    shutil.rmtree(tmp_path / "checkpoint-3")
+    turn.set()
+    uploads.finish()
+    assert [*upload.Place(there.url).steps()] == [3]
+
+
+@pytest.mark.fault
 def test_a_failure_is_said_and_tried_again_at_the_next_save(tmp_path, there, monkeypatch, capsys):
     uploads = upload.Uploads(there.url, tmp_path)
     put_file, calls = uploads.place.files.put_file, []

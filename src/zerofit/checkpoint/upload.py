@@ -56,11 +56,10 @@ class Place:
             self.files.put_file(str(file), f"{self.root}/{file.name}")
 
     def prune(self, run: Path) -> None:
-        """Delete the checkpoints there that the run folder no longer has."""
-        kept = run_folder.checkpoints(run)
-        for step, path in self.steps().items() if kept else ():
-            if step not in kept:
-                self.files.rm(path, recursive=True)
+        """Delete the checkpoints there that the run folder no longer has, once its newest one is there."""
+        kept, there = run_folder.checkpoints(run), self.steps()
+        for step in there.keys() - kept.keys() if kept and max(kept) in there else ():
+            self.files.rm(there[step], recursive=True)
 
     def get(self, path: str, folder: Path) -> None:
         """Copy what lies under a path into a folder. Raises: UserError for a name that would leave it."""
