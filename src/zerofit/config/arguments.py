@@ -123,18 +123,18 @@ class RunArguments:
             "help": "Save a checkpoint this many minutes after the last one, in addition to --save_steps (0: never)."
         },
     )
-    upload_to: str = field(
-        default="",
-        metadata={
-            "help": "Copy finished checkpoints and final/ there, too: s3://bucket/run, gs://..., file:///disk/run "
-            "(fsspec). --resume_from_checkpoint auto fetches the newest where the run folder has none."
-        },
-    )
     node_local_storage: bool = field(
         default=False,
         metadata={
             "help": "For several machines without a shared disk: each stores its own ranks' part of a checkpoint "
             "(ZeRO 1 to 3)."
+        },
+    )
+    upload_to: str = field(
+        default="",
+        metadata={
+            "help": "Copy finished checkpoints and final/ there, too: s3://bucket/run, gs://..., file:///disk/run "
+            "(fsspec). --resume_from_checkpoint auto fetches the newest where the run folder has none."
         },
     )
     ignore_resume_mismatch: bool = field(

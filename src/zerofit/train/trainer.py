@@ -22,8 +22,9 @@ from zerofit.base import command_line, distributed, rank_status
 from zerofit.base.errors import DiskFull, Stopped, UserError, first_line
 from zerofit.base.paths import write_text
 from zerofit.certificate import recorder, rows
-from zerofit.checkpoint import pickles, reshard, resumable, save, upload
+from zerofit.checkpoint import pickles, reshard, resumable, save
 from zerofit.checkpoint.facts import read_facts
+from zerofit.checkpoint.upload import Uploads
 from zerofit.config import resolve
 from zerofit.data import end_tokens, streaming
 from zerofit.data.batches import (
@@ -146,7 +147,7 @@ class ZerofitTrainer(Trainer):
         self.tracker.attach(self)
         self.reporter, self.certificate = progress.Reporter(self), recorder.Recorder(self)
         self.add_callback(self.reporter)
-        self.uploads = upload.Uploads(settings.upload_to, Path(arguments.output_dir)) if settings.upload_to else None
+        self.uploads = Uploads(settings.upload_to, Path(arguments.output_dir)) if settings.upload_to else None
         if self.uploads:
             self.add_callback(self.uploads)
         self.add_callback(self.certificate)  # behind the reporter, which may turn padding_free off
