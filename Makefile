@@ -29,6 +29,8 @@ METHOD ?=
 HOST_MEMORY ?=
 SBATCH ?=
 SWEEP ?=
+SETUP ?=
+CONTAINER ?=
 NODE_RANK ?=
 MASTER_ADDR ?=
 JOIN_TIMEOUT ?=
@@ -41,7 +43,7 @@ RUN ?=
 MERGE ?=
 DTYPE ?=
 PUSH ?=
-VARIABLES := NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP RUN MERGE DTYPE PUSH GPUS ZERO OFFLOAD SP TP PP MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU_TYPE METHOD HOST_MEMORY RECIPE
+VARIABLES := NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP SETUP CONTAINER RUN MERGE DTYPE PUSH GPUS ZERO OFFLOAD SP TP PP MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU_TYPE METHOD HOST_MEMORY RECIPE
 ON_COMMAND_LINE := $(foreach v,$(.VARIABLES),$(if $(filter command%,$(origin $v)),$v))
 # taken literally: a $ in a value stays a $
 $(foreach v,$(VARIABLES),$(eval override $(v) := $$(value $(v))))
@@ -170,7 +172,8 @@ report: $(STAMP) ## write report.html of RUN=runs/x, or of several side by side:
 
 slurm: $(STAMP) ## submit a SLURM job that saves, is requeued and resumes (NODES=4 GPUS=8 RECIPE= SBATCH="--partition=x" SWEEP=file)
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit slurm --nodes="$${NODES:-1}" --gpus="$$GPUS" \
-		--sbatch="$$SBATCH" --sweep="$$SWEEP" $(BETWEEN) --port="$$PORT" --args="$$ARGS" $(if $(SHOW),--print) $(PROGRAM) $(KNOBS)
+		--sbatch="$$SBATCH" --sweep="$$SWEEP" --setup="$$SETUP" --container="$$CONTAINER" \
+		$(if $(JOIN_TIMEOUT),--join_timeout="$$JOIN_TIMEOUT") --interface="$$INTERFACE" --port="$$PORT" --args="$$ARGS" $(if $(SHOW),--print) $(PROGRAM) $(KNOBS)
 
 status: $(STAMP) ## show how the job of RUN=runs/x stands
 	@test -n "$$RUN" || { echo 'zerofit: error: make status: name the run folder with RUN=runs/...' >&2; exit 2; }

@@ -67,7 +67,7 @@ def start_processes(settings: Settings, train_set, eval_set):
     incomplete run behind.
     """
     from zerofit.base import rank_status
-    from zerofit.checkpoint import resumable, save, verify
+    from zerofit.checkpoint import resumable, save, upload, verify
     from zerofit.config import nvme
     from zerofit.model import attention, gradient_checkpointing, liger
     from zerofit.parallel import sequence_parallel
@@ -97,6 +97,7 @@ def start_processes(settings: Settings, train_set, eval_set):
     started_by, folder = restart.starters(), None
     if distributed.rank() == 0:
         restart.go_on(settings, started_by)
+        upload.fetch(settings)
         folder = run_folder.name_folder(settings)
         run_folder.check_folder(folder, bool(settings.resume_from_checkpoint))
     folder, settings.resume_from_checkpoint = distributed.broadcast((folder, settings.resume_from_checkpoint))

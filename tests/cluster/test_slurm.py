@@ -3,14 +3,17 @@
 import json
 import os
 import re
+import shlex
 import subprocess
+import sys
 import tempfile
 from pathlib import Path
 
 import psutil
 import pytest
-from conftest import TINY, Run
+from conftest import ROOT, TINY, Run
 
+from zerofit.base import distributed
 from zerofit.base.errors import UserError
 from zerofit.commands import cancel, slurm, status
 
@@ -138,6 +141,67 @@ def test_preempted_and_resumed(cluster, undisturbed, tmp_path):
     assert [m["step"] for m in Run(run).metrics if "loss" in m] == list(range(1, STEPS + 1))
     assert Run(run).losses == undisturbed.losses  # bit for bit
     assert orphans(run) == []
+
+
+SLOW_HASHES = """\
+import time
+from zerofit.base import paths
+hash_file = paths.hash_file
+def slow(file, *args, **kwargs):
+    reads_back = not (args or any(kwargs.values()))  # while it is saved, a file is hashed in the cache
+    if reads_back and "checkpoint-" in str(file):
+        time.sleep(60)
+    return hash_file(file, *args, **kwargs)
+paths.hash_file = slow
+"""
+
+
+@pytest.mark.fault
+def test_a_job_that_is_warned_is_queued_again_however_slow_its_disk_reads(cluster, tmp_path, monkeypatch):
+    """Each file of a checkpoint that is read back takes a minute, and there are more than minutes after the warning."""
+    (tmp_path / "sitecustomize.py").write_text(SLOW_HASHES)
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    run = tmp_path / "run"
+    number = submitted(run, "--sbatch", "--time=7 --signal=USR1@180", "recipes/sft.py", *FLAGS, "--max_steps", "40000")
+    cluster.until(lambda: "is saved" in said(run), "the warning", 2 * RANK_S)
+    cluster.until(lambda: "is queued again" in said(run), f"queued again: {said(run)}", 60)
+    assert len(list(run.glob("checkpoint-*/**/*"))) > 3
+    assert cluster.job(number)["Restarts"] == "1" and "DUE TO TIME LIMIT" not in said(run)
+
+
+def own_script(folder: Path, *options: str) -> str:
+    """The batch script of docs/slurm.md for two ranks on the CPU: a user's own, with torchrun and nothing of ours."""
+    blocks = (ROOT / "docs" / "slurm.md").read_text().split("```")[1::2]
+    text = next(block for block in blocks if "srun" in block).removeprefix("bash\n")
+    for old, new in (
+        (" --gpus-per-node=8 --cpus-per-task=64", ""),
+        ("--time=24:00:00", f"--time=30 --chdir={ROOT}"),
+        ("/shared/run", str(folder)),
+        ("torchrun", f"{sys.executable} -m torch.distributed.run"),
+        ("nproc_per_node 8", "nproc_per_node 1"),
+        (":29500", f":{distributed.free_port()}"),
+        ("--zero 3 --data data.jsonl", shlex.join(options)),
+    ):
+        assert old in text, old
+        text = text.replace(old, new)
+    return text
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("number", ["USR1", "TERM"])
+def test_a_script_of_ones_own_with_torchrun(cluster, undisturbed, tmp_path, number):
+    """SLURM signals torchrun and all ranks: they save, the script queues the job again, and it goes on by itself."""
+    run, script, log = tmp_path / "run", tmp_path / "own.sbatch", tmp_path / "log"
+    script.write_text(own_script(run, *FLAGS, "--max_steps", str(STEPS)))
+    job = cluster.ask("sbatch", "--parsable", f"--output={log}", str(script)).strip()
+    at_step(cluster, run, 5)
+    cluster.ask("scancel", f"--signal={number}", job)  # as SLURM itself does: to the steps, not to the script
+    cluster.start_now(job)
+    cluster.until(lambda: cluster.job(job)["JobState"] in status.ENDED, f"its end: {log.read_text()}", RANK_S)
+    assert cluster.job(job)["JobState"] == "COMPLETED" and cluster.job(job)["Restarts"] == "1", log.read_text()
+    stopped = int(re.search(r"stopped after step (\d+), checkpoint-\1 is saved", log.read_text())[1])
+    assert 5 <= stopped < STEPS and Run(run).losses == undisturbed.losses  # bit for bit
+    assert Run(run).json("result.json")["world_size"] == 2 and orphans(run) == []
 
 
 @pytest.mark.fault

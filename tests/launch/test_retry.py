@@ -375,7 +375,9 @@ def test_a_signal_to_every_process_leaves_the_data_workers_to_finish(tmp_path):
 # --- the parts ---
 
 
-def test_a_rank_without_a_supervisor_notes_one_signal_and_ends_at_the_second():
+@pytest.mark.parametrize("by_agent", [False, True])
+def test_a_rank_without_a_supervisor_notes_one_signal_and_ends_at_the_second(by_agent):
+    """Not under torchrun, whose agent passes on, perhaps later, what SLURM has sent to the rank too."""
     said = """
 import os, signal, time
 from zerofit.base import rank_status
@@ -386,10 +388,11 @@ os.kill(os.getpid(), signal.SIGTERM)  # at once: the same request
 print(asked.received is not None, flush=True)
 time.sleep(rank_status.ONE_SIGNAL_SECONDS + 0.1)
 os.kill(os.getpid(), signal.SIGTERM)
-print("not reached")
+print("goes on")
 """
-    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, timeout=60)
-    assert (done.returncode, done.stdout) == (-signal.SIGTERM, "True\n")
+    env = os.environ | ({distributed.BY_AGENT: "x"} if by_agent else {})
+    done = subprocess.run([sys.executable, "-c", said], capture_output=True, text=True, timeout=60, env=env)
+    assert (done.returncode, done.stdout) == ((0, "True\ngoes on\n") if by_agent else (-signal.SIGTERM, "True\n"))
 
 
 def test_what_cannot_be_resumed(tmp_path):

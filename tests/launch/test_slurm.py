@@ -11,6 +11,7 @@ import signal
 import subprocess
 import sys
 import time
+from pathlib import Path
 
 import pytest
 from conftest import ROOT
@@ -111,14 +112,15 @@ def test_the_rendered_script(printed, tmp_path, monkeypatch):
         "#SBATCH --exclusive",
     ]
     where = lines.index("set -u")
-    assert lines[where + 2 : where + 12] == [
+    assert lines[where + 2 : where + 13] == [
         f"root={ROOT}",
         f"python={shlex.quote(sys.executable)}",
+        "container=",
+        "mounts=",
         f"out='{tmp_path}/my runs/50% \"x\"'",
         "gpus=8",
-        "join_timeout=600",
-        "interface=",
-        "port=",
+        "launch=(--join_timeout 600)",
+        next(line for line in slurm.TEMPLATE.read_text().splitlines() if line.startswith("port=")),
         f"recipe=({ROOT}/recipes/sft.py --zero 3 --learning_rate 1e-5 --run_name 'a; b')  # relative paths begin at "
         "--chdir",
         "case ${SLURM_ARRAY_TASK_ID:-} in    # further flags of each job of a sweep; its runs are in $out/0, "
@@ -151,13 +153,40 @@ def test_the_words_reach_every_machine_as_they_were(printed, bash, tmp_path):
     assert not any(words[1] == "requeue" or words[0] == "scancel" for words in said)
 
 
-def test_the_nodes_meet_as_they_are_told(printed, bash, tmp_path):
-    given = ("--join_timeout", 900, "--interface", "ib0; x", "--port", 30000)
-    text = printed("--nodes", 2, *given, "--output_dir", tmp_path / "run", RECIPE)
-    words = json.loads(bash(text)[1])
-    assert words[words.index("--port") :][:6] == [
-        "--port", "30000", "--join_timeout", "900", "--interface", "ib0; x",
+def test_what_a_site_needs_is_in_the_script(printed, bash, tmp_path):
+    text = printed(
+        "--nodes", 2, "--port", 31000, "--interface", "ib0", "--join_timeout", "900", "--exclusive",
+        "--setup", "module load cuda/12.8; export OF_SETUP='a b'\necho \"set: $OF_SETUP\"", "--output_dir",
+        tmp_path / "run", RECIPE,
+    )  # fmt: skip
+    assert "#SBATCH --exclusive\n#SBATCH --mem=0\n" in text and "EDIT module" not in text
+    code, output, _ = bash('module() { echo "module: $*"; }\n' + text)
+    assert code == 0 and output.startswith("module: load cuda/12.8\nset: a b\n")
+    words = json.loads(output.splitlines()[-1])
+    assert words[words.index("--port") : words.index(str(ROOT / RECIPE))] == [
+        "--port", "31000", "--join_timeout", "900", "--interface", "ib0",
     ]  # fmt: skip
+
+
+@pytest.mark.injection
+@pytest.mark.parametrize("image", ["nvcr.io#nvidia/pytorch:26.01 $HOME", "/images/it's `odd`.sif"])
+def test_a_container_sees_the_run_and_its_words_as_they_were(printed, bash, tmp_path, image):
+    """Pyxis mounts by srun, Apptainer by a command before the launch."""
+    run = tmp_path / "my run"
+    text = printed("--container", image, "--mounts", "/data:/data,/a b:/m", "--output_dir", run, RECIPE)
+    (tmp_path / "bin" / "python3").write_text(TELLS.format(python=sys.executable))
+    (tmp_path / "bin" / "python3").chmod(0o755)
+    code, output, said = bash(text)
+    bind = f"{ROOT}:{ROOT},{run}:{run},{Path.cwd()}:{Path.cwd()},/data:/data,/a b:/m"
+    srun = next(words for words in said if words[0] == "srun")
+    if image.endswith(".sif"):
+        within = ["apptainer", "exec", "--nv", "--bind", bind, image]
+        assert srun[4:11] == [*within, "bash"]
+    else:
+        pyxis = [f"--container-image={image}", f"--container-mounts={bind}", f"--container-workdir={Path.cwd()}"]
+        assert srun[4:8] == [*pyxis, "bash"]
+    words = json.loads(output.splitlines()[-1])
+    assert code == 0 and words[:3] == ["-m", "zerofit", "launch"] and str(run) in words and run.is_dir()
 
 
 @pytest.mark.injection
@@ -253,6 +282,9 @@ def test_a_sweep(printed, bash, tmp_path):
         (["--port", "65535", RECIPE], "PORT=65535: must be a number from 1 to 65534"),
         (["--sbatch", "--export=ALL,HF_TOKEN=hf_secret_value", RECIPE], "would hold the value of HF_TOKEN"),
         (["--sweep", "none.txt", RECIPE], "none.txt: cannot be read"),
+        (["--mounts", "/a:/a", RECIPE], "there is no --container"),
+        (["--container", "i", "--output_dir", "a:b", RECIPE], "its name has a , or :"),
+        (["--setup", "export X=hf_secret_value", RECIPE], "would hold the value of HF_TOKEN"),
     ],
 )
 def test_what_is_refused(printed, monkeypatch, words, sentence):

@@ -54,3 +54,9 @@ def test_the_node_with_slow_links_is_named():
     assert sentence == "links within a node: 9.50 GB/s a rank (8 ranks, nccl, all-reduced)"
     sentence = network_check._speed_sentence("within a node", [*even, slow], 8, "nccl")
     assert sentence.endswith("7.00 GB/s a rank (8 ranks, nccl, all-reduced); node 2 (c) is the slowest")
+
+
+def test_gpus_of_several_kinds_are_said():
+    (sentence,) = network_check._kinds(["A100"] * 4 + ["H100"] * 8)
+    assert sentence.startswith("GPUs of several kinds (8 x H100, 4 x A100): each step waits for the slowest")
+    assert network_check._kinds(["H100"] * 8) == []

@@ -14,6 +14,7 @@ import time
 import traceback
 from pathlib import Path
 
+from zerofit.base import distributed
 from zerofit.base.errors import EXIT_CODES, DiskFull, Diverged, Hung, OutOfMemory, Stopped, Unavailable, UserError
 
 FOLDER = "ZEROFIT_ATTEMPT"  # environment variable: the attempt's folder; unset: no supervisor, nothing is written
@@ -308,13 +309,18 @@ class Heartbeat:
 class StopRequest:
     """Whether a signal has asked this rank to save and end, whoever has started it."""
 
-    def __init__(self):
-        self.received = None  # time.monotonic() of the first signal
+    received = None  # time.monotonic() of the first signal
+
+    @classmethod
+    def ask(cls) -> None:
+        """Ask as a signal does; for a program that trains in a thread, where Python hears none."""
+        cls.received = time.monotonic()
 
     def listen(self) -> None:
         """Note signals that ask for a save, from now on.
 
-        A supervisor ends ranks with SIGHUP, and hears a second signal itself. Without one, the second ends the rank.
+        A supervisor ends ranks with SIGHUP, and hears a second signal itself. Without one, the second ends the rank;
+        under torchrun it does not: SLURM signals each process, and the agent passes its own on, perhaps much later.
         """
         if threading.current_thread() is not threading.main_thread():  # a program of one's own: signals are its affair
             return
@@ -325,7 +331,7 @@ class StopRequest:
     def _note(self, number, _frame) -> None:
         if self.received is None:
             self.received = time.monotonic()
-        elif not folder() and not is_repeated(number, self.received):
+        elif not folder() and distributed.BY_AGENT not in os.environ and not is_repeated(number, self.received):
             signal.signal(number, signal.SIG_DFL)
             os.kill(os.getpid(), number)
 

@@ -1,4 +1,4 @@
-"""`zerofit kubernetes`: print a Kubeflow manifest for a command line."""
+"""`zerofit kubernetes`: print the manifest of a Kubeflow TrainJob for a command line."""
 
 import argparse
 import re
@@ -13,14 +13,15 @@ from zerofit.base.errors import UserError
 from zerofit.base.paths import PROJECT
 from zerofit.config import parse, resolve
 from zerofit.job import program
-from zerofit.job.request import FLAG, Request
+from zerofit.job.request import Request
 from zerofit.job.settings import Settings
 from zerofit.launch import prepare
-from zerofit.launch.cluster import node_options
 
-TEMPLATES = {"pytorchjob": "launchers/pytorchjob.yaml", "trainjob": "launchers/trainjob.yaml"}
+TEMPLATE = "launchers/trainjob.yaml"
 
 RESTARTS = 6  # per node; the default backoffLimit of a Kubernetes Job
+
+QUEUE = "kueue.x-k8s.io/queue-name"  # Kueue's label
 
 LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # a service name in Kubernetes (RFC 1035)
 
@@ -34,14 +35,13 @@ PLAIN = re.compile(r"[A-Za-z][A-Za-z]+[\w./-]*|--[a-z][\w-]*|\$\(\w+\)")
 class Job:
     """The values for the template."""
 
-    kind: str
     name: str
-    least: int  # nodes
-    most: int  # nodes; more than `least` for an elastic job
+    nodes: int
     gpus: int  # processes per node
     image: str
     use_cpu: bool  # request no GPU
     words: list[str]  # recipe and flags for `zerofit launch` in a pod
+    queue: str = ""  # Kueue's; "" without one
 
 
 def main(argv: list[str]) -> None:
@@ -54,13 +54,11 @@ def main(argv: list[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="zerofit kubernetes", allow_abbrev=False, description=__doc__)
-    parser.add_argument(
-        "--kind", default="pytorchjob", help=f"{' or '.join(TEMPLATES)} (training operator v1, Trainer v2)"
-    )
     parser.add_argument("--name", required=True, help="of the job; its run folder is /runs/<name>")
-    parser.add_argument("--nodes", default="1", help="pods, or MIN:MAX for an elastic pytorchjob")
+    parser.add_argument("--nodes", default="1", help="number of pods")
     parser.add_argument("--gpus", default="1", help="GPUs of each pod, one process on each")
     parser.add_argument("--image", required=True, help="container image with this repository, installed")
+    parser.add_argument("--queue", default="", help="Kueue's local queue, which starts all pods of the job or none")
     parser.add_argument("--gpu_type", default="h100-80g", help="the cluster's GPU, for the check of the flags")
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     parser.add_argument("recipe", help="recipes/sft.py, or any other recipe's file")
@@ -72,51 +70,37 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _job(given) -> Job:
-    if given.kind not in TEMPLATES:
-        raise UserError(f"--kind {given.kind}: must be one of {', '.join(TEMPLATES)}.")
     named = program.start(given.recipe)
     flags, gpus = parse.command_line(given.flags, given.args, given.gpus)
-    least, most = _nodes(given.nodes, given.kind)
-    _check_names(given, most)
-    if most > 1:
+    if not given.nodes.isdigit() or int(given.nodes) < 1:
+        raise UserError(f"--nodes {given.nodes}: must be a number of pods; a TrainJob needs all of them.")
+    nodes = int(given.nodes)
+    _check_names(given)
+    if nodes > 1:
         prepare.check_for_nodes(flags)
     request = parse.request(named.recipe, flags)
     _check_request(request)
-    ranks = {least * gpus, most * gpus}
-    settings = _settings(request, ranks, hardware.find(given.gpu_type))
+    settings = resolve.resolve(request.put(gpus=nodes * gpus), nodes * gpus, hardware.find(given.gpu_type))
     if Path(file := named.in_project).is_absolute():
         print(
             f"note: {file} is outside the project, {PROJECT}: the image must hold it at this path",
             file=sys.stderr,
             flush=True,
         )
-    words = [file, *flags, *_to_go_on(settings, _mount(given.kind), given.name)]
-    if least < most and settings.source["effective_batch_size"] != FLAG:
-        # Otherwise each start would derive it from the number of nodes present.
-        words += ["--effective_batch_size", str(settings.effective_batch_size)]
-    return Job(given.kind, given.name, least, most, gpus, given.image, settings.use_cpu, words)
+    words = [file, *flags, *_to_go_on(settings, _mount(), given.name)]
+    return Job(given.name, nodes, gpus, given.image, settings.use_cpu, words, given.queue)
 
 
-def _nodes(text: str, kind: str) -> tuple[int, int]:
-    if (bounds := node_options.count(text)) is None:
-        raise UserError(f"--nodes {text}: must be a number of pods, or MIN:MAX for an elastic pytorchjob.")
-    least, most = bounds
-    if least != most and kind == "trainjob":
-        raise UserError(
-            f"--nodes {text} --kind trainjob: a TrainJob is complete only when all its pods have ended well, so it "
-            f"cannot train with fewer; use --kind pytorchjob, or --nodes {most}."
-        )
-    return bounds
-
-
-def _check_names(given, nodes: int) -> None:
+def _check_names(given) -> None:
     """Check the names by Kubernetes' rules, with room for the operator's suffix. Raises: UserError."""
-    limit = LONGEST - len(f"-worker-{nodes}")
+    limit = LONGEST - len(f"-node-0-{given.nodes}")
     if not LABEL.fullmatch(given.name) or len(given.name) > limit:
         raise UserError(
             f"--name {given.name}: must be 1 to {limit} of a-z, 0-9 and -, begin with a letter and not end with -; "
             "Kubernetes makes the pods' names of it."
         )
+    if given.queue and not LABEL.fullmatch(given.queue):
+        raise UserError(f"--queue {given.queue}: must be the name of a LocalQueue of Kueue (kubectl get localqueues).")
     if not given.image or any(c.isspace() for c in given.image):
         raise UserError(f"--image {given.image!r}: must be an image's name without spaces.")
 
@@ -133,21 +117,6 @@ def _check_request(request: Request) -> None:
             raise UserError(
                 f"--{name}: prints and trains nothing; a job needs no pods for it (`zerofit launch` does it here)."
             )
-
-
-def _settings(request: Request, sizes: set[int], gpu: hardware.Gpu) -> Settings:
-    """Resolve the flags for each number of ranks in `sizes`; return the settings for the largest.
-
-    Raises: UserError as resolve.resolve does; if the effective batch depends on the number of ranks.
-    """
-    per_size = [resolve.resolve(request.put(gpus=ranks), ranks, gpu) for ranks in sorted(sizes)]
-    smallest, largest = per_size[0], per_size[-1]
-    if smallest.effective_batch_size != largest.effective_batch_size:
-        raise UserError(
-            f"--effective_batch_size: would be {smallest.effective_batch_size} on {smallest.world_size} ranks and "
-            f"{largest.effective_batch_size} on {largest.world_size}; name one for all sizes of the job."
-        )
-    return largest
 
 
 def _to_go_on(settings: Settings, mount: str, name: str) -> list[str]:
@@ -182,20 +151,18 @@ def render(job: Job) -> str:
 
     Raises: UserError for a template without the keys that are filled in.
     """
-    documents = _template(job.kind)
+    documents = _template()
     try:
-        for document in documents:
-            document["metadata"]["name"] = job.name
-        (_fill_pytorchjob if job.kind == "pytorchjob" else _fill_trainjob)(documents, job)
+        _fill(documents, job)
     except (LookupError, TypeError) as error:
-        raise _edited(job.kind, error) from None
-    head = f"# Made by `zerofit kubernetes` of {TEMPLATES[job.kind]}, where every line is explained.\n"
+        raise _edited(error) from None
+    head = f"# Made by `zerofit kubernetes` of {TEMPLATE}, where every line is explained.\n"
     return head + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
 
 
-def _template(kind: str) -> list[dict]:
+def _template() -> list[dict]:
     """Read the template. Raises: UserError if it is no longer valid YAML."""
-    file = PROJECT / TEMPLATES[kind]
+    file = PROJECT / TEMPLATE
     try:
         return list(yaml.safe_load_all(file.read_text(encoding="utf-8")))
     except yaml.YAMLError as error:
@@ -204,59 +171,45 @@ def _template(kind: str) -> list[dict]:
         raise UserError(f"{where}: not valid YAML: {getattr(error, 'problem', error)}.") from None
 
 
-def _edited(kind: str, error: Exception) -> UserError:
+def _edited(error: Exception) -> UserError:
     return UserError(
-        f"{TEMPLATES[kind]}: has been edited so that --options find no place in it ({type(error).__name__}: {error}); "
+        f"{TEMPLATE}: has been edited so that --options find no place in it ({type(error).__name__}: {error}); "
         "keep its keys and the volume `runs` (git diff shows what was changed)."
     )
 
 
-def _mount(kind: str) -> str:
+def _mount() -> str:
     """Return the path at which the template mounts the volume `runs`. Raises: UserError if it mounts none."""
-    spec = _template(kind)[0]["spec"]
     try:
-        if kind == "pytorchjob":
-            pod = spec["pytorchReplicaSpecs"]["Master"]["template"]["spec"]
-        else:
-            pod = spec["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["template"]["spec"]
+        pod = _node(_template()[0])["template"]["spec"]
         paths = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
         return paths["runs"].rstrip("/")
     except (LookupError, TypeError) as error:
-        raise _edited(kind, error) from None
+        raise _edited(error) from None
 
 
-def _fill_pytorchjob(documents: list[dict], job: Job) -> None:
-    spec = documents[0]["spec"]
-    replicas = spec["pytorchReplicaSpecs"]
-    container = replicas["Master"]["template"]["spec"]["containers"][0]
-    _fill_container(container, container["resources"], job)
-    spec["nprocPerNode"] = str(job.gpus)
-    spec["runPolicy"]["backoffLimit"] = RESTARTS * job.most
-    if job.least < job.most:
-        # No elasticPolicy: it would put torchrun's rendezvous at worker 0, but zerofit's node 0 is the master.
-        spec["runPolicy"].setdefault("schedulingPolicy", {})["minAvailable"] = job.least
-    if job.most > 1:
-        replicas["Worker"]["replicas"] = job.most - 1  # its pod is the master's, by an alias in the template
-    else:
-        del replicas["Worker"]
+def _node(runtime: dict) -> dict:
+    """Return the specification of the Job whose pods are the nodes."""
+    return runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
 
 
-def _fill_trainjob(documents: list[dict], job: Job) -> None:
-    runtime, train = (document["spec"] for document in documents)
-    trainer = train["trainer"]
-    _fill_container(trainer, trainer["resourcesPerNode"], job)
-    runtime["mlPolicy"]["numNodes"] = trainer["numNodes"] = job.most
-    runtime["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]["backoffLimit"] = RESTARTS * job.most
-    train["runtimeRef"]["name"] = job.name
+def _fill(documents: list[dict], job: Job) -> None:
+    runtime, train = documents
+    trainer = train["spec"]["trainer"]
+    runtime["metadata"]["name"] = train["metadata"]["name"] = train["spec"]["runtimeRef"]["name"] = job.name
+    labels = train["metadata"].setdefault("labels", {})
+    labels.pop(QUEUE, None)  # the template's example
+    if job.queue:
+        labels[QUEUE] = job.queue
+    runtime["spec"]["mlPolicy"]["numNodes"] = trainer["numNodes"] = job.nodes
+    _node(runtime)["backoffLimit"] = RESTARTS * job.nodes
     trainer["numProcPerNode"] = job.gpus
-
-
-def _fill_container(container: dict, resources: dict, job: Job) -> None:
-    container["image"] = job.image
-    container["args"] = _words(container["args"], job)
-    others = {key: amount for key, amount in resources["limits"].items() if not key.endswith("/gpu")}
-    gpus = {key: job.gpus for key in resources["limits"] if key.endswith("/gpu")}
-    resources["limits"] = others | ({"cpu": job.gpus} if job.use_cpu else gpus)
+    trainer["image"] = job.image
+    trainer["args"] = _words(trainer["args"], job)
+    limits = trainer["resourcesPerNode"]["limits"]
+    others = {key: amount for key, amount in limits.items() if not key.endswith("/gpu")}
+    gpus = {key: job.gpus for key in limits if key.endswith("/gpu")}
+    trainer["resourcesPerNode"]["limits"] = others | ({"cpu": job.gpus} if job.use_cpu else gpus)
 
 
 def _words(template: list[str], job: Job) -> list[str]:
@@ -266,7 +219,7 @@ def _words(template: list[str], job: Job) -> list[str]:
     """
     options = template[: template.index("recipes/sft.py")]
     options[options.index("--gpus") + 1] = str(job.gpus)
-    options[options.index("--nnodes") + 1] = str(job.most) if job.least == job.most else f"{job.least}:{job.most}"
+    options[options.index("--nnodes") + 1] = str(job.nodes)
     return options + [word.replace("$", "$$") for word in job.words]
 
 

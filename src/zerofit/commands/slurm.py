@@ -39,8 +39,9 @@ CORES_PER_GPU = 4  # default of --cpus
 class Request:
     """The values for the template.
 
-    flags: the recipe's, without --output_dir; gpus, cpus: per node; on_cpu: request no GPU; sweep: further flags of
-    each job of an array; more: further sbatch options, verbatim.
+    flags: the recipe's, without --output_dir; gpus, cpus: per node; on_cpu: request no GPU; setup: shell commands;
+    container: an image, mounts: what it needs; launch: options of `zerofit launch`; sweep: further flags of each job of
+    an array; more: further sbatch options, verbatim.
     """
 
     recipe: Path
@@ -54,9 +55,12 @@ class Request:
     partition: str = ""
     account: str = ""
     qos: str = ""
-    join_timeout: str = node_options.JOIN_TIMEOUT
-    interface: str = ""
+    exclusive: bool = False
+    setup: str = ""
+    container: str = ""
+    mounts: str = ""
     port: str = ""
+    launch: list[str] = field(default_factory=lambda: ["--join_timeout", node_options.JOIN_TIMEOUT])
     sweep: list[list[str]] = field(default_factory=list)
     more: list[tuple[str, str]] = field(default_factory=list)
 
@@ -72,7 +76,11 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--cpus", default="", help=f"cores of each node (default: {CORES_PER_GPU} per GPU)")
     parser.add_argument("--time", default="24:00:00", help="limit of one start; the job goes on after it by itself")
     node_options.add_meeting(parser)
-    parser.add_argument("--port", default="", help="node 0's port, and the next one (default: by the job's number)")
+    parser.add_argument("--port", default="", help="and the next one, on the first node (default: of the job's number)")
+    parser.add_argument("--exclusive", action="store_true", help="whole nodes, with all their memory")
+    parser.add_argument("--setup", default="", help="shell commands before the job: module load, source, export")
+    parser.add_argument("--container", default="", help="image: FILE.sif for Apptainer, any other for Pyxis")
+    parser.add_argument("--mounts", default="", help="what it needs beside zerofit, run folder and this one: A:B,C:D")
     for name in ("partition", "account", "qos"):
         parser.add_argument(f"--{name}", default="", help="as sbatch's")
     parser.add_argument("--sbatch", default="", help="more of sbatch's options in one string; they win over the others")
@@ -102,7 +110,7 @@ def request_of(given) -> Request:
         raise UserError(f"NODES={given.nodes}: must be a whole number of 1 or more.")
     on_cpu = (command_line.value_of(flags, ("--use_cpu",)) or "false").lower() in ("true", "1", "yes")
     node_options.seconds(given.join_timeout)
-    if given.port and not (given.port.isdigit() and 1 <= int(given.port) < 65535):
+    if given.port and not (given.port.isdigit() and 0 < int(given.port) < 65535):
         raise UserError(f"PORT={given.port}: must be a number from 1 to 65534 (the next port is used too).")
     cpus = given.cpus or str(gpus * (1 if on_cpu else CORES_PER_GPU))
     if not cpus.isdigit() or int(cpus) < 1:
@@ -120,6 +128,7 @@ def request_of(given) -> Request:
         except UserError as error:
             raise UserError(f"{given.sweep}: job {number} ({shlex.join(added_flags)}): {error}") from None
     folder = choose_folder(settings)
+    _check_container(given, folder.absolute())
     taken = [folder / str(number) for number in range(len(sweep)) if (folder / str(number) / "run.json").exists()]
     if run_folder.finished(folder) or (taken and command_line.value_of(flags, RESUME) is None):
         content = "runs" if taken else "a run that has finished"
@@ -127,8 +136,24 @@ def request_of(given) -> Request:
     return Request(
         named.file.absolute(), command_line.drop(flags, "--output_dir", "--resume_from_checkpoint"), folder.absolute(),
         int(given.nodes), gpus, int(cpus), on_cpu, given.time, given.partition, given.account, given.qos,
-        given.join_timeout, given.interface, given.port, sweep, _options(given.sbatch),
+        given.exclusive, given.setup, given.container, given.mounts, given.port, _launch_options(given), sweep,
+        _options(given.sbatch),
     )  # fmt: skip
+
+
+def _check_container(given, folder: Path) -> None:
+    """Refuse what a container cannot mount: paths with the signs between mounts. Raises: UserError."""
+    if given.mounts and not given.container:
+        raise UserError(f"--mounts {given.mounts}: there is no --container to mount them into.")
+    for path in (PROJECT, folder, Path.cwd()) if given.container else ():
+        if set(",:") & set(str(path)):
+            raise UserError(f"{path}: cannot be mounted into --container {given.container}: its name has a , or :.")
+
+
+def _launch_options(given) -> list[str]:
+    """Return the options of `zerofit launch` that are equal on all nodes."""
+    interface = ["--interface", given.interface] if given.interface else []
+    return ["--join_timeout", given.join_timeout, *interface]
 
 
 def check(recipe: Recipe, flags: list[str], ranks: int, on_cpu: bool) -> Settings:
@@ -220,23 +245,28 @@ def render(request: Request) -> str:
         "partition": request.partition,
         "account": request.account,
         "qos": request.qos,
+        "mem": "0" if request.exclusive else "",
     }.items():
         script = _fill(script, rf"##?SBATCH --{name}=", _option(f"--{name}", value) if value else "")
-    script = _fill(script, r"set -u$", "".join(_option(*option) + "\n" for option in request.more) + "set -u")
+    script = _fill(script, r"##SBATCH --exclusive ", "#SBATCH --exclusive" * request.exclusive)
     for name, value in {
         "root": shlex.quote(str(PROJECT)),
-        "python": shlex.quote(sys.executable),
+        "python": "python3" if request.container else shlex.quote(sys.executable),
+        "container": shlex.quote(request.container) if request.container else "",
+        "mounts": shlex.quote(request.mounts) if request.mounts else "",
         "out": shlex.quote(str(request.folder)),
         "gpus": str(request.gpus),
-        "join_timeout": request.join_timeout,
-        "interface": shlex.quote(request.interface) if request.interface else "",
-        "port": request.port,
+        "launch": f"({shlex.join(request.launch)})",
         "recipe": f"({shlex.join([str(request.recipe), *request.flags])})  # relative paths begin at --chdir",
     }.items():
         script = _fill(script, f"{name}=.*# EDIT", f"{name}={value}")
+    if request.port:
+        script = _fill(script, r"port=.*# EDIT", f"port={request.port}")
     jobs = "\n".join(f"    {number}) recipe+=({shlex.join(words)}) ;;" for number, words in enumerate(request.sweep))
     script = _fill(script, r"    1\) ", "")
     script = _fill(script, r"    0\) ", jobs)
+    options = [_option(*option) for option in request.more]
+    script = _fill(script, r"# EDIT module load", "\n".join([*options, *request.setup.splitlines()]))
     _check_secrets(script)
     return script
 

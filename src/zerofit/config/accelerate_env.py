@@ -21,6 +21,7 @@ _ACCELERATE_NAMES = (
     "ACCELERATE_MIXED_PRECISION",
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     "ACCELERATE_USE_CPU",
+    "ACCELERATE_TORCH_DEVICE",  # Ray Train sets it; the device is that of LOCAL_RANK
 )
 
 # Those that a user may have set on purpose for this run.

@@ -149,6 +149,13 @@ class RunArguments:
             "(ZeRO 1 to 3)."
         },
     )
+    upload_to: str | None = field(
+        default=None,
+        metadata={
+            "help": "Copy finished checkpoints and final/ there, too: s3://bucket/run, gs://..., file:///disk/run "
+            "(fsspec). --resume_from_checkpoint auto fetches the newest where the run folder has none."
+        },
+    )
     ignore_resume_mismatch: bool = field(
         default=False,
         metadata={

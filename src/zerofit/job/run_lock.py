@@ -25,7 +25,7 @@ OWN = re.compile(
     r"(run|job|result|report|deepspeed|plan|data|memory|certificate|slurm)\.(json|tmp)|(report|plan|certificate)\.md"
     r"|(plan|memory)\.png|(metrics|padding_free|oom-rank\d+)\.tmp|report\.html"
     r"|metrics\.jsonl|padding_free\.txt|oom-rank\d+\.(txt|pickle)|slurm\.(sbatch|log)|run\.lock"
-    r"|cancelled|logs|nan|final|reference|\.saving"
+    r"|cancelled|logs|nan|final|reference|\.saving|\.uploading"
 )
 
 _held: dict[Path, tuple[int, list[Path]]] = {}  # {run folder: (descriptor, folders created for it)}

@@ -95,7 +95,7 @@ def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, obje
     """
     from zerofit.base import hub
     from zerofit.certificate.data import check_data
-    from zerofit.checkpoint import resumable
+    from zerofit.checkpoint import resumable, upload
     from zerofit.config import resolve
     from zerofit.data.load import load_datasets
     from zerofit.launch import doctor
@@ -109,6 +109,8 @@ def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, obje
     check_weights(settings)
     for sentence in [*warnings, *doctor.raise_or_warn(doctor.of_job(settings, model))]:
         print(f"note: {sentence}", flush=True)
+    if decides:
+        upload.fetch(settings)
     folder = resumable.choose_folder(settings) if decides else None
     deepspeed_ops.prepare(settings)  # compile ops now: a failing compiler is reported before ranks start
     tokenizer = load_tokenizer(settings)

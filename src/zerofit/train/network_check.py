@@ -1,5 +1,6 @@
 """Check before loading the model that all ranks have the same job and reach each other, and how fast."""
 
+import collections
 import contextlib
 import os
 import socket
@@ -28,6 +29,7 @@ def check(settings, train_set, eval_set) -> None:
 
     Raises: UserError, naming the node that differs. A rank without an answer in time ends its process with a sentence.
     """
+    import torch
     import torch.distributed as dist
 
     if not dist.is_initialized() or distributed.size() == 1:
@@ -43,6 +45,8 @@ def check(settings, train_set, eval_set) -> None:
         _exchange(settings.use_cpu)
         if distributed.several_nodes() or not settings.use_cpu:
             settings.decisions += [*_speeds(settings.use_cpu), *_knobs(settings)]
+        if not settings.use_cpu:
+            settings.decisions += _kinds(distributed.all_gather(torch.cuda.get_device_name()))
 
 
 @contextlib.contextmanager
@@ -164,6 +168,15 @@ def _bus_bandwidth(group, count: int, use_cpu: bool) -> float:
     if wrong := int((numbers[1024:] != count).sum()):
         raise RuntimeError(f"{wrong} of {numbers.numel()} summed numbers are wrong")
     return numbers.numel() * 4 * 2 * (count - 1) / count / seconds / 1e9
+
+
+def _kinds(gpus: list[str]) -> list[str]:
+    """Return a sentence about a job whose ranks have GPUs of several kinds; [] for one kind."""
+    ranks = collections.Counter(gpus)
+    if len(ranks) == 1:
+        return []
+    counted = ", ".join(f"{count} x {name}" for name, count in ranks.most_common())
+    return [f"GPUs of several kinds ({counted}): each step waits for the slowest, and all hold what the smallest can"]
 
 
 def _knobs(settings) -> list[str]:

@@ -162,6 +162,7 @@ def write_result(trainer: ZerofitTrainer, metrics: dict) -> None:
     trainer.certificate.publish("the run has finished")
     result["certificate"] = page.holds(settings)
     run_folder.write_json(folder / "result.json", result)
+    trainer.finish_uploads(_final(trainer))
 
 
 def write_prediction(measured_bytes: int, folder: Path) -> None:

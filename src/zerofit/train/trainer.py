@@ -24,6 +24,7 @@ from zerofit.base.paths import write_text
 from zerofit.certificate import recorder, rows
 from zerofit.checkpoint import background, pickles, reshard, resumable, save
 from zerofit.checkpoint.facts import read_facts
+from zerofit.checkpoint.upload import Uploads
 from zerofit.config import resolve
 from zerofit.data import end_tokens, streaming
 from zerofit.data.batches import (
@@ -147,6 +148,9 @@ class ZerofitTrainer(Trainer):
         self.tracker.attach(self)
         self.reporter, self.certificate = progress.Reporter(self), recorder.Recorder(self)
         self.add_callback(self.reporter)
+        self.uploads = Uploads(settings.upload_to, Path(arguments.output_dir)) if settings.upload_to else None
+        if self.uploads:
+            self.add_callback(self.uploads)
         self.add_callback(self.certificate)  # behind the reporter, which may turn padding_free off
 
     def check_ends(self, shipped: list[int] | None) -> None:
@@ -178,8 +182,16 @@ class ZerofitTrainer(Trainer):
             self.reporter.close()
         self.train_seconds = time.perf_counter() - started
         if self.reporter.stopping:
+            self.finish_uploads()
+            distributed.barrier()  # a rank that ended earlier would end the others
             raise stopped(self.args, self.state.global_step)
         return output
+
+    def finish_uploads(self, *folders: Path) -> None:
+        """Wait on rank 0 until everything that was saved is uploaded, also these folders (--upload_to)."""
+        if self.uploads and self.args.process_index == 0:
+            with self.reporter.heartbeat.beating(self.state.global_step):
+                self.uploads.finish(*folders)
 
     def _finalize_training(self, *args, **kwargs):
         self.publish_checkpoint()

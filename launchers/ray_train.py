@@ -1,0 +1,40 @@
+"""Run a recipe in the workers of Ray Train (docs/ray.md); 4:8 workers are as many as there are GPUs for.
+
+python launchers/ray_train.py 8 recipes/sft.py --zero 3 --data /shared/data.jsonl --output_dir /shared/run
+"""
+
+import os
+import runpy
+import signal
+import sys
+from pathlib import Path
+
+import ray
+from ray.train import FailureConfig, RunConfig, ScalingConfig
+from ray.train.torch import TorchTrainer
+
+
+def train(job: dict) -> None:
+    """Run the recipe in this worker as torchrun would; Ray has numbered the ranks and opened their process group."""
+    from zerofit.base.rank_status import StopRequest
+
+    # Ray calls this in a thread, and Python hears signals in the main thread only, which waits for calls of the worker.
+    worker = ray.get_runtime_context().current_actor
+    ray.get(worker.__ray_call__.remote(lambda _: signal.signal(signal.SIGTERM, lambda *_: StopRequest.ask()) and None))
+    os.environ.setdefault("TORCHELASTIC_RUN_ID", "ray")  # started again on other ranks, the run keeps its batch
+    os.chdir(job["folder"])
+    sys.argv = job["words"]
+    runpy.run_path(sys.argv[0], run_name="__main__")
+
+
+if __name__ == "__main__":
+    if len(sys.argv) < 3:
+        raise SystemExit(__doc__)
+    workers, *words = sys.argv[1:]
+    if "--resume_from_checkpoint" not in words:
+        words += ["--resume_from_checkpoint", "auto"]
+    sizes = [int(size) for size in workers.split(":")]
+    scaling = ScalingConfig(num_workers=sizes[0] if len(sizes) == 1 else (*sizes,), use_gpu="--use_cpu" not in words)
+    run = RunConfig(failure_config=FailureConfig(max_failures=3))
+    job = {"folder": str(Path.cwd()), "words": words}
+    TorchTrainer(train, train_loop_config=job, scaling_config=scaling, run_config=run).fit()
