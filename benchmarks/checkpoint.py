@@ -141,7 +141,10 @@ def _blocked(trainer, run: Path, kind: str) -> float:
     from zerofit.base import distributed
 
     settings = trainer.settings
-    settings.values |= {"save_in_background": kind == "background", "save_model_in_checkpoints": kind == "weights"}
+    settings.thaw()
+    whole = kind in ("plain", "weights")
+    settings.values.update(save_in_background=kind == "background", save_model_in_checkpoints=whole)
+    settings.freeze()
     trainer.saving_to = run / "plain" if kind == "plain" else None
     began = time.perf_counter()
     if kind == "plain":
@@ -169,7 +172,7 @@ def verified(checkpoint: Path) -> float:
     return time.perf_counter() - began
 
 
-def measure(folder: Path, shape: dict) -> dict:
+def measure(folder: Path, shape: dict, saves_alone: bool) -> dict:
     from zerofit.base.paths import size_of
     from zerofit.job import run_folder
 
@@ -180,6 +183,8 @@ def measure(folder: Path, shape: dict) -> dict:
     found = world(
         RANKS, [*flags, "--max_steps", "1", "--zero", "3", "--output_dir", str(folder / "run")], folder / "save.json"
     )
+    if saves_alone:
+        return found
     (saved,) = run_folder.checkpoints(folder / "run").values()
     found["verify_seconds"] = verified(saved)
     again = [*flags, "--max_steps", "2", "--resume_from_checkpoint", str(saved), "--save_strategy", "no"]
@@ -249,10 +254,14 @@ def table(found: dict) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--layers", type=int, default=SHAPE["num_hidden_layers"])
+    parser.add_argument("--saves", action="store_true", help="measure the saves alone, and print their seconds")
     given = parser.parse_args()
     machine, shape = facts(), SHAPE | {"num_hidden_layers": given.layers}
     with tempfile.TemporaryDirectory() as folder:
-        found = measure(Path(folder), shape)
+        found = measure(Path(folder), shape, given.saves)
+    if given.saves:
+        print(json.dumps(found))
+        return
     lines = [
         "# What checkpoints cost", "", *describe(machine, {"zerofit": versions()}), "",
         f"Llama, {given.layers} layers of 1024, bf16 with fp32 masters, two ranks, ZeRO-3: a checkpoint of "

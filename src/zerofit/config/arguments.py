@@ -139,7 +139,7 @@ class RunArguments:
         default=False,
         metadata={
             "help": "ZeRO-3, full fine-tuning: write model.safetensors into each checkpoint too. The shards hold the "
-            "same weights, and gathering them takes most of a large model's save. final/ always has it."
+            "same weights; final/ always has it."
         },
     )
     node_local_storage: bool = field(
