@@ -31,6 +31,10 @@ def only(found):
     return finding.level, finding.text + " -> " + finding.fix
 
 
+def none(found):
+    return list(found) == []
+
+
 def test_this_machine(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "zerofit", "doctor", "--json", "--gpus", "2", "--output_dir", str(tmp_path / "new")],
@@ -38,7 +42,7 @@ def test_this_machine(tmp_path):
     )  # fmt: skip
     assert done.returncode == 0, done.stdout + done.stderr
     found = {f["name"]: f for f in json.loads(done.stdout)["findings"]}
-    assert found["packages"]["level"] == found["JSON"]["level"] == found["exchange"]["level"] == "ok"
+    assert {found[name]["level"] for name in ("packages", "known problems", "network", "exchange")} == {"ok"}
     assert found["exchange"]["text"].startswith("2 processes over gloo, ")
     assert not (tmp_path / "new").exists()
 
@@ -69,7 +73,7 @@ def test_rules_are_complete():
         assert set(rule) == {"when", "level", "symptom", "link", "fix"} and rule["level"] in ("warn", "fail")
         assert rule["link"].startswith("https://github.com/") and rule["when"]
         assert all(SpecifierSet(versions) for versions in rule["when"].values())
-    assert doctor.known_problems()[0].level == "ok"  # the tested set has none
+    assert none(doctor.known_problems())  # the tested set has none
 
 
 def test_each_rule_can_apply():
@@ -99,35 +103,16 @@ def test_compilers_that_are_missing(monkeypatch):
     assert level == "warn" and "ninja and g++ not on PATH" in text
 
 
-def test_a_stale_lock(monkeypatch, tmp_path):
-    (tmp_path / "cpu_adam").mkdir()
-    (tmp_path / "cpu_adam" / "lock").touch()
-    monkeypatch.setenv("TORCH_EXTENSIONS_DIR", str(tmp_path))
-    level, text = only(doctor.compiled_ops())
-    assert level == "warn" and f"rm {tmp_path}/cpu_adam/lock" in text
-
-
 def test_variables(monkeypatch):
     from zerofit.base import distributed
 
     for name in (*doctor.CHANGES_BEHAVIOUR, "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
-    assert only(doctor.variables())[0] == "ok"
+    assert none(doctor.variables())
     monkeypatch.setattr(distributed, "cores", lambda: 16)
     monkeypatch.setenv("OMP_NUM_THREADS", "1")
     monkeypatch.setenv("CUDA_LAUNCH_BLOCKING", "1")
     assert [f.name for f in doctor.variables()] == ["OMP_NUM_THREADS", "CUDA_LAUNCH_BLOCKING"]
-
-
-def test_files_of_launchers(monkeypatch, tmp_path):
-    monkeypatch.chdir(tmp_path)
-    monkeypatch.setenv("HOME", str(tmp_path))
-    monkeypatch.setenv("HF_HOME", str(tmp_path))
-    assert only(doctor.launcher_files())[0] == "ok"
-    (tmp_path / ".deepspeed_env").write_text("TOKEN=x")
-    (tmp_path / "accelerate").mkdir()
-    (tmp_path / "accelerate" / "default_config.yaml").touch()
-    assert [f.name for f in doctor.launcher_files()] == ["accelerate", "deepspeed"]
 
 
 def test_a_folder_that_cannot_be_written(tmp_path):
@@ -142,19 +127,7 @@ def test_a_port_in_use():
     with socket.socket() as taken:
         taken.bind(("127.0.0.1", 0))
         taken.listen()
-        assert doctor.port(str(taken.getsockname()[1]))[0].level == "fail"
-
-
-def test_a_key_that_deepspeed_ignores(monkeypatch, tmp_path):
-    from zerofit.base import paths
-
-    (tmp_path / "deepspeed_configs").mkdir()
-    (tmp_path / "deepspeed_configs" / "mine.json").write_text(
-        '{"zero_optimization": {"stage": 2}, "gradient_cliping": 1}'
-    )
-    monkeypatch.setattr(paths, "PROJECT", tmp_path)
-    level, text = only(doctor.json_files())
-    assert level == "fail" and "gradient_cliping" in text
+        assert next(doctor.port(str(taken.getsockname()[1]))).level == "fail"
 
 
 def test_processes_that_cannot_talk(monkeypatch):
@@ -228,7 +201,7 @@ def test_room_for_checkpoints(monkeypatch, tmp_path):
     level, text = only(doctor.room(settings, net))  # 3 x 14 bytes x 1e10 and 2 bytes x 1e10
     assert level == "warn" and "3 checkpoints and final/ take about 440 GB" in text and "has 100 free" in text
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=0, free=10**12))
-    assert doctor.room(settings, net) == []
+    assert none(doctor.room(settings, net))
 
 
 def test_the_hub(monkeypatch):
@@ -272,7 +245,7 @@ def test_rules_of_python_and_cuda(monkeypatch, tmp_path):
     assert "cuda 13.0: has no library" in only(doctor.known_problems())[1]
     for other in ("12.8", None):
         monkeypatch.setattr(torch.version, "cuda", other)
-        assert only(doctor.known_problems())[0] == "ok"
+        assert none(doctor.known_problems())
 
 
 def test_the_fix_of_an_exchange_is_of_its_backend(monkeypatch):
@@ -293,7 +266,7 @@ def test_the_fix_of_an_exchange_is_of_its_backend(monkeypatch):
 def test_triton_needs_a_c_compiler_on_a_gpu(monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(shutil, "which", lambda tool: None if tool in ("gcc", "clang", "nvcc") else f"/usr/bin/{tool}")
-    assert [f.name for f in doctor.compilers()] == ["compiler"]  # on a CPU nothing needs it
+    assert none(doctor.compilers())  # on a CPU nothing needs it
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     found = next(f for f in doctor.compilers() if f.name == "C compiler")
     assert found.level == "warn" and "gcc" in found.text and "Triton" in found.text
