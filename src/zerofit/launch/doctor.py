@@ -5,7 +5,6 @@ and `of_job` before each job.
 """
 
 import argparse
-import contextlib
 import json
 import os
 import platform
@@ -26,12 +25,27 @@ from pathlib import Path
 
 from zerofit.base import allocator, hardware
 from zerofit.base.errors import UserError
+from zerofit.base.paths import PACKAGE
 from zerofit.launch import doctor_nodes
 from zerofit.launch.doctor_nodes import Finding, fail, ok, warn
 
 GIB = 2**30
 
-RULES = Path(__file__).parent / "known_problems.json"
+# ({package: versions} with a problem together, its symptom and thread, the fix), beside pyproject's ranges and what
+# a library's own import refuses.
+RULES = (
+    (
+        {"flash-attn": "<=2.7.4.post1", "torch": ">=2.7"},
+        "a prebuilt wheel fails on import: undefined symbol in flash_attn_2_cuda "
+        "(https://github.com/Dao-AILab/flash-attention/issues/1644)",
+        "pip install --no-build-isolation --no-binary flash-attn --force-reinstall --no-deps flash-attn",
+    ),
+    (
+        {"nvidia-nccl-cu13": "==2.29.2"},
+        "this NCCL release hangs: a regression that 2.29.3 takes back (https://github.com/pytorch/pytorch/pull/174338)",
+        "pip install 'nvidia-nccl-cu13>=2.29.3'",
+    ),
+)
 
 # {environment variable that changes how a job runs: its effect}
 CHANGES_BEHAVIOUR = {
@@ -139,32 +153,18 @@ def _versions() -> str:
     return ", ".join([f"python {platform.python_version()}", *known])
 
 
-def _version(name: str) -> str:
-    """Return the version of a package, "python" or torch's "cuda". Raises: PackageNotFoundError."""
-    import torch
-
-    if name == "python":
-        return platform.python_version()
-    if name == "cuda":
-        if torch.version.cuda is None:
-            raise metadata.PackageNotFoundError(name)
-        return torch.version.cuda
-    return metadata.version(name)
-
-
 def known_problems() -> Iterator[Finding]:
-    """Apply the rules of known_problems.json: version ranges with a known problem."""
+    """Apply RULES: versions with a known problem."""
     from packaging.specifiers import SpecifierSet
 
-    for rule in json.loads(RULES.read_text(encoding="utf-8")):
+    for ranges, symptom, fix in RULES:
         try:
-            versions = {name: _version(name) for name in rule["when"]}
+            versions = {name: metadata.version(name) for name in ranges}
         except metadata.PackageNotFoundError:
             continue
-        if all(SpecifierSet(rule["when"][name]).contains(v, prereleases=True) for name, v in versions.items()):
+        if all(SpecifierSet(ranges[name]).contains(v, prereleases=True) for name, v in versions.items()):
             matched = ", ".join(f"{name} {version}" for name, version in versions.items())
-            text = f"{matched}: {rule['symptom']} ({rule['link']})"
-            yield Finding("known problem", rule["level"], text, rule["fix"])
+            yield warn("known problem", f"{matched}: {symptom}", fix)
 
 
 # --- compilers ---
@@ -365,106 +365,48 @@ def port(text: str) -> Iterator[Finding]:
 
 # --- processes ---
 
-_EXCHANGE = """
-import os, sys, time, datetime
-import torch, torch.distributed as dist
-cuda = torch.cuda.is_available()
-if cuda:
-    torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
-timeout = datetime.timedelta(seconds=80)  # before exchange() gives up
-dist.init_process_group("nccl" if cuda else "gloo", timeout=timeout)
-x = torch.ones(16 * 2**20, device="cuda" if cuda else "cpu")
-dist.all_reduce(x)
-began = time.perf_counter()
-dist.all_reduce(x)
-x[0].item()
-seconds = time.perf_counter() - began
-if dist.get_rank() == 0:
-    right = bool((x == dist.get_world_size() ** 2).all())
-    print("exchanged", dist.get_world_size(), x.numel() * 4 / seconds / 1e9, right)
-dist.destroy_process_group()
-"""
+EXCHANGE = "zerofit.train.network_check"  # the module that each process runs
 
-_EXCHANGE_FIXES = {  # {backend: (fix for a timeout, fix for a failure)}
-    "NCCL": ("NCCL_DEBUG=INFO make doctor; set NCCL_SOCKET_IFNAME to the right network", "NCCL_DEBUG=INFO make doctor"),
-    "gloo": ("the machine is busy or its disk slow: again when it is idle", "GLOO_SOCKET_IFNAME=lo make doctor"),
-}
+EXCHANGE_SECONDS = 90.0  # importing torch takes most of it, a minute from a cold network disk
 
 
-def exchange(count: int, seconds: float = 90.0) -> Iterator[Finding]:
-    """All-reduce a 64 MiB tensor between processes and report the speed.
+def exchange(count: int) -> Iterator[Finding]:
+    """Exchange numbers between processes, as each run does before it loads the model, and report the speed.
 
-    GPUs that fail try it once more without copies from GPU to GPU, which tells whether these are broken.
-    Args: count: processes, 0 for one per GPU, or 2 on a CPU; seconds: timeout of the whole check; importing
-        torch takes most of it, a minute from a cold network disk.
+    Args: count: processes, 0 for one per GPU, or 2 on a CPU.
     """
     import torch
-
-    from zerofit.base import distributed
-    from zerofit.train import network_check
 
     cuda = hardware.torch_sees_some()
     count = count or (torch.cuda.device_count() if cuda else 2)
     if count == 1:
         return
+    backend, fix = ("NCCL", "NCCL_DEBUG=INFO make doctor") if cuda else ("gloo", "GLOO_SOCKET_IFNAME=lo make doctor")
+    said = _exchanged(count)
+    if said is None:
+        text = f"{count} processes exchanged nothing over {backend} in {EXCHANGE_SECONDS:.0f} s"
+        yield fail("exchange", text, "the machine is busy or its disk slow: again when it is idle")
+    elif said.startswith("exchanged "):
+        yield ok("exchange", f"{count} processes over {backend}, {said.removeprefix('exchanged ')}")
+    else:
+        yield fail("exchange", f"{count} processes over {backend}: {said}", fix)
+
+
+def _exchanged(count: int) -> str | None:
+    """Return what processes that exchange numbers said: the speed, or the error of one; None on a timeout."""
+    words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     env = {name: value for name, value in os.environ.items() if name != hardware.NVML_CHECK}
-    rendezvous = {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": str(distributed.free_port()), "WORLD_SIZE": str(count)}
-    backend = "NCCL" if cuda else "gloo"
-    speed, problem, fix = _exchanged(count, env | rendezvous, seconds, backend)
-    if problem and cuda and network_check.WITHOUT_PEERS not in env:
-        without_peers = env | rendezvous | {network_check.WITHOUT_PEERS: "1"}
-        if not _exchanged(count, without_peers, seconds, backend)[1]:
-            problem += f"; with {network_check.WITHOUT_PEERS}=1 they do: copies from GPU to GPU are broken"
-            fix = f"export {network_check.WITHOUT_PEERS}=1 (slower); or turn IOMMU and ACS off in the BIOS"
-    yield (
-        fail("exchange", problem, fix)
-        if problem
-        else ok("exchange", f"{count} processes over {backend}, {speed:.2f} GB/s")
-    )
-
-
-def _exchanged(count: int, env: dict[str, str], seconds: float, backend: str) -> tuple[float, str, str]:
-    """Return (GB/s, what went wrong or "", its fix) of processes that all-reduce a tensor."""
-    timeout_fix, failure_fix = _EXCHANGE_FIXES[backend]
-    failed, output = _ranks(count, env, seconds)
-    if failed is None:
-        return 0.0, f"{count} processes did not exchange a tensor over {backend} in {seconds:.0f} s", timeout_fix
-    # With NCCL_DEBUG, NCCL prints lines too.
-    fields = next((line.split() for line in output.splitlines() if line.startswith("exchanged ")), [])
-    if failed or len(fields) != 4 or fields[3] != "True":
-        last = (output.strip().splitlines() or ["no answer"])[-1]
-        return 0.0, f"{count} processes over {backend}: {last}", failure_fix
-    return float(fields[2]), "", ""
-
-
-def _ranks(count: int, env: dict[str, str], seconds: float) -> tuple[bool | None, str]:
-    """Run _EXCHANGE in `count` processes.
-
-    Returns: (whether one failed, its output or else rank 0's); (None, "") on a timeout.
-    """
-    with tempfile.TemporaryDirectory(prefix="zerofit-doctor-") as temporary, contextlib.ExitStack() as stack:
-        # Files, not pipes: NCCL_DEBUG would fill a pipe that is not read, and its rank would block.
-        files = [stack.enter_context((Path(temporary) / str(rank)).open("w+")) for rank in range(count)]
-        ranks = [
-            subprocess.Popen([sys.executable, "-c", _EXCHANGE], stdout=file, stderr=file,
-                             env=env | {"RANK": str(rank), "LOCAL_RANK": str(rank)})
-            for rank, file in enumerate(files)
-        ]  # fmt: skip
-        deadline, shown_rank = time.monotonic() + seconds, None
-        try:
-            while time.monotonic() < deadline and shown_rank is None:
-                codes = [rank.poll() for rank in ranks]
-                shown_rank = next((rank for rank, code in enumerate(codes) if code), None)
-                if shown_rank is None and None not in codes:
-                    shown_rank = 0
-                time.sleep(0.05)
-        finally:
-            for rank in ranks:
-                rank.kill()
-                rank.wait()
-        if shown_rank is None:
-            return None, ""
-        return bool(codes[shown_rank]), (Path(temporary) / str(shown_rank)).read_text(errors="replace")
+    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGE.parent), env.get("PYTHONPATH")]))
+    try:
+        done = subprocess.run([*words, "-m", EXCHANGE], env=env, capture_output=True, text=True, errors="replace",
+                              timeout=EXCHANGE_SECONDS)  # fmt: skip
+    except subprocess.TimeoutExpired:
+        return None
+    lines = [line.strip() for line in (done.stdout + done.stderr).splitlines()]  # NCCL_DEBUG prints many
+    starts = ["zerofit: error: "] * bool(done.returncode) + ["exchanged "]
+    found = next((line for start in starts for line in lines if line.startswith(start)), None)
+    raised = (line for line in reversed(lines) if re.match(r"(\[rank\d+\]: )?[\w.]*(Error|Exception|Exit): ", line))
+    return (found or next(raised, "no answer")).removeprefix("zerofit: error: ")
 
 
 # --- before each launch ---
