@@ -233,7 +233,7 @@ def test_doctor_names_a_gpu_without_kernels(capability, architectures, fix, tmp_
 def test_asking_about_gpus_opens_no_context(tmp_path, monkeypatch):
     """Each would take 0.5 GiB of every GPU for the whole job, and EXCLUSIVE_PROCESS would let no rank in."""
     in_process(monkeypatch, tmp_path, [H100] * 2, compute_mode="Exclusive_Process")
-    assert "only one process may use it (EXCLUSIVE_PROCESS)" in doctor.gpus()[0].text
+    assert "only one process may use it (EXCLUSIVE_PROCESS)" in next(doctor.gpus()).text
     assert hardware.find("detect", 2).memory_gib > 70
     assert batch_search.limit_bytes(SimpleNamespace(memory_limit=None, use_cpu=False, world_size=2)) > 70 * GIB
     hardware.check_devices(2, use_cpu=False)
@@ -280,7 +280,7 @@ def test_without_nvidia_smi_the_whole_gpu_is_planned_for(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     (device,) = hardware.visible()
     assert device.free_bytes is None and device.usable_bytes == device.total_bytes
-    assert "what is free is not known" in doctor.gpus()[0].text
+    assert "what is free is not known" in next(doctor.gpus()).text
 
 
 def test_a_mig_slice_has_its_own_memory_and_no_known_peak(tmp_path, monkeypatch):

@@ -380,9 +380,10 @@ def test_a_run_on_this_machine_is_cancelled(tmp_path, capsys):
     (run / "run.json").write_text("{}")
     with pytest.raises(UserError, match="nothing of it runs on this machine"):
         cancel.main([str(run)])
-    words = [sys.executable, "-c", "import time; time.sleep(300)", "--output_dir"]
+    held = "import sys, time; from pathlib import Path; from zerofit.job import run_lock; "
+    words = [sys.executable, "-c", f"{held}run_lock.take(Path(sys.argv[1])); time.sleep(300)"]
     mine, others = (subprocess.Popen([*words, folder.name], cwd=tmp_path) for folder in (run, other))
-    while status.supervisor(run) is None:  # not exec'd yet
+    while status.supervisor(run) is None:  # it has not taken the lock yet
         time.sleep(0.05)
     cancel.main([str(run)])
     assert mine.wait(timeout=30) == -signal.SIGTERM and others.poll() is None

@@ -224,7 +224,7 @@ REFUSED = [
     (["--loraplus_lr_ratio", "0.5"], "must be 1 or more"),
     (["--adapter", "ia3", "--loraplus_lr_ratio", "4"], "only LoRA has its matrices"),
     (["--adapter", "prompt_tuning", "--zero", "3"], "--adapter prompt_tuning with ZeRO stage 3: "),
-    (["--new_tokens", "a b", "--zero", "3"], "--new_tokens with stage 3"),
+    (["--new_tokens", "a b", "--zero", "3"], "--new_tokens a b with --adapter lora at ZeRO stage 3: "),
     (["--new_tokens", "a b", "--adapter", "ia3"], "--new_tokens a b with --adapter ia3: "),
     (["--new_tokens", "a b", "--modules_to_save", "lm_head"], "would train twice"),
     (["--load_in_4bit", "--load_in_8bit"], "choose one"),
@@ -269,7 +269,7 @@ def test_refused_elsewhere(monkeypatch):
 def test_an_own_optimizer_in_the_json_refuses_loraplus(tmp_path):
     config = {"zero_optimization": {"stage": 2}, "optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
     (tmp_path / "own.json").write_text(json.dumps(config))
-    with pytest.raises(UserError, match="its own optimizer section"):
+    with pytest.raises(UserError, match=r"but --loraplus_lr_ratio is 4"):
         settings_of("--deepspeed", str(tmp_path / "own.json"), "--loraplus_lr_ratio", "4")
 
 

@@ -19,7 +19,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
-from zerofit.model import gradient_checkpointing
+from zerofit.model import gradient_checkpointing, prove
 from zerofit.model.gradient_checkpointing import IN_FLIGHT, StreamedOffload
 
 GPU = hardware.GPUS["h100-80g"]
@@ -413,5 +413,5 @@ def test_a_failed_proof_turns_the_streams_off_with_one_line(context, why, monkey
 
 @pytest.mark.fault
 def test_a_failure_of_another_rank_turns_the_streams_off_here_too(monkeypatch):
-    monkeypatch.setattr(gradient_checkpointing.distributed, "all_gather", lambda value: [value, "it failed here (x)"])
+    monkeypatch.setattr(prove.distributed, "all_gather", lambda value: [value, "it failed here (x)"])
     assert proven(monkeypatch, StreamedOffload).activation_offload_streams is False

@@ -18,7 +18,7 @@ from zerofit import recipe
 from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
-from zerofit.model import liger
+from zerofit.model import liger, prove
 from zerofit.train import network_check
 
 GPU = hardware.GPUS["h100-80g"]
@@ -136,7 +136,7 @@ def test_right_numbers_keep_liger_on(monkeypatch):
     ("change", "why"),
     [
         (wrong_norm, r"use_liger_kernel False: its \w[\w ]+ are \d+\.\d% off transformers' \(bound 5\.0%\)"),
-        (no_compiler, r"use_liger_kernel False: they failed here \(Failed to find C compiler"),
+        (no_compiler, r"use_liger_kernel False: it failed here \(Failed to find C compiler"),
     ],
 )
 def test_a_failed_proof_turns_liger_off_with_one_line(change, why, monkeypatch):
@@ -161,7 +161,7 @@ def test_ranks_are_compared_before_they_prove_liger_together(monkeypatch):
 
 
 def test_a_failure_of_another_rank_turns_liger_off_here_too(monkeypatch):
-    monkeypatch.setattr(liger.distributed, "all_gather", lambda value: [value, "they failed here (x)"])
+    monkeypatch.setattr(prove.distributed, "all_gather", lambda value: [value, "it failed here (x)"])
     assert proven(monkeypatch, no_change).use_liger_kernel is False
 
 

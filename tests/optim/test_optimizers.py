@@ -406,9 +406,30 @@ def test_learning_rate_scaling(flags, wanted):
     assert halved.learning_rate == pytest.approx(0.5e-3)
 
 
+def table_of_the_docs() -> str:
+    lines = [
+        "| `--optim` | bytes of state a parameter | ZeRO stages | `--offload` | `--pure_bf16` rounds | needs | bundled "
+        "task's rate | notes |",
+        "|---|---|---|---|---|---|---|---|",
+    ]
+    for name, spec in registry.OPTIMIZERS.items():
+        needs = [f"`EXTRAS={spec.extra}`"] * bool(spec.extra) + ["CUDA"] * spec.needs_cuda
+        cells = [
+            f"`{name}`", spec.state_bytes, " ".join(spec.stages), "yes" if spec.offload else "no",
+            spec.rounding or "refused", ", ".join(needs), f"{spec.bundled_lr:g}", spec.note,
+        ]  # fmt: skip
+        lines.append(f"| {' | '.join(cells)} |")
+    reasons = {spec.why_not: [] for spec in registry.OPTIMIZERS.values() if spec.why_not}
+    for name, spec in registry.OPTIMIZERS.items():
+        reasons.get(spec.why_not, []).append(f"`{name}`")
+    lines += ["", "Refused, and why:", ""]
+    lines += [f"- {', '.join(names)}: {why}." for why, names in reasons.items()]
+    return "\n".join(lines)
+
+
 def test_the_docs_table_is_the_data():
     text = "".join(file.read_text() for file in (ROOT / "docs").glob("*.md"))
-    assert registry.markdown() in text
+    assert table_of_the_docs() in text
     assert {"sophia", "muon", "adafactor", "lion_32bit"} <= set(registry.OPTIMIZERS)
 
 

@@ -1,6 +1,5 @@
 """Configure torch's memory allocators before torch is imported; compute the size of pinned blocks."""
 
-import gc
 import os
 import platform
 import sys
@@ -73,25 +72,6 @@ def _allocate() -> None:
     torch.empty(PROOF_BYTES, dtype=torch.uint8, device="cuda").fill_(1)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
-
-
-def release_proof(flag: str, fix: str) -> None:
-    """Return the memory of a proof on this rank's GPU, whose peak counts from here.
-
-    Args: flag: what was proven; fix: what to do without it.
-    Raises: UserError if the GPU computes nothing more.
-    """
-    import torch
-
-    from zerofit.base.errors import UserError, first_line
-
-    gc.collect()
-    try:
-        torch.cuda.synchronize()
-    except RuntimeError as error:  # no CUDA call of this process works any more
-        raise UserError(f"{flag}: failed on this GPU ({first_line(error)}); {fix}.") from error
-    torch.cuda.empty_cache()
-    torch.cuda.reset_peak_memory_stats()
 
 
 def pinned_bytes(size: int) -> int:

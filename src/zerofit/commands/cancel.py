@@ -10,6 +10,7 @@ from pathlib import Path
 from zerofit.base import paths, rank_status
 from zerofit.base.errors import UserError
 from zerofit.commands import status
+from zerofit.job import run_lock
 
 POLL_SECONDS = 1.0
 
@@ -59,8 +60,10 @@ def _cancel(*words: str) -> None:
 def _end_process(folder: Path, wait: float) -> None:
     process = status.supervisor(folder)
     if process is None:
+        there = run_lock.owner(folder).get("host")
+        elsewhere = f"; it was begun on {there}, where it can be cancelled" if there else ""
         raise UserError(
-            f"{folder}: nothing of it runs on this machine (and it was not submitted with `zerofit slurm`)."
+            f"{folder}: nothing of it runs on this machine (and it was not submitted with `zerofit slurm`){elsewhere}."
         )
     process.send_signal(signal.SIGTERM)
     if wait:

@@ -5,13 +5,12 @@ Reads what nan_guard.NanGuard saved: each rank's micro batches, and the weights 
 
 import argparse
 import contextlib
-import functools
 import math
 import tempfile
 from pathlib import Path
 
 from zerofit.base.errors import EXIT_CODES, UserError
-from zerofit.job import program, run_folder
+from zerofit.job import groups, program, run_folder
 from zerofit.train import nan_guard
 
 
@@ -30,19 +29,16 @@ def main(argv: list[str]) -> None:
         raise UserError(f"{folder}: is no kept step ({error}); name a nan/step-<n> of a run folder.") from None
     started = _program(facts, folder, args)
     settings, autocast_dtype = _settings(facts, folder, args.model)
-    model, loss_of = _model(settings, folder, args.model, started)
+    trainer = _trainer(settings, folder, args.model, started)
     weights_note = "" if args.model or (folder / "model").is_dir() else " (the run's first ones; --model names others)"
-    print(
-        f"replay of {folder}: {settings.precision} on {model.device}, weights of {settings.model}{weights_note}",
-        flush=True,
-    )
+    where = f"{settings.precision} on {trainer.model.device}"
+    print(f"replay of {folder}: {where}, weights of {settings.model}{weights_note}", flush=True)
     bad_batches = 0
     for rank in range(facts["world_size"]):
         for index, batch in enumerate(_batches(folder / f"rank{rank}.safetensors")):
             rows = facts["rows"][rank][index] if facts["rows"] else []
-            bad_batches += _say(
-                f"rank {rank} micro batch {index}", _look(model, loss_of, batch, autocast_dtype), rows, facts["texts"]
-            )
+            seen = _look(trainer, batch, autocast_dtype)
+            bad_batches += _say(f"rank {rank} micro batch {index}", seen, rows, facts["texts"])
     if not bad_batches:
         print("all is finite here: the fault was of that moment (a device, a rank, a precision), or of other weights")
     raise SystemExit(EXIT_CODES["diverged"] if bad_batches else 0)
@@ -107,11 +103,15 @@ def _settings(facts: dict, folder: Path, model: str):
     return settings, autocast_dtype
 
 
-def _model(settings, folder: Path, named: str, started: program.Program):
-    """Return (the model as the run built it, in training mode; the loss of a micro batch: inputs -> tensor)."""
+def _trainer(settings, folder: Path, named: str, started: program.Program):
+    """Return the recipe's trainer, for one process, of the model as the run built it, in training mode."""
+    from datasets import Dataset
+
     from zerofit.config import resolve
-    from zerofit.model import adapters, fused_loss, preference_loss
+    from zerofit.data.tokens import TokenizedDataset
+    from zerofit.model import adapters, preference_loss
     from zerofit.model.load import load_model, load_tokenizer
+    from zerofit.train.trainer import ZerofitTrainer, training_arguments
 
     tokenizer = load_tokenizer(settings)
     resolve.resolve_for_model(settings)
@@ -126,29 +126,16 @@ def _model(settings, folder: Path, named: str, started: program.Program):
             from safetensors.torch import load_file
 
             set_peft_model_state_dict(model, load_file(adapter_file))
-    model.train()
-    if (own := _own_trainer(settings, model, tokenizer, started)) is not None:
-        return model, functools.partial(_own_loss, own)
-    resolve.install(settings, model)
-    return model, functools.partial(_loss, settings, model, fused_loss.install(settings, model))
-
-
-def _own_trainer(settings, model, tokenizer, started: program.Program):
-    """Return the trainer of a user's recipe, which has another loss; None without one."""
-    from datasets import Dataset
-
-    from zerofit.data.tokens import TokenizedDataset
-    from zerofit.train.trainer import training_arguments
-
-    kind = program.trainer(settings.recipe, started.file)
-    if kind.__module__.startswith("zerofit."):
-        return None
-    rows = TokenizedDataset(Dataset.from_list([{"input_ids": [0], "labels": [0], "lengths": [1]}]), {}, "replay")
+    whole_rows = {way.flag: 1 for way, _ in groups.in_use(settings.values)}
     settings = settings.replace(
-        world_size=1, ddp_backend=None, output_dir=tempfile.gettempdir(), report_to=[], push_to_hub=False
+        world_size=1, ddp_backend=None, output_dir=tempfile.gettempdir(), report_to=[], push_to_hub=False, **whole_rows
     )
-    own = kind(settings, model, tokenizer, training_arguments(settings), rows, None)
-    return own if own.own_loss else None
+    # One process has no stages.
+    kind = ZerofitTrainer if settings.recipe.stages else program.trainer(settings.recipe, started.file)
+    rows = TokenizedDataset(Dataset.from_list([{"input_ids": [0], "labels": [0], "lengths": [1]}]), {}, "replay")
+    trainer = kind(settings, model, tokenizer, training_arguments(settings), rows, None)
+    trainer.model.train()
+    return trainer
 
 
 def _batches(file: Path) -> list[dict]:
@@ -163,12 +150,12 @@ def _batches(file: Path) -> list[dict]:
     return [batches[i] for i in sorted(batches)]
 
 
-def _look(net, loss_of, batch: dict, autocast_dtype) -> dict:
+def _look(trainer, batch: dict, autocast_dtype) -> dict:
     """Return {"loss", "module": first with a non-finite output, "gradients": non-finite ones' names}."""
     import torch
     from accelerate.utils import send_to_device
 
-    first: list[str] = []
+    net, first = trainer.model, []
 
     def watch(name):
         def hook(module, inputs, output):
@@ -181,7 +168,7 @@ def _look(net, loss_of, batch: dict, autocast_dtype) -> dict:
     hooks = [module.register_forward_hook(watch(name)) for name, module in net.named_modules() if name]
     inputs = send_to_device(batch, net.device)
     with torch.autocast(net.device.type, autocast_dtype) if autocast_dtype else contextlib.nullcontext():
-        loss = loss_of(inputs)
+        loss = _mean_loss(trainer, inputs)
     loss.backward()
     for hook in hooks:
         hook.remove()
@@ -190,32 +177,15 @@ def _look(net, loss_of, batch: dict, autocast_dtype) -> dict:
     return {"loss": loss.item(), "module": first[0] if first else None, "gradients": nonfinite}
 
 
-def _loss(settings, net, fused, inputs: dict):
-    """Return the loss that the run's recipe computes of a micro batch, as a mean over its tokens or pairs."""
-    from zerofit.model import adapters
-    from zerofit.parallel import sequence_parallel
-    from zerofit.train import preference
-
-    if settings.recipe.data == "pairs":
-        adapter_off = net.disable_adapter if settings.trains_adapter else contextlib.nullcontext
-        of_batch = functools.partial(preference.log_probs, net, fused=fused)
-        losses, _, pairs, _ = preference.pair_losses(settings, inputs, of_batch, adapter_off)
-        return losses.sum() / pairs.clamp(min=1)
-    count = sequence_parallel.supervised(inputs, adapters.first_target(settings)).clamp(min=1)
-    with fused.on() if fused else contextlib.nullcontext():
-        return net(**inputs, num_items_in_batch=count).loss
-
-
-def _own_loss(own, inputs: dict):
-    """Return the loss of a recipe's own trainer, as a mean over the micro batch's tokens or pairs."""
+def _mean_loss(trainer, inputs: dict):
+    """Return the trainer's loss as a mean over the micro batch's tokens or pairs."""
     from zerofit.model import adapters
     from zerofit.parallel import sequence_parallel
 
-    tokens = (
-        None if "reference" in inputs else sequence_parallel.supervised(inputs, adapters.first_target(own.settings))
-    )
-    count = None if tokens is None else tokens.clamp(min=1)
-    return own.compute_loss(own.model, inputs, num_items_in_batch=count)
+    count = None  # a preference loss counts its pairs
+    if trainer.settings.recipe.data != "pairs":
+        count = sequence_parallel.supervised(inputs, adapters.first_target(trainer.settings)).clamp(min=1)
+    return trainer.compute_loss(trainer.model, inputs, num_items_in_batch=count)
 
 
 def _say(where: str, seen: dict, rows: list[int], texts: dict) -> bool:

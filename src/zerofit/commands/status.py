@@ -3,7 +3,6 @@
 import argparse
 import contextlib
 import itertools
-import os
 import re
 import socket
 import subprocess
@@ -12,7 +11,6 @@ from dataclasses import dataclass
 from datetime import datetime
 from pathlib import Path
 
-from zerofit.base import command_line, rank_status
 from zerofit.base.errors import UserError, printable
 from zerofit.job import run_folder, run_lock
 
@@ -177,31 +175,9 @@ def _parse(said: str) -> list[SlurmJob]:
 
 
 def supervisor(folder: Path):
-    """Return this machine's psutil.Process that supervises the run, or is the run itself; None if none."""
-    import psutil
+    """Return this machine's psutil.Process that supervises the run, or is the run itself; None if none.
 
-    for process in psutil.process_iter():
-        try:
-            if process.pid == os.getpid() or not _runs(process.cmdline(), process, folder):
-                continue
-            while _has_supervisor(process):
-                process = process.parent()
-            return process
-        except (psutil.Error, AttributeError):
-            continue
-    return _lock_owner(folder)
-
-
-def _has_supervisor(process) -> bool:
-    """Return whether a psutil process is a rank of a supervised job, or the parent of its ranks."""
-    parent = process.parent()  # of a fork: a process with the same command line
-    return rank_status.FOLDER in process.environ() or (parent is not None and parent.cmdline() == process.cmdline())
-
-
-def _lock_owner(folder: Path):
-    """Return the psutil.Process that has locked the run folder, if it is one of this machine; else None.
-
-    The command line of forked ranks is their launcher's, which names no run folder when that is the default."""
+    It is the one that has locked the run folder."""
     import psutil
 
     owner = run_lock.owner(folder) if (folder / run_lock.FILE).exists() else {}
@@ -230,11 +206,3 @@ def _holds(process, file: Path) -> bool:
         holder = [str(process.pid), str(file.lstat().st_ino)]
         return any([words[4], words[5].rpartition(":")[2]] == holder for words in locks if len(words) > 5)
     return False
-
-
-def _runs(words: list[str], process, folder: Path) -> bool:
-    """Return whether a Python command line has --output_dir with this folder."""
-    if not words or not Path(words[0]).name.startswith("python"):
-        return False
-    named = command_line.value_of(words, ("--output_dir",))
-    return named is not None and (Path(process.cwd()) / Path(named).expanduser()).resolve() == folder.resolve()

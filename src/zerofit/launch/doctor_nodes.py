@@ -3,6 +3,7 @@
 import os
 import shutil
 import socket
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -20,23 +21,20 @@ class Finding:
     fix: str = ""
 
 
+def ok(name: str, text: str) -> Finding:
+    return Finding(name, "ok", text)
+
+
+def warn(name: str, text: str, fix: str) -> Finding:
+    return Finding(name, "warn", text, fix)
+
+
+def fail(name: str, text: str, fix: str) -> Finding:
+    return Finding(name, "fail", text, fix)
+
+
 # File systems that several nodes can mount at the same path.
-SHARED = (
-    "nfs",
-    "nfs4",
-    "lustre",
-    "beegfs",
-    "gpfs",
-    "ceph",
-    "cifs",
-    "smb3",
-    "afs",
-    "glusterfs",
-    "9p",
-    "wekafs",
-    "pvfs2",
-    "orangefs",
-)
+SHARED = frozenset("nfs nfs4 lustre beegfs gpfs ceph cifs smb3 afs glusterfs 9p wekafs pvfs2 orangefs".split())
 
 # {command that must be on PATH: the way to start several nodes that needs it}
 STARTERS = {"sbatch": "make slurm", "ssh": "HOSTS=hostfile", "kubectl": "zerofit kubernetes"}
@@ -47,18 +45,17 @@ def check(count: int, out: Path, port: str) -> list[Finding]:
 
     Args: count: nodes of the job; out: folder of its runs; port: of the rendezvous, "" for the default one.
     """
-    return [*interfaces(), *names(), *ports(port), *shared(out, count), *starters()]
+    return [*interfaces(), name_of_node(), ports(port), shared(out, count), starters()]
 
 
-def interfaces() -> list[Finding]:
+def interfaces() -> Iterator[Finding]:
     """List the network interfaces; fail if NCCL_SOCKET_IFNAME or GLOO_SOCKET_IFNAME matches none of them."""
     present = node_options.interfaces()
-    findings = []
     for name in ("NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"):
         names = [n.lstrip("=^") for n in os.environ.get(name, "").split(",") if n and not n.startswith("^")]
         if missing := [n for n in names if not any(i.startswith(n) for i in present)]:
-            findings.append(Finding("interface", "fail", f"{name}={os.environ[name]}: there is no {missing[0]} here, "
-                                    f"only {', '.join(present)}", f"unset {name}, or name one of these"))  # fmt: skip
+            text = f"{name}={os.environ[name]}: there is no {missing[0]} here, only {', '.join(present)}"
+            yield fail("interface", text, f"unset {name}, or name one of these")
     outward = {
         n: address
         for n, addresses in present.items()
@@ -66,16 +63,10 @@ def interfaces() -> list[Finding]:
         if n != "lo" and not address.startswith(("127.", "169.254."))
     }
     if not outward:
-        return [
-            *findings,
-            Finding("interface", "fail", "this machine has no network but itself", "bring an interface up (ip link)"),
-        ]
-    fast = infiniband()
-    text = ", ".join(f"{name} {address}" for name, address in outward.items())
-    return [
-        *findings,
-        Finding("interface", "ok", f"{text}; {'InfiniBand or RoCE ' + ', '.join(fast) if fast else 'no InfiniBand'}"),
-    ]
+        yield fail("interface", "this machine has no network but itself", "bring an interface up (ip link)")
+        return
+    fast = f"InfiniBand or RoCE {', '.join(infiniband())}" if infiniband() else "no InfiniBand"
+    yield ok("interface", f"{', '.join(f'{name} {address}' for name, address in outward.items())}; {fast}")
 
 
 def infiniband() -> list[str]:
@@ -84,33 +75,29 @@ def infiniband() -> list[str]:
     return sorted(device.name for device in devices.iterdir()) if devices.is_dir() else []
 
 
-def names() -> list[Finding]:
+def name_of_node() -> Finding:
     """Warn if this node's host name cannot be looked up, or resolves to a loopback address."""
     name = socket.gethostname()
     try:
         address = socket.gethostbyname(name)
     except OSError:
-        return [
-            Finding("name", "warn", f"{name} is no name that can be looked up", "MASTER_ADDR by address, not by name")
-        ]
+        return warn("name", f"{name} is no name that can be looked up", "MASTER_ADDR by address, not by name")
     if address.startswith("127."):
-        return [Finding("name", "warn", f"{name} is {address} here: the others would look for it on themselves",
-                        "MASTER_ADDR by address, or fix /etc/hosts")]  # fmt: skip
-    return [Finding("name", "ok", f"{name} is {address}")]
+        text = f"{name} is {address} here: the others would look for it on themselves"
+        return warn("name", text, "MASTER_ADDR by address, or fix /etc/hosts")
+    return ok("name", f"{name} is {address}")
 
 
-def ports(text: str) -> list[Finding]:
+def ports(text: str) -> Finding:
     """Check that the two ports of node 0 are free on this node."""
     first = int(text) if text.isdigit() else node_options.PORT
-    taken = [str(p) for p in (first, first + 1) if not distributed.port_is_free(p, "")]
-    if taken:
-        return [Finding("ports", "warn", f"{' and '.join(taken)} in use: this machine could not be node 0 with "
-                                         f"PORT={first}",
-                        "another PORT, the same on all nodes")]  # fmt: skip
-    return [Finding("ports", "ok", f"{first} and {first + 1} are free; the other nodes must reach them on node 0")]
+    if taken := [str(p) for p in (first, first + 1) if not distributed.port_is_free(p, "")]:
+        text = f"{' and '.join(taken)} in use: this machine could not be node 0 with PORT={first}"
+        return warn("ports", text, "another PORT, the same on all nodes")
+    return ok("ports", f"{first} and {first + 1} are free; the other nodes must reach them on node 0")
 
 
-def shared(folder: Path, count: int) -> list[Finding]:
+def shared(folder: Path, count: int) -> Finding:
     """Check by file system type whether other nodes can see the run folder. count: nodes of the job."""
     import psutil
 
@@ -121,14 +108,12 @@ def shared(folder: Path, count: int) -> list[Finding]:
     candidates = [m for m in mounts if parent.is_relative_to(m.mountpoint)]
     kind = candidates[-1].fstype if candidates else "an unknown file system"
     if kind in SHARED or kind.startswith("fuse."):
-        return [Finding("run folder", "ok", f"{parent} is on {kind}, which several nodes can share")]
+        return ok("run folder", f"{parent} is on {kind}, which several nodes can share")
     text = f"{parent} is on {kind}: {count} nodes would each have their own"
-    fix = "OUT on a disk that all nodes mount at the same place (checked again when ranks start)"
-    return [Finding("run folder", "warn", text, fix)]
+    return warn("run folder", text, "OUT on a disk that all nodes mount at the same place (checked again at the start)")
 
 
-def starters() -> list[Finding]:
+def starters() -> Finding:
+    """List the ways to start several nodes that this machine has."""
     ways = [f"{tool} ({use})" for tool, use in STARTERS.items() if shutil.which(tool)]
-    return [
-        Finding("starting", "ok", f"{', '.join([*ways, 'one line on each node (NODES= NODE_RANK= MASTER_ADDR=)'])}")
-    ]
+    return ok("starting", f"{', '.join([*ways, 'one line on each node (NODES= NODE_RANK= MASTER_ADDR=)'])}")

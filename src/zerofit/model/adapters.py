@@ -84,10 +84,6 @@ def resolve(settings) -> None:
             f"--init_lora_weights {init} with rank_pattern or alpha_pattern: it is saved as a plain LoRA of one rank; "
             "leave one of the two out."
         )
-    if settings.loraplus_lr_ratio is not None:
-        _check_loraplus(settings)
-    if settings.new_tokens:
-        _check_new_tokens(settings)
 
 
 def _resolve_prompts(settings) -> None:
@@ -101,28 +97,6 @@ def _resolve_prompts(settings) -> None:
                 )
         if settings.gradient_checkpointing:
             decide(settings, "gradient_checkpointing", False, "recomputed layers would not see the prefix")
-
-
-def _check_loraplus(settings) -> None:
-    if settings.deepspeed is not None and settings.deepspeed.get("optimizer"):
-        raise UserError(
-            f"--loraplus_lr_ratio {settings.loraplus_lr_ratio:g}: the DeepSpeed JSON has its own optimizer section, "
-            "which knows one learning rate; delete the section, or leave the flag out."
-        )
-
-
-def _check_new_tokens(settings) -> None:
-    if settings.zero == 3:
-        raise UserError(
-            "--new_tokens with stage 3: peft would save the adapter without the new rows; use --zero 2, or "
-            "recipes/sft.py, which trains and saves all rows."
-        )
-    twice = {"embed_tokens", "lm_head", "wte"} & set(settings.modules_to_save or [])
-    if twice:
-        raise UserError(
-            f"--new_tokens with --modules_to_save {' '.join(sorted(twice))}: the rows of the new tokens would train "
-            "twice; leave one of the two out."
-        )
 
 
 def _config(settings, new_token_ids: dict[str, list[int]] | None = None):
@@ -471,7 +445,22 @@ TECHNIQUES = (
         name="new tokens",
         flag="new_tokens",
         example="--new_tokens <new>",
-        conflicts=(Conflict("adapter", AllBut("lora"), "only --adapter lora saves them", "use it, or recipes/sft.py"),),
+        conflicts=(
+            Conflict("adapter", AllBut("lora"), "only --adapter lora saves them", "use it, or recipes/sft.py"),
+            Conflict(
+                "adapter",
+                ("lora",),
+                "peft would save the adapter without the new rows",
+                "use --zero 2, or recipes/sft.py, which trains and saves all rows",
+                stages=(3,),
+            ),
+            Conflict(
+                "modules_to_save",
+                ("embed_tokens", "lm_head", "wte"),
+                "the rows of the new tokens would train twice",
+                "leave one of the two out",
+            ),
+        ),
     ),
     Technique(name="adapters", resolve=resolve),  # last: it turns padding_free off for prompts, which is refused above
 )

@@ -1,6 +1,7 @@
 """Gradient checkpointing: which layers are recomputed, what they still store, and where."""
 
 import collections
+import functools
 import json
 import weakref
 
@@ -9,10 +10,10 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
-from zerofit.base import allocator, distributed
-from zerofit.base.errors import UserError, first_line
+from zerofit.base.errors import UserError
 from zerofit.job.settings import decide
 from zerofit.job.technique import AllBut, Conflict, Technique
+from zerofit.model import prove
 
 SIMULATED_ATTENTION = "zerofit::attention"  # of a plan (plan/fake_device.py)
 
@@ -304,7 +305,8 @@ def prove_streams(settings) -> None:
     """
     if not settings.activation_offload_streams or settings.use_cpu:
         return
-    problem = next(filter(None, distributed.all_gather(_problem_of_streams(torch.device("cuda")))), None)
+    find = functools.partial(_problem_of_streams, torch.device("cuda"))
+    problem = prove.problem(find, "--activation_offload_streams", "leave it out")
     if problem is not None:
         settings.activation_offload_streams = False
         settings.decisions.append(f"activation_offload_streams False: {problem}")
@@ -312,18 +314,10 @@ def prove_streams(settings) -> None:
 
 def _problem_of_streams(device: torch.device) -> str | None:
     """Return what is wrong with StreamedOffload on this rank's GPU; None if nothing is."""
-    pinned = device.type != "cpu"
-    try:
-        expected = _gradients_under(save_on_cpu(pinned, device.type), device)
-        found = _gradients_under(StreamedOffload(device.type), device)
-        same = all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
-        problem = None if same else "its gradients differ from those without streams on this GPU"
-        del expected, found
-    except Exception as error:
-        problem = f"it failed here ({first_line(error)})"
-    if device.type == "cuda":
-        allocator.release_proof("--activation_offload_streams", "leave it out")
-    return problem
+    expected = _gradients_under(save_on_cpu(device.type != "cpu", device.type), device)
+    found = _gradients_under(StreamedOffload(device.type), device)
+    same = all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    return None if same else "its gradients differ from those without streams on this GPU"
 
 
 def _gradients_under(context, device: torch.device) -> list[torch.Tensor]:

@@ -10,12 +10,12 @@ import sys
 
 import torch
 
-from zerofit.base import allocator, distributed
-from zerofit.base.errors import UserError, first_line
+from zerofit.base.errors import UserError
 from zerofit.job import groups
 from zerofit.job.settings import decide
 from zerofit.job.technique import Conflict, Technique
 from zerofit.model import attention
+from zerofit.model import prove as proofs
 
 # Dense models whose kernels tests/model/test_liger.py compares with transformers' modules.
 TESTED = frozenset(
@@ -108,7 +108,8 @@ def prove(settings, config=None) -> None:
     if not settings.use_liger_kernel:
         return
     config = load.load_config(settings) if config is None else config
-    problem = next(filter(None, distributed.all_gather(_problem(settings, config))), None)
+    device = torch.device("cpu" if settings.use_cpu else "cuda")
+    problem = proofs.problem(lambda: _problem(settings, config, device), "--use_liger_kernel", "use false")
     if problem is None:
         return
     if settings.source["use_liger_kernel"] != "decided":
@@ -118,26 +119,20 @@ def prove(settings, config=None) -> None:
     settings.use_liger_kernel = False
 
 
-def _problem(settings, config) -> str | None:
-    """Return what is wrong with Liger's kernels on this rank's device; None if nothing is."""
+def _problem(settings, config, device: torch.device) -> str | None:
+    """Return what is wrong with the numbers of Liger's kernels on this rank's device; None if nothing is."""
     from zerofit.model import load
 
     dtype = getattr(torch, load.weight_dtype(settings))
     compute = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[settings.precision]
-    device = torch.device("cpu" if settings.use_cpu else "cuda")
     bound = max(BOUNDS[dtype], BOUNDS[compute])
-    try:
-        with torch.autocast(device.type, compute, enabled=settings.keeps_fp32 and compute != torch.float32):
-            found = errors(config, dtype, settings.liger_kernel_config, device)
-    except Exception as error:
-        found = {f"they failed here ({first_line(error)})": float("inf")}
-    if device.type == "cuda":
-        allocator.release_proof("--use_liger_kernel", "use false")
+    with torch.autocast(device.type, compute, enabled=settings.keeps_fp32 and compute != torch.float32):
+        found = errors(config, dtype, settings.liger_kernel_config, device)
     wrong = {what: error for what, error in found.items() if not error <= bound}
     if not wrong:
         return None
     what, error = max(wrong.items(), key=lambda pair: pair[1])
-    return what if error == float("inf") else f"its {what} are {error:.1%} off transformers' (bound {bound:.1%})"
+    return f"its {what} are {error:.1%} off transformers' (bound {bound:.1%})"
 
 
 def errors(config, dtype: torch.dtype, kernels: dict | None, device: torch.device) -> dict[str, float]:

@@ -147,7 +147,7 @@ def _match_json(settings, explicit: dict) -> None:
     section = json_value(settings.deepspeed or {}, "optimizer.type")
     if section is None:
         return
-    for flag in ("optim", "optim_args", "pure_bf16", "lr_scaling"):
+    for flag in ("optim", "optim_args", "pure_bf16", "lr_scaling", "loraplus_lr_ratio"):
         if explicit.get(flag) not in (None, False, "none"):
             raise UserError(
                 f'{settings.values["deepspeed"]} has an "optimizer" section ({section}), but --{flag} is '
@@ -240,28 +240,6 @@ def _choose_pure_bf16(settings, name: str, entry: OptimizerSpec | None, explicit
 def name_for_transformers(settings) -> str:
     """Return --optim for TrainingArguments, with adamw_torch for the names that it would refuse."""
     return "adamw_torch" if settings.optim in (*OURS, *settings.recipe.optimizers) else settings.optim
-
-
-def markdown() -> str:
-    """Return the table of docs/optimizers.md."""
-    lines = [
-        "| `--optim` | bytes of state a parameter | ZeRO stages | `--offload` | `--pure_bf16` rounds | needs | bundled "
-        "task's rate | notes |",
-        "|---|---|---|---|---|---|---|---|",
-    ]
-    for name, spec in OPTIMIZERS.items():
-        needs = [f"`EXTRAS={spec.extra}`"] * bool(spec.extra) + ["CUDA"] * spec.needs_cuda
-        cells = [
-            f"`{name}`", spec.state_bytes, " ".join(spec.stages), "yes" if spec.offload else "no",
-            spec.rounding or "refused", ", ".join(needs), f"{spec.bundled_lr:g}", spec.note,
-        ]  # fmt: skip
-        lines.append(f"| {' | '.join(cells)} |")
-    reasons = {spec.why_not: [] for spec in OPTIMIZERS.values() if spec.why_not}
-    for name, spec in OPTIMIZERS.items():
-        reasons.get(spec.why_not, []).append(f"`{name}`")
-    lines += ["", "Refused, and why:", ""]
-    lines += [f"- {', '.join(names)}: {why}." for why, names in reasons.items()]
-    return "\n".join(lines)
 
 
 def technique(name: str, spec: OptimizerSpec) -> Technique:

@@ -11,7 +11,7 @@ from zerofit.base import command_line, paths
 from zerofit.base.errors import Diverged, UserError, printable
 from zerofit.checkpoint.facts import step_of
 from zerofit.job import run_folder
-from zerofit.report import page_parts, plots
+from zerofit.report import plots
 from zerofit.report.plots import Line
 from zerofit.train import model_card
 
@@ -129,26 +129,35 @@ def of_one(run: Run) -> str:
     facts = run.facts
     recipe = facts.get("recipe", "run")
     model = model_card.Card(facts, run.name, "", None, None, "", "").base
-    color = "good" if run.finished else "bad"
     started = facts.get("started", "").replace("T", " ").replace("+0000", " UTC")
-    subtitle = (
-        f'<b class="{color}">{page_parts.escape(run.status)}</b> · {page_parts.escape(str(run.folder))} · '
-        f"{page_parts.escape(started)} · {page_parts.escape(facts.get('device', ''))}"
+    why = [] if run.finished else [run.failure.get("cause") or run.result.get("error")]
+    if run.failure.get("try") and not run.finished:
+        why.append(f"Try: {run.failure['try']}")
+    sample_head, samples = _samples(run)
+    return _page(
+        title=f"{recipe} of {model}" if model else recipe,
+        status=run.status,
+        finished=run.finished,
+        subtitle=f"{run.folder} · {started} · {facts.get('device', '')}",
+        why=[sentence for sentence in why if sentence],
+        figures=summary(run),
+        training=_charts([run]),
+        memory=_memory(run),
+        sample_head=sample_head,
+        samples=samples,
+        checkpoints=_checkpoints(run.folder),
+        next=next_steps(run.folder),
+        **_what_was_run(run),
     )
-    return page_parts.page(
-        f"{recipe} of {model}" if model else recipe,
-        subtitle,
-        [
-            _why(run),
-            page_parts.tiles(summary(run)),
-            page_parts.section("Training", page_parts.charts(_charts([run]))),
-            page_parts.section("Memory", page_parts.charts(_memory(run))),
-            page_parts.section("Samples", _samples(run)),
-            page_parts.section("Checkpoints", page_parts.table(["", "size"], _checkpoints(run.folder))),
-            page_parts.section("Next command", page_parts.code(next_steps(run.folder))),
-            page_parts.section("What was run", _what_was_run(run)),
-        ],
-    )
+
+
+def _page(**values) -> str:
+    """Fill in the page's template; texts are escaped."""
+    from jinja2 import Environment, FileSystemLoader
+
+    folder = FileSystemLoader(Path(__file__).parent)
+    template = Environment(loader=folder, autoescape=True, trim_blocks=True).get_template("page.html.jinja")
+    return template.render(values)
 
 
 def summary(run: Run) -> dict[str, str | None]:
@@ -187,37 +196,38 @@ def _trained(result: dict) -> str | None:
 
 def _charts(runs: list[Run]) -> dict[str, str]:
     drawn = {}
+    of_pairs = any(run_folder.trained_on_pairs(run.facts) for run in runs)
     for title, (unit, metrics, from_zero) in CHARTS.items():
         lines = []
         for number, run in enumerate(runs):
             for place, (metric, label) in enumerate(metrics.items()):
                 color, name = (number, f"{run.name}, {label}") if len(runs) > 1 else (place, label)
                 lines.append(Line(name, run.points(metric), color, dashed=place > 0))
-        of_pairs = any(run_folder.trained_on_pairs(run.facts) for run in runs)
-        drawn[title] = plots.chart(title, "" if of_pairs and title == "Loss" else unit, lines, from_zero)
-    return drawn
+        drawn[title] = plots.chart("" if of_pairs and title == "Loss" else unit, lines, from_zero)
+    return {title: picture for title, picture in drawn.items() if picture}
 
 
 def _memory(run: Run) -> dict[str, str]:
-    """Return the chart of the planned peaks by phase and part, with what was measured."""
-    planned, measured = run.facts.get("plan") or {}, run_folder.read_record(run.folder / "memory.json")
-    bars = {f"planned: {phase}": parts for phase, parts in planned.get("peak", {}).items()}
-    bars |= {f"measured: {phase}": parts for phase, parts in measured.get("peak", {}).items()}
-    if not bars:
-        return {}
+    """Return the charts of the planned and of the measured peaks by phase and part."""
+    from zerofit.train import memory_report  # imports transformers' Trainer, for seconds
+
+    plan, measured = run.facts.get("plan") or {}, run_folder.read_record(run.folder / "memory.json").get("peak", {})
+    planned, limit = dict(plan.get("peak", {})), plan.get("limit_bytes")
     peak = run.result.get("peak_memory_bytes") or run.last("peak_memory_bytes")
-    if peak and not measured and run.facts.get("device") != "cpu":
-        bars["measured: peak"] = {"allocated": int(peak)}
-    title = "Peak memory of a rank, planned and measured" if planned else "Peak memory of a rank"
-    return {title: plots.memory(title, bars, planned.get("limit_bytes"))}
+    if planned and peak and not measured and run.facts.get("device") != "cpu":
+        planned["measured"] = {"untracked": int(peak)}
+    of_rank = {"Peak memory of a rank, planned": planned, "Peak memory of a rank, measured": measured}
+    line = (limit, "limit") if limit else None
+    return {name: plots.picture(memory_report.figure(bars, "", line)) for name, bars in of_rank.items() if bars}
 
 
-def _samples(run: Run) -> str:
+def _samples(run: Run) -> tuple[list[str], list[list[str]]]:
+    """Return the head and the rows of the table of sample answers."""
     samples = run.result.get("samples", [])
-    before = any(sample.get("before") is not None for sample in samples)
-    head = ["asked", *(["before"] if before else []), "after", "wanted"]
-    names = ["prompt", *(["before"] if before else []), "after", "wanted"]
-    return page_parts.table(head, [[printable(str(sample.get(name, ""))) for name in names] for sample in samples])
+    names = ["prompt", "before", "after", "wanted"]
+    if all(sample.get("before") is None for sample in samples):
+        names.remove("before")
+    return ["asked", *names[1:]], [[printable(str(sample.get(name, ""))) for name in names] for sample in samples]
 
 
 def _checkpoints(folder: Path) -> list[list[str]]:
@@ -244,29 +254,21 @@ def _bad_steps(folder: Path) -> list[Path]:
     return [*run_folder.by_step(folder / "nan", "step").values()] if diverged else []
 
 
-def _why(run: Run) -> str:
-    """Return why a run has not finished, and what to try; "" for a finished one."""
-    if run.finished:
-        return ""
-    cause = run.failure.get("cause") or run.result.get("error")
-    sentences = [cause, run.failure.get("try") and f"Try: {run.failure['try']}"]
-    return page_parts.section("What happened", page_parts.bullets([s for s in sentences if s]))
-
-
-def _what_was_run(run: Run) -> str:
+def _what_was_run(run: Run) -> dict:
+    """Return the template's values on the command, its data, decisions, arguments and versions."""
     facts = run.facts
-    rows = [[name, value, source] for name, (value, source) in run.arguments().items()]
-    data = [[name, *(str(of.get(key, "")) for key in ("source", "rows", "kept", "fingerprint"))]
-            for name, of in facts.get("data", {}).items()]  # fmt: skip
     versions = ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items())
     commit = f"; commit {facts['git_commit'][:12]}" if facts.get("git_commit") else ""
-    return "".join([
-        page_parts.code([facts.get("command", "")]),
-        page_parts.table(["data", "source", "rows", "kept", "fingerprint"], data),
-        page_parts.folded("Decisions", page_parts.bullets(facts.get("decisions", []))),
-        page_parts.folded("Arguments, with their sources", page_parts.table(["", "value", "source"], rows)),
-        f'<p class="soft">{page_parts.escape(versions + commit)}</p>',
-    ])  # fmt: skip
+    return {
+        "command": facts.get("command", ""),
+        "data": [
+            [name, *(str(of.get(key, "")) for key in ("source", "rows", "kept", "fingerprint"))]
+            for name, of in facts.get("data", {}).items()
+        ],
+        "decisions": facts.get("decisions", []),
+        "arguments": [[name, value, source] for name, (value, source) in run.arguments().items()],
+        "versions": versions + commit,
+    }
 
 
 # --- several runs ---
@@ -276,19 +278,16 @@ def of_several(runs: list[Run]) -> str:
     """Return the page of runs side by side: figures, differing settings, charts."""
     figures = [summary(run) for run in runs]
     names = list(dict.fromkeys(name for of in figures for name in of))
-    head = ["", *(run.name for run in runs)]
     rows = [["status", *(run.status for run in runs)]]
     rows += [[name, *(of.get(name) or "" for of in figures)] for name in names if any(of.get(name) for of in figures)]
-    settings = page_parts.table(head, differences(runs))
-    return page_parts.page(
-        " and ".join(run.name for run in runs) if len(runs) == 2 else f"{len(runs)} runs",
-        page_parts.escape(", ".join(str(run.folder) for run in runs)),
-        [
-            page_parts.section("Figures", page_parts.table(head, rows)),
-            page_parts.section("Settings that differ", settings or "<p>None.</p>"),
-            page_parts.section("Training", page_parts.charts(_charts(runs))),
-            page_parts.section("Next command", page_parts.code([c for run in runs for c in next_steps(run.folder)])),
-        ],
+    return _page(
+        title=" and ".join(run.name for run in runs) if len(runs) == 2 else f"{len(runs)} runs",
+        subtitle=", ".join(str(run.folder) for run in runs),
+        head=["", *(run.name for run in runs)],
+        of_runs=rows,
+        differences=differences(runs),
+        training=_charts(runs),
+        next=[command for run in runs for command in next_steps(run.folder)],
     )
 
 

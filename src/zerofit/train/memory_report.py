@@ -123,16 +123,18 @@ def write(trainer) -> None:
 
 
 def plot(peak: dict[str, dict[str, int]], target: Path, title: str, limit: tuple[int, str] | None = None) -> None:
+    """Write the figure of the peaks as PNG."""
+    run_folder.save_figure(figure(peak, title, limit), target)
+
+
+def figure(peak: dict[str, dict[str, int]], title: str, limit: tuple[int, str] | None = None):
     """Draw a stacked bar per phase with its parts and total. limit: (bytes, name) of a horizontal line."""
-    import matplotlib
+    from matplotlib.figure import Figure
 
-    matplotlib.use("Agg")
-    from matplotlib import pyplot as plt
-
-    largest = max([sum(row.values()) for row in peak.values()] + ([limit[0]] if limit else []))
+    largest = max([sum(row.values()) for row in peak.values()] + ([limit[0]] if limit else [])) or 1
     unit, scale = ("GiB", 2**30) if largest >= 2**30 else ("MiB", 2**20)
-    figure, axes = plt.subplots(figsize=(8, 4.5), dpi=120)
-    phases, bottom = list(peak), [0.0] * len(peak)
+    drawn = Figure(figsize=(8, 4.5), dpi=120)
+    axes, phases, bottom = drawn.subplots(), list(peak), [0.0] * len(peak)
     for part, color in COLORS.items():
         heights = [peak[phase].get(part, 0) / scale for phase in phases]
         if any(heights):
@@ -159,7 +161,8 @@ def plot(peak: dict[str, dict[str, int]], target: Path, title: str, limit: tuple
     axes.tick_params(length=0)
     handles, labels = axes.get_legend_handles_labels()  # in the order of the stack
     axes.legend(handles[::-1], labels[::-1], frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.45))
-    run_folder.save_figure(figure, target)
+    drawn.tight_layout()
+    return drawn
 
 
 @contextlib.contextmanager

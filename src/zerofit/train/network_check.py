@@ -235,3 +235,24 @@ def _seen(mark: Path, seconds: float = 10.0) -> bool:
                 return True
         time.sleep(0.5)
     return False
+
+
+def main() -> None:
+    """Exchange numbers among ranks that torchrun has started for this alone, and print their speed."""
+    import torch
+    import torch.distributed as dist
+
+    use_cpu = not torch.cuda.is_available()
+    if not use_cpu:
+        torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))
+    with _bounded(use_cpu):
+        dist.init_process_group("gloo" if use_cpu else "nccl")
+        _exchange(use_cpu)
+        speed = _bus_bandwidth(None, distributed.size(), use_cpu)
+    if distributed.rank() == 0:
+        print(f"exchanged {speed:.2f} GB/s", flush=True)
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()

@@ -1,7 +1,6 @@
 """PreferenceTrainer: a ZerofitTrainer on preference pairs (DPO and its kin), without a second model in memory."""
 
 import contextlib
-import functools
 import hashlib
 import os
 import time
@@ -46,10 +45,31 @@ class PreferenceTrainer(ZerofitTrainer):
 
     def log_probs(self, model, inputs):
         """Return (summed log-probabilities of chosen and rejected answers, (pairs, 2); the model's outputs)."""
-        return log_probs(model, inputs, self.fused_loss, self.label_count)
+        documents = document_of_each_token(inputs)
+        if self.fused_loss:
+            with self.without_logits(documents):
+                outputs = model(**inputs)
+            return outputs.loss.view(-1, 2), outputs
+        outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
+        return fused_loss.dense_log_probs(outputs.logits, inputs["labels"], *documents).view(-1, 2), outputs
 
     def pair_losses(self, model, inputs):
-        return pair_losses(self.settings, inputs, functools.partial(self.log_probs, model), self.adapter_off)
+        """Return (losses of the pairs, their sums for the metrics, pairs that are no filler, the model's outputs)."""
+        settings, tokens = self.settings, _answer_tokens(inputs)
+        own_inputs = {name: value for name, value in inputs.items() if name != "reference"}
+        is_computed = settings.trains_adapter and not settings.precompute_ref_log_probs
+        if "reference" in inputs:
+            reference = inputs["reference"]
+        elif settings.loss_type in preference_loss.REFERENCE_FREE or not is_computed:
+            reference = torch.zeros((), device=tokens.device)  # a loss without one, or a trial, whose rows come without
+        else:
+            with torch.no_grad(), self.adapter_off():
+                reference = self.log_probs(model, own_inputs)[0]
+        own, outputs = self.log_probs(model, own_inputs)
+        losses, rewards, scores = preference_loss.losses(settings, own, reference.to(own), tokens.clamp(min=1))
+        real = tokens[:, 0] > 0
+        losses = losses.where(real, 0.0)
+        return losses, _sums(losses.detach(), rewards, scores, own.detach(), real), real.sum(), outputs
 
     def adapter_off(self):
         """Return a context in which the model is the one that training started from."""
@@ -168,42 +188,6 @@ class PreferenceTrainer(ZerofitTrainer):
             seconds = time.monotonic() - began
             print(f"reference log-probabilities of {len(pairs):,} {name} pairs: {seconds:.1f} s", flush=True)
         return log_probs.cpu()
-
-
-def log_probs(model, inputs, fused=None, label_count=None):
-    """Return (summed log-probabilities of chosen and rejected answers, (pairs, 2); the model's outputs).
-
-    Args: fused: the model's FusedLoss or None; label_count: of the batch, if it was counted before.
-    """
-    documents = document_of_each_token(inputs)
-    if fused:
-        with fused.on(documents, label_count):
-            outputs = model(**inputs)
-        return outputs.loss.view(-1, 2), outputs
-    outputs = model(**{name: value for name, value in inputs.items() if name != "labels"})
-    return fused_loss.dense_log_probs(outputs.logits, inputs["labels"], *documents).view(-1, 2), outputs
-
-
-def pair_losses(settings, inputs, log_probs, adapter_off):
-    """Return (losses of the pairs, their sums for the metrics, pairs that are no filler, the model's outputs).
-
-    Args: log_probs: as `log_probs` of inputs; adapter_off: context in which these are those of the reference.
-    """
-    tokens = _answer_tokens(inputs)
-    own_inputs = {name: value for name, value in inputs.items() if name != "reference"}
-    is_computed = settings.trains_adapter and not settings.precompute_ref_log_probs
-    if "reference" in inputs:
-        reference = inputs["reference"]
-    elif settings.loss_type in preference_loss.REFERENCE_FREE or not is_computed:
-        reference = torch.zeros((), device=tokens.device)  # a loss without one, or a trial, whose rows come without
-    else:
-        with torch.no_grad(), adapter_off():
-            reference = log_probs(own_inputs)[0]
-    own, outputs = log_probs(own_inputs)
-    losses, rewards, scores = preference_loss.losses(settings, own, reference.to(own), tokens.clamp(min=1))
-    real = tokens[:, 0] > 0
-    losses = losses.where(real, 0.0)
-    return losses, _sums(losses.detach(), rewards, scores, own.detach(), real), real.sum(), outputs
 
 
 def _model_key(settings) -> str:
