@@ -21,6 +21,7 @@ from torch.distributed import TCPStore
 
 from zerofit.base import rank_status
 from zerofit.base.errors import EXIT_CODES, UserError
+from zerofit.checkpoint import next_settings
 from zerofit.commands import hostfile
 from zerofit.config import parse
 from zerofit.job import run_lock
@@ -412,20 +413,20 @@ def test_flags_come_from_each_nodes_own_command_line(tmp_path):
         model="evil", trust_remote_code=True, zero=3, offload_path="/disk0", gpus=4, gradient_checkpointing=True,
         resume_from_checkpoint=str(tmp_path / "checkpoint-5"),
     )  # fmt: skip
-    found = documents.with_decisions(own, json.loads(json.dumps(documents.decisions(leading))), tmp_path)
+    found = next_settings.with_decisions(own, json.loads(json.dumps(next_settings.decisions(leading))), tmp_path)
     assert found.values == {
         "model": "mine", "zero": 3, "gradient_checkpointing": True, "gpus": 4, "offload_path": "/disk1",
         "resume_from_checkpoint": str(tmp_path / "checkpoint-5"),
     }  # fmt: skip
-    assert documents.with_decisions(own, documents.decisions(own), tmp_path).values == own.values
+    assert next_settings.with_decisions(own, next_settings.decisions(own), tmp_path).values == own.values
     elsewhere = {"resume_from_checkpoint": "/elsewhere/checkpoint-5"}
-    assert documents.with_decisions(own, elsewhere, tmp_path).get("resume_from_checkpoint") == "auto"
+    assert next_settings.with_decisions(own, elsewhere, tmp_path).get("resume_from_checkpoint") == "auto"
     for wrong in ({"model": "evil"}, {"zero": ["3", "--model"]}, {"zero": "--model"}, {"zero": [3]}, {"zero": {}}):
         with pytest.raises(UserError, match="cannot decide"):
-            documents.with_decisions(own, wrong, tmp_path)
+            next_settings.with_decisions(own, wrong, tmp_path)
     for wrong in ({"zero": "9"}, {"gpus": "many"}, {"per_device_train_batch_size": True}):
         with pytest.raises(UserError, match="node 0's order: "):
-            documents.with_decisions(own, wrong, tmp_path)
+            next_settings.with_decisions(own, wrong, tmp_path)
 
 
 # --- the secret ---

@@ -23,7 +23,7 @@ from conftest import ROOT, TINY, Run, python, run_python
 
 from zerofit.base import distributed, rank_status
 from zerofit.base.errors import OutOfMemory
-from zerofit.checkpoint import integrity
+from zerofit.checkpoint import integrity, next_settings
 from zerofit.commands import resume
 from zerofit.config import resolve
 from zerofit.entrypoint import guard
@@ -376,7 +376,7 @@ def parse(flags, ranks=2):
 
 def smaller(settings, phase=""):
     """What is tried after an out-of-memory error: (change, settings), or None."""
-    return retry.next_smaller_setting(settings, resolve.resolve, phase)
+    return next_settings.next_smaller_setting(settings, resolve.resolve, phase)
 
 
 def request_changes(before, after):

@@ -1,5 +1,6 @@
 """Recipes under a plain torchrun: a signal to its agent saves on all ranks, and the next start goes on from there."""
 
+import json
 import os
 import signal
 import subprocess
@@ -79,6 +80,26 @@ def test_a_killed_rank_is_started_again_by_the_agent(undisturbed, tmp_path):
     said = job.communicate(timeout=200)[0]
     assert job.returncode == 0 and "the job was started again: it goes on in" in said, said
     assert "step 5/60" not in said.partition("goes on in")[2] and Run(folder).losses == undisturbed.losses
+
+
+def test_out_of_memory_is_answered_by_the_restart_of_the_agent(undisturbed, tmp_path):
+    """The rank that failed leaves the next setting; all read it, and the effective batch stays."""
+    folder, struck = tmp_path / "run", tmp_path / "struck"
+    fault = {"what": "oom", "where": "backward", "rank": 1, "step": 7, "marker": str(struck)}
+    path = os.pathsep.join([str(ROOT / "tests" / "faults"), os.environ["PYTHONPATH"]])
+    env = {"ZEROFIT_TEST_FAULT": json.dumps(fault), "PYTHONPATH": path, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    job = torchrun(folder, "--max_restarts", "1", save_steps="5", **env)
+    said = job.communicate(timeout=300)[0]
+    assert job.returncode == 0 and struck.exists(), said
+    assert "  - micro batch 1 instead of 2: the run was out of GPU memory" in said
+    after = said.partition("goes on in")[2]
+    assert "step 6/60" in after and "step 5/60" not in after
+    arguments = Run(folder).json("run.json")["arguments"]
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "effective_batch_size")
+    assert [arguments[name]["value"] for name in names] == [1, 4, 8]
+    assert Run(folder).losses == pytest.approx(undisturbed.losses, rel=1e-3)  # as between accumulation splits
+    again = torchrun(folder, "--max_restarts", "1")  # another agent: its flags are not those of the failed one
+    assert "already holds a run" in again.communicate(timeout=120)[0]
 
 
 def test_one_rank_of_a_request_is_enough_and_all_read_it_a_step_later(tmp_path):

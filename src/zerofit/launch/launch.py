@@ -6,6 +6,7 @@ from pathlib import Path
 
 from zerofit.base import command_line, hardware
 from zerofit.base.errors import UserError
+from zerofit.checkpoint import next_settings
 from zerofit.config import defaults, parse, resolve, show
 from zerofit.job import job as job_file
 from zerofit.job import program as programs
@@ -14,7 +15,7 @@ from zerofit.job.program import Program, again
 from zerofit.job.request import Request
 from zerofit.job.settings import Settings
 from zerofit.launch import batch_search, canary, prepare, standby, supervisor
-from zerofit.launch.cluster import documents, job_secret, node_options
+from zerofit.launch.cluster import job_secret, node_options
 from zerofit.launch.cluster.coordinator import Coordinator
 from zerofit.model.weights import complete
 from zerofit.plan import preflight
@@ -145,7 +146,7 @@ def _launch_as_follower(coordinator: Coordinator, args, program: Program, asked:
     """Run this node's part of a job that node 0 leads. count: processes of this node."""
     coordinator.membership.gather()
     if asked.get("zero") == "auto":
-        asked = documents.with_decisions(asked, coordinator.job.decided)
+        asked = next_settings.with_decisions(asked, coordinator.job.decided)
     settings = _settings_on_nodes(asked, coordinator.world_size)
     _, train_set, eval_set = prepare.prepare(settings, decides=False)
     preflight.publish(None)

@@ -15,13 +15,13 @@ from pathlib import Path
 
 from zerofit.base import rank_status
 from zerofit.base.errors import EXIT_CODES, BrokenLinks
-from zerofit.checkpoint import resumable
+from zerofit.checkpoint import next_settings, resumable
 from zerofit.checkpoint.facts import ASIDE
 from zerofit.job import run_folder
 from zerofit.job.request import Request
 from zerofit.job.settings import Settings
 from zerofit.launch import postmortem, retry, standby
-from zerofit.launch.cluster import documents, node_options
+from zerofit.launch.cluster import node_options
 from zerofit.launch.cluster.coordinator import Coordinator
 from zerofit.launch.cluster.documents import End
 from zerofit.plan import preflight
@@ -102,7 +102,7 @@ def follow(job: Job) -> int:
                 print(f"{coordinator.name}: zerofit: {order.sentence}", file=sys.stderr)
             return order.code
         coordinator.begin(order)
-        asked = documents.with_decisions(job.settings.request, order.decided, job.folder)
+        asked = next_settings.with_decisions(job.settings.request, order.decided, job.folder)
         settings = job.resolve(asked, coordinator.world_size)
         with tempfile.TemporaryDirectory(prefix="zerofit-attempt-") as folder:
             coordinator.report(*_watch(job, settings, Path(folder)), Path(folder))
@@ -141,7 +141,7 @@ def _next_attempt(job: Job, attempt: Attempt, last: postmortem.Outcome, restarts
     """Return the attempt to make after one that ended like `last`; None to end the job."""
     settings = attempt.settings
     if last.kind == "out of memory" and settings.on_oom != "fail":
-        smaller = retry.next_smaller_setting(settings, job.resolve, last.phase)
+        smaller = next_settings.next_smaller_setting(settings, job.resolve, last.phase)
         if smaller and (settings.on_oom == "retry" or _agreed(last, smaller[0])):
             change, settings = smaller
             return replace(attempt, settings=settings, change=change, is_restart=False)
@@ -175,10 +175,10 @@ def _on_present_nodes(job: Job, attempt: Attempt) -> Attempt | None:
         return None
     settings, ranks = attempt.settings, sum(nodes.values())
     if ranks != settings.world_size:
-        batch = retry.same_batch(
+        batch = next_settings.same_batch(
             settings.effective_batch_size, settings.per_device_train_batch_size, ranks, settings.ranks_per_row
         )
-        asked = settings.request.drop(*retry.BATCH).put(**batch, zero=settings.zero, gpus=ranks)
+        asked = settings.request.drop(*next_settings.BATCH).put(**batch, zero=settings.zero, gpus=ranks)
         settings = job.resolve(asked, ranks)
     place = f"{len(nodes)} node{'s' * (len(nodes) > 1)} with {ranks} processes"
     change = f"{attempt.change}, on {place}" if attempt.change else place
@@ -190,7 +190,7 @@ def _resumed(settings: Settings, checkpoint: Path | None, job: Job) -> Settings:
     requested = job.settings.resume_from_checkpoint  # the user's flag; its checkpoint may have been archived
     if checkpoint is not None:
         asked = settings.request.put(resume_from_checkpoint=str(checkpoint))
-    elif requested and requested.lower() not in documents.NEWEST and not Path(requested).exists():
+    elif requested and requested.lower() not in next_settings.NEWEST and not Path(requested).exists():
         asked = settings.request.drop("resume_from_checkpoint")
     else:
         return settings
@@ -231,7 +231,7 @@ def _write_report(job: Job, attempt: Attempt, endings: list[postmortem.Outcome],
         return
     smaller = None
     if last.kind == "out of memory":
-        smaller = retry.next_smaller_setting(attempt.settings, job.resolve, last.phase)
+        smaller = next_settings.next_smaller_setting(attempt.settings, job.resolve, last.phase)
     advice = postmortem.advice(last, job.folder, attempt.settings, smaller)
     report_note = f"; {job.folder}/report.md"
     # An incomplete checkpoint; on a full disk the report needs the space.

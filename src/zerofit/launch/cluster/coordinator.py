@@ -14,6 +14,7 @@ from pathlib import Path
 
 from zerofit.base import rank_status
 from zerofit.base.errors import EXIT_CODES, UserError
+from zerofit.checkpoint import next_settings
 from zerofit.job.request import Request
 from zerofit.launch.cluster import node_options
 from zerofit.launch.cluster.documents import (
@@ -25,7 +26,6 @@ from zerofit.launch.cluster.documents import (
     Progress,
     Report,
     Stop,
-    decisions,
     read_files,
     write_files,
 )
@@ -102,12 +102,12 @@ class Coordinator:
 
     def begin_with(self, nodes: dict[int, int], asked: Request) -> None:
         """Publish the job's nodes, {node rank: its processes}, and the arguments that node 0 decides."""
-        self.transport.update_job(nodes=nodes, decided=decisions(asked))
+        self.transport.update_job(nodes=nodes, decided=next_settings.decisions(asked))
 
     def order(self, number: int, nodes: dict[int, int], asked: Request) -> None:
         """Order attempt `number` on these nodes, {node rank: its processes}."""
         addresses = {rank: self.transport.nodes[rank].address for rank in nodes}
-        order = Order(number, nodes, decisions(asked), addresses)
+        order = Order(number, nodes, next_settings.decisions(asked), addresses)
         self.begin(order)
         self.attempt.supervisors = {rank: self.transport.nodes[rank].id for rank in nodes}
         self.transport.update_job(order=order)

@@ -9,13 +9,8 @@ import json
 import re
 from dataclasses import asdict, dataclass, field
 from pathlib import Path
-from typing import Any
 
 from pydantic import TypeAdapter, ValidationError
-
-from zerofit.base.errors import UserError
-from zerofit.config import parse
-from zerofit.job.request import Request
 
 JOB_KEY = "job"
 
@@ -167,65 +162,3 @@ def write_files(files: dict[str, str], records: Path) -> None:
             target.write_text(json.dumps(merged))
         else:
             target.write_bytes(content.encode("latin-1", errors="replace"))
-
-
-# --- arguments ---
-
-
-# Arguments that node 0 changes at the start or between attempts. All others come from each node's own command line.
-DECIDED = (
-    "zero", "offload", "per_device_train_batch_size", "gradient_accumulation_steps", "effective_batch_size",
-    "gradient_checkpointing", "gradient_checkpointing_every", "gradient_checkpointing_policy",
-    "activation_offload", "optim", "pure_bf16", "load_in_4bit", "search_batch_size", "gpus",
-)  # fmt: skip
-
-# Arguments with a path: node 0 decides whether they are set, each node's own command line gives the path.
-PATHS = ("offload_path", "resume_from_checkpoint")
-
-CHECKPOINT = re.compile(r"checkpoint-[0-9]+")
-
-NEWEST = ("auto", "true", "last")  # values of --resume_from_checkpoint that are no path
-
-
-def decisions(asked: Request) -> dict[str, Any]:
-    """Return {argument: its value, or None if it is not given} for the arguments that node 0 decides."""
-    return {name: asked.get(name) for name in (*DECIDED, *PATHS)}
-
-
-def with_decisions(own: Request, decided: dict, folder: Path | None = None) -> Request:
-    """Return this node's request with node 0's decisions in it.
-
-    Args: own: this node's; decided: node 0's, from `decisions`; folder: the run folder. A checkpoint in it is the only
-        path that node 0 may set.
-    Raises: UserError for an argument that node 0 cannot decide, or a malformed value.
-    """
-    asked = own.drop(*DECIDED, *PATHS)
-    for name, value in decided.items():
-        if name not in (*DECIDED, *PATHS) or not _is_value(value):
-            raise UserError(f"node 0 orders {name} {value}, which it cannot decide; use the same zerofit on all nodes.")
-        if name in PATHS and value is not None and not _is_checkpoint(value, folder):
-            if own.get(name) is None:
-                raise UserError(f"--{name}: node 0 has it and this node has not; give all nodes the same flags.")
-            value = own.get(name)
-        if value is not None:
-            parse.explicit(own.recipe, Request(own.recipe).put(**{name: value}).flags(), "node 0's order")
-            asked = asked.put(**{name: value})
-    return asked
-
-
-def _is_value(value: Any) -> bool:
-    """Return whether a value is none, or a scalar that does not look like a flag."""
-    return value is None or (isinstance(value, bool | int | float | str) and str(value)[:1] != "-")
-
-
-def _is_checkpoint(value: Any, folder: Path | None) -> bool:
-    if not isinstance(value, str):
-        return False
-    if value.lower() in NEWEST:
-        return True
-    path = Path(value)
-    return (
-        folder is not None
-        and path.parent.absolute() == folder.absolute()
-        and CHECKPOINT.fullmatch(path.name) is not None
-    )
