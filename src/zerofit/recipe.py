@@ -12,14 +12,13 @@ import sys
 from pathlib import Path
 
 from zerofit.base import allocator, command_line, distributed, hub, log_filters
-from zerofit.base.errors import printable
+from zerofit.base.errors import UserError, printable
 from zerofit.base.paths import from_here
 from zerofit.checkpoint import restart
 from zerofit.config import resolve
 from zerofit.job import job, program, run_folder
 from zerofit.job.recipe import Recipe
 from zerofit.job.settings import Settings
-from zerofit.launch import batch_search
 from zerofit.model import load
 from zerofit.model.weights import complete
 from zerofit.plan import preflight
@@ -43,10 +42,12 @@ def parse(recipe: Recipe) -> Settings:
         complete.HELD.update(found.get("weights", {}))
     else:
         settings = restart.as_the_run_goes_on(resolve.resolve_settings(recipe))
-        if settings.search_batch_size and not settings.show:
-            asked = batch_search.resolve(settings)
-            settings = resolve.of_this_process(lambda: resolve.resolve(asked, distributed.size()))
         preflight.only_print(settings)
+        if settings.search_batch_size:
+            raise UserError(
+                "--per_device_train_batch_size auto: is searched for before the ranks start; start with `zerofit "
+                "launch`, or name the size that `make batch-size` finds."
+            )
     if distributed.rank() == 0:
         hub.check_push(settings)
     if _is_to_check(settings):
@@ -111,8 +112,7 @@ def start_processes(settings: Settings, train_set, eval_set):
 def open_run_folder(settings: Settings, train_set, eval_set) -> None:
     """Set up the run folder, print what was decided, and write run.json."""
     from zerofit.checkpoint import resumable
-    from zerofit.data import dataset
-    from zerofit.launch import prepare
+    from zerofit.data import dataset, tokens
 
     resumable.check_resumable(settings, train_set)
     if distributed.rank() == 0:
@@ -133,7 +133,7 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
             f"{from_checkpoint}"
         )
         described = [dataset.describe(name, rows) for name, rows in sets.items()]
-        few = prepare.few_steps(settings, train_set)
+        few = tokens.few_steps(settings, train_set)
         for sentence in [*settings.decisions, *described, *dataset.notes(sets), *few]:
             print(f"  - {from_here(printable(sentence))}", flush=True)
         facts = {name: {"fingerprint": rows.fingerprint, **rows.statistics} for name, rows in sets.items()}

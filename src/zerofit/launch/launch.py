@@ -8,6 +8,7 @@ from zerofit.base import command_line, hardware
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import next_settings
 from zerofit.config import defaults, parse, resolve, show
+from zerofit.data import tokens
 from zerofit.job import job as job_file
 from zerofit.job import program as programs
 from zerofit.job import run_folder
@@ -90,7 +91,7 @@ def _launch_on_one_node(args, program: Program, asked: Request, count: int) -> N
     preflight.publish(planned)
     settings = _resolved(asked.put(output_dir=str(folder)), count)
     job = supervisor.Job(_starter(program, command), _resolved, settings, folder, env, count)
-    if canary.wanted(settings, planned, prepare.number_of_steps(settings, train_set)):
+    if canary.wanted(settings, planned, tokens.number_of_steps(settings, train_set)):
         job.settings = canary.run(job, planned)
     raise SystemExit(supervisor.run(job))
 
@@ -114,7 +115,7 @@ def _starter(program: Program, command: Callable[[], list[str]]) -> Callable[...
 
 def _planned(settings: Settings, train_set, eval_set) -> tuple[dict | None, Request]:
     """Return (the prediction of the job's memory, the request with the checkpointing that its plan chooses)."""
-    mean, longest = prepare.row_tokens(settings, train_set), prepare.longest_row(settings, train_set, eval_set)
+    mean, longest = tokens.row_tokens(settings, train_set), tokens.longest_row(settings, train_set, eval_set)
     planned, checkpointing = preflight.choose_and_check(settings, mean, longest)
     return planned, settings.request.put(**checkpointing)
 
@@ -137,7 +138,7 @@ def _launch_as_leader(coordinator: Coordinator, args, program: Program, asked: R
     preflight.publish(planned)
     folder = _agree(coordinator, settings, train_set, eval_set, folder)
     job = _job_on_nodes(coordinator, args, program, asked, settings, folder, count)
-    if canary.wanted(settings, planned, prepare.number_of_steps(settings, train_set)):
+    if canary.wanted(settings, planned, tokens.number_of_steps(settings, train_set)):
         print("note: --canary is skipped: it runs on one node only", flush=True)
     raise SystemExit(supervisor.run(job))
 
