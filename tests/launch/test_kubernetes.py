@@ -252,7 +252,7 @@ def test_what_a_site_edits_in_the_template_is_in_every_manifest(monkeypatch, tmp
     monkeypatch.setattr(kubernetes, "PROJECT", tmp_path)
     found = json.dumps(rendered(capsys, "--nodes", "2", "recipes/sft.py"))
     assert '"--output_dir", "/ckpt/demo"' in found and found.count('"claimName": "claim"') == 2
-    assert found.count('"name": "keys"') == 6 and found.count('"nodeSelector": {"pool": "gpu"}') == 2
+    assert found.count('"name": "keys"') == 4 and found.count('"nodeSelector": {"pool": "gpu"}') == 2
 
 
 def test_an_elastic_job_has_a_master_that_stays_and_no_rendezvous_of_the_operator(capsys):

@@ -215,7 +215,7 @@ def test_the_report_may_find_no_room(monkeypatch, tmp_path, capsys):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    attempt = supervisor.Attempt(settings=None, nodes=None)
+    attempt = supervisor.Attempt(settings=None)
     for rank, why in ((1, ": the disk of x is full"), (0, "")):  # rank 0 prints its error itself
         job = SimpleNamespace(folder=tmp_path, coordinator=None)
         last = postmortem.Outcome("disk full", 1, rank, "DiskFull: the disk of x is full", step=2)
@@ -501,7 +501,7 @@ def test_every_job_of_a_folder_archives_its_attempts(tmp_path):
         assert (folder / "attempts" / str(job) / "logs" / "rank0.log").read_text() == f"job {job}"
     (tmp_path / "records" / "stack0.txt").write_text("")
     job = SimpleNamespace(folder=folder, coordinator=None)
-    attempt = supervisor.Attempt(settings=None, nodes=None)
+    attempt = supervisor.Attempt(settings=None)
     crash = postmortem.Outcome("crash", 1, 0, "RuntimeError: boom", step=2)
     supervisor._write_report(job, attempt, [crash], tmp_path / "records", opened=True)
     assert sorted(str(f.relative_to(folder / "attempts")) for f in folder.glob("attempts/*/*")) == [

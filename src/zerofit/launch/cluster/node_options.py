@@ -174,15 +174,12 @@ def interface_towards(address: str, port: int) -> str:
     return next((name for name, addresses in interfaces().items() if own_ip in addresses), "")
 
 
-def interface_variables(place: Place, addresses: dict[int, str]) -> dict[str, str]:
+def interface_variables(place: Place, address: str) -> dict[str, str]:
     """Return the interface variables of gloo and NCCL; those of the user win, unless --interface is given.
 
-    Args: addresses: of the attempt's nodes, by node rank; "" for node 0.
+    Args: address: of another node.
     """
-    name = place.interface
-    if not name:
-        others = [address for rank, address in addresses.items() if rank != place.rank and address]
-        name = interface_towards(others[0] if place.rank == 0 and others else place.address, place.port)
+    name = place.interface or interface_towards(address, place.port)
     if not name:
         return {}
     variables = {"GLOO_SOCKET_IFNAME": name} | ({"NCCL_SOCKET_IFNAME": f"={name}"} if name != "lo" else {})
