@@ -15,7 +15,7 @@ from conftest import ROOT, TINY, Run, run_world
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import zero_shards
 from zerofit.job import run_folder
-from zerofit.launch.cluster import rounds
+from zerofit.launch.cluster.node_options import Place
 
 from . import patience
 
@@ -283,7 +283,7 @@ def test_a_link_that_is_cut_for_good(hosts, tmp_path):
     second.cut()
     assert 0 not in ends(*started, seconds=60)
     assert "node 1 (host1) is gone" in first.text()
-    assert f"node 0 (host0) has sent no heartbeat for {rounds.LOST_SECONDS:.0f} s" in second.text()
+    assert f"node 0 (host0) has sent no heartbeat for {Place.lost:.0f} s" in second.text()
     nothing_is_left(bed)
 
 

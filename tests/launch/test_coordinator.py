@@ -34,7 +34,6 @@ SHORT = [
 @pytest.fixture
 def port(monkeypatch):
     monkeypatch.setattr(rounds, "HEARTBEAT_SECONDS", 0.05)
-    monkeypatch.setattr(rounds, "LOST_SECONDS", 3.0)
     monkeypatch.setattr(rounds, "LAST_CALL_SECONDS", 0.3)
     monkeypatch.setattr(rounds, "LEAVE_SECONDS", 0.3)
     monkeypatch.setattr(coordinator, "GRACE_SECONDS", 0.3)
@@ -51,7 +50,7 @@ def two_free_ports() -> int:
 
 
 def at(port, rank, most=2, least=None, timeout=5.0):
-    return node_options.Place(least or most, most, rank, "127.0.0.1", port, timeout)
+    return node_options.Place(least or most, most, rank, "127.0.0.1", port, timeout, lost=3.0)
 
 
 def together(*functions):
@@ -129,13 +128,19 @@ def test_a_search_for_the_batch_size_is_refused_on_several_nodes(tmp_path, monke
             launch.main([*words, *flags])
 
 
-def test_one_machine_needs_no_place_and_two_are_placed():
+def test_one_machine_needs_no_place_and_two_are_placed(monkeypatch):
     parser = argparse.ArgumentParser()
     node_options.add_options(parser)
     parser.add_argument("--port", default="")
     assert node_options.of(parser.parse_args([])) is None
     found = node_options.of(parser.parse_args(["--nnodes", "1:4", "--node_rank", "3", "--master_addr", "a"]))
-    assert (found.least, found.most, found.rank, found.port) == (1, 4, 3, node_options.PORT)
+    assert (found.least, found.most, found.rank, found.port, found.lost) == (1, 4, 3, node_options.PORT, 15)
+    words = ["--nnodes", "2", "--node_rank", "0", "--master_addr", "a"]
+    monkeypatch.setenv(node_options.LOST_SECONDS, "90")
+    assert node_options.of(parser.parse_args(words)).lost == 90
+    monkeypatch.setenv(node_options.LOST_SECONDS, "soon")
+    with pytest.raises(UserError, match="ZEROFIT_LOST_SECONDS soon: must be a number"):
+        node_options.of(parser.parse_args(words))
 
 
 @pytest.mark.fault

@@ -92,9 +92,9 @@ class Coordinator:
             self.round.update_round(is_over=True, is_closed=True)
 
     def _all_have_come(self) -> bool:
-        """Wait until each node of the round has written; return False if one does not within LOST_SECONDS."""
+        """Wait until each node of the round has written; return False if one does not in time."""
         self.round.update_round(begun=self._begun)
-        deadline = time.monotonic() + rounds.LOST_SECONDS
+        deadline = time.monotonic() + self.place.lost
         while len(self.round.nodes) < self.round.size and time.monotonic() < deadline:
             time.sleep(rounds.HEARTBEAT_SECONDS / 2)
         return len(self.round.nodes) == self.round.size
@@ -134,7 +134,7 @@ class Coordinator:
         if self.round.is_silent(0):
             print(
                 f"{self.name}: zerofit: node 0 ({self.place.address}) has sent no heartbeat for "
-                f"{rounds.LOST_SECONDS:.0f} s; start again with --resume_from_checkpoint auto",
+                f"{self.place.lost:.0f} s; start again with --resume_from_checkpoint auto",
                 file=sys.stderr,
             )
             raise SystemExit(1)

@@ -23,6 +23,8 @@ def port_of(text: str) -> int:
 
 JOIN_TIMEOUT = "600"  # seconds, as torchrun's: nodes that import from one file server differ by minutes
 
+LOST_SECONDS = "ZEROFIT_LOST_SECONDS"  # environment variable: without a heartbeat, after which a node is lost
+
 PORT = 29500  # default port of the supervisors' store; the ranks use the next one
 
 
@@ -31,7 +33,8 @@ class Place:
     """This node's place in the job.
 
     least, most: nodes of the job (equal if not elastic); rank: of this node; address, port: of node 0's store;
-    timeout: seconds that nodes wait for each other at the start; interface: "" for the one towards the others.
+    timeout: seconds that nodes wait for each other at the start; interface: "" for the one towards the others; lost:
+    seconds without a heartbeat after which a node is lost, torch's default.
     """
 
     least: int
@@ -41,6 +44,7 @@ class Place:
     port: int
     timeout: float
     interface: str = ""
+    lost: float = 15.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -92,19 +96,20 @@ def of(given) -> Place | None:
         raise UserError(f"PORT={port}: must be a number from 1 to 65534 (the next port is used too), the same on all "
                         "nodes.")  # fmt: skip
     timeout = seconds(given.join_timeout)
+    lost = seconds(os.environ.get(LOST_SECONDS) or str(Place.lost), LOST_SECONDS)
     if given.interface and given.interface not in interfaces():
         raise UserError(f"--interface {given.interface}: this machine has {', '.join(interfaces())}.")
-    return Place(least, most, int(given.node_rank), given.master_addr, int(port), timeout, given.interface)
+    return Place(least, most, int(given.node_rank), given.master_addr, int(port), timeout, given.interface, lost)
 
 
-def seconds(text: str) -> float:
-    """Return --join_timeout as a number. Raises: UserError."""
+def seconds(text: str, name: str = "--join_timeout") -> float:
+    """Return an option or variable as a number of seconds. Raises: UserError."""
     try:
         number = float(text)
     except ValueError:
         number = 0.0
     if not 0 < number < float("inf"):
-        raise UserError(f"--join_timeout {text}: must be a number of seconds above 0.")
+        raise UserError(f"{name} {text}: must be a number of seconds above 0.")
     return number
 
 

@@ -19,8 +19,6 @@ from zerofit.launch.cluster.messages import NodeState, RoundState
 
 HEARTBEAT_SECONDS = 0.5  # between exchanges
 
-LOST_SECONDS = 15.0  # without a heartbeat, after which a node is lost; here and in torch's rendezvous
-
 LAST_CALL_SECONDS = 10.0  # how long an elastic job with enough nodes waits for one more
 
 LEAVE_SECONDS = 5.0  # for the other nodes to read the job's end before the store ends with node 0
@@ -102,7 +100,7 @@ class Meeting:
         from torch.distributed.elastic.rendezvous import c10d_rendezvous_backend, dynamic_rendezvous
 
         os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # it would open one more store for the ranks
-        place, third = self.place, int(LOST_SECONDS / 3)
+        place, third = self.place, max(1, int(self.place.lost / 3))
         return dynamic_rendezvous.DynamicRendezvousHandler.from_backend(
             JOB, self.store, c10d_rendezvous_backend.C10dRendezvousBackend(self.store, JOB), place.least, place.most,
             local_addr=f"{self.host}-{place.rank}",
@@ -185,8 +183,8 @@ class Round:
         self.state = replace(self.state, **fields)
 
     def is_silent(self, rank: int) -> bool:
-        """Return whether a node has sent no heartbeat for LOST_SECONDS."""
-        return time.monotonic() - self._heard[rank] > LOST_SECONDS
+        """Return whether a node has sent no heartbeat for too long."""
+        return time.monotonic() - self._heard[rank] > self.place.lost
 
     def restart_clocks(self) -> None:
         """Count the silence of the other nodes from now on: this one was suspended, and they perhaps with it."""
