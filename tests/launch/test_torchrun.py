@@ -12,6 +12,9 @@ import pytest
 from conftest import ROOT, TINY, Run
 
 from zerofit.base import distributed
+from zerofit.base.errors import UserError
+from zerofit.checkpoint import restart
+from zerofit.config import resolve
 
 pytestmark = pytest.mark.fault
 
@@ -100,6 +103,48 @@ def test_out_of_memory_is_answered_by_the_restart_of_the_agent(undisturbed, tmp_
     assert Run(folder).losses == pytest.approx(undisturbed.losses, rel=1e-3)  # as between accumulation splits
     again = torchrun(folder, "--max_restarts", "1")  # another agent: its flags are not those of the failed one
     assert "already holds a run" in again.communicate(timeout=120)[0]
+
+
+def resolved(folder, ranks=2):
+    return resolve.resolve_settings("sft", [*FLAGS, "--output_dir", str(folder)], ranks)
+
+
+@pytest.fixture
+def by_agent(monkeypatch):
+    monkeypatch.setenv(distributed.BY_AGENT, "x")
+    monkeypatch.setattr(restart, "_agent", lambda: "this one")
+
+
+@pytest.mark.usefixtures("by_agent")
+def test_only_the_agent_of_the_failed_start_goes_on_with_less(tmp_path, monkeypatch):
+    less = {"per_device_train_batch_size": 1, "effective_batch_size": 8}
+    left = {"started_by": ["that one", "this one"], "change": "micro batch 1 instead of 2", "decided": less}
+    (tmp_path / "next.json").write_text(json.dumps(left))
+    found = restart.as_the_run_goes_on(resolved(tmp_path))
+    assert (found.per_device_train_batch_size, found.gradient_accumulation_steps) == (1, 4)
+    assert found.decisions[-1].startswith("micro batch 1 instead of 2: the run was out of GPU memory")
+    before = {"effective_batch_size": {"value": 8}, "per_device_train_batch_size": {"value": 2}}
+    (tmp_path / "run.json").write_text(json.dumps({"world_size": 2, "arguments": before}))
+    found = restart.as_the_run_goes_on(resolved(tmp_path, ranks=4))  # and another node has joined
+    assert (found.per_device_train_batch_size, found.gradient_accumulation_steps) == (1, 2)
+    for wrong in ({"model": "evil"}, {"zero": "--model"}, {"output_dir": "/elsewhere"}):
+        (tmp_path / "next.json").write_text(json.dumps(left | {"decided": wrong}))
+        with pytest.raises(UserError, match=r"next.json orders .*, which it cannot decide"):
+            restart.as_the_run_goes_on(resolved(tmp_path))
+    monkeypatch.setattr(restart, "_agent", lambda: "another one")
+    settings = resolved(tmp_path)
+    assert restart.as_the_run_goes_on(settings) is settings
+
+
+@pytest.mark.usefixtures("by_agent")
+def test_nothing_is_left_for_a_restart_that_does_not_come(tmp_path, monkeypatch):
+    for count, limit in (("1", "1"), ("0", "1")):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", limit)
+        restart.leave_smaller(resolved(tmp_path), "")
+        assert (tmp_path / "next.json").exists() == (count < limit)
+    left = json.loads((tmp_path / "next.json").read_text())
+    assert left["change"] == "micro batch 1 instead of 2" and left["decided"]["effective_batch_size"] == 8
 
 
 def test_one_rank_of_a_request_is_enough_and_all_read_it_a_step_later(tmp_path):
