@@ -73,7 +73,7 @@ The stations of a setting, e.g. `make sft GPUS=2 ZERO=3`; it is parsed once and 
    `put` something, and 4 is repeated for the request that they leave.
 6. `job/job.py`: the attempt's `Settings` are written to `job.json`, and the recipe is started with `--job FILE`. The
    retry after a failure is the request with one argument changed, resolved again; several nodes exchange the
-   arguments that node 0 decides (`launch/cluster/documents.py`).
+   arguments that node 0 decides (`checkpoint/next_settings.py`).
 7. `recipe.parse` in each rank reads that file. Only what belongs to a process is decided there:
    `CUDA_VISIBLE_DEVICES` of a CPU job, variables of accelerate, what fails on this GPU (`settings.AFTER_RESOLVING`).
 8. `train/trainer.py`: `TrainingArguments(deepspeed=...)` → transformers' `HfDeepSpeedConfig` → the engine.

@@ -8,8 +8,8 @@
 # --master_addr       name or address of the first host, if the others reach it by another one than the hostfile's
 # --ssh               ssh command: "ssh -p 2222" (that it needs no password is checked first)
 #
-# Every host needs this folder and this environment at the same path. Tokens and the job's secret
-# are sent through the connection, not through files.
+# Every host needs this folder and this environment at the same path. Tokens are sent through the connection, not
+# through files.
 # It only places processes: ZeRO stage, precision and batch belong to the recipe.
 # PYTHON: interpreter of the environment in which zerofit is installed.
 set -euo pipefail

@@ -12,8 +12,7 @@
 # --interface    network interface between the nodes (default: the one that leads to node 0)
 # --join_timeout seconds that the nodes wait for each other (default 600)
 #
-# ZEROFIT_JOB_SECRET: the same random text on all nodes (openssl rand -hex 16); needed only if --output_dir is not given
-# or not on a shared disk.
+# The ports have no password: only on a private network.
 # It only places processes: ZeRO stage, precision and batch belong to the recipe.
 # PYTHON: interpreter of the environment in which zerofit is installed.
 exec "$(dirname "${BASH_SOURCE[0]}")/local.sh" "$@"

@@ -24,7 +24,7 @@ def check_early(recipe: Recipe) -> None:
         return
     from zerofit.config import early_check  # imports transformers' names; `zerofit status` needs none of it
 
-    own = distributed.rank() == 0 and not distributed.may_be_restart()  # then launch/restart.py decides
+    own = distributed.rank() == 0 and not distributed.may_be_restart()  # then checkpoint/restart.py decides
     guard(lambda: early_check.check(recipe, sys.argv[1:], here=True, own_folder=own))
 
 

@@ -13,13 +13,13 @@ import sys
 from pathlib import Path
 
 from zerofit.base import allocator, command_line, distributed, hub, log_filters
-from zerofit.base.errors import printable
+from zerofit.base.errors import UserError, printable
 from zerofit.base.paths import from_here
+from zerofit.checkpoint import restart
 from zerofit.config import resolve
 from zerofit.job import job, program, run_folder
 from zerofit.job.recipe import Recipe
 from zerofit.job.settings import Settings
-from zerofit.launch import batch_search, restart
 from zerofit.model import load
 from zerofit.model.weights import complete
 from zerofit.plan import preflight
@@ -42,11 +42,13 @@ def parse(recipe: Recipe) -> Settings:
         preflight.publish(found.get("plan"))
         complete.HELD.update(found.get("weights", {}))
     else:
-        settings = restart.with_batch_of_run(resolve.resolve_settings(recipe))
-        if settings.search_batch_size and not settings.show:
-            asked = batch_search.resolve(settings)
-            settings = resolve.of_this_process(lambda: resolve.resolve(asked, distributed.size()))
+        settings = restart.as_the_run_goes_on(resolve.resolve_settings(recipe))
         preflight.only_print(settings)
+        if settings.search_batch_size:
+            raise UserError(
+                "--per_device_train_batch_size auto: is searched for before the ranks start; start with `zerofit "
+                "launch`, or name the size that `make batch-size` finds."
+            )
     if distributed.rank() == 0:
         hub.check_push(settings)
     if _is_to_check(settings):
@@ -94,9 +96,9 @@ def start_processes(settings: Settings, train_set, eval_set):
     nvme.reserve_folder(settings)
     if distributed.rank() == 0 and not rank_status.folder():  # else the supervisor has locked it
         run_folder.claim_folder(settings)
-    started_by, folder = restart.starters(), None
+    settings.started_by, folder = restart.starters(), None
     if distributed.rank() == 0:
-        restart.go_on(settings, started_by)
+        restart.go_on(settings)
         upload.fetch(settings)
         folder = run_folder.name_folder(settings)
         run_folder.check_folder(folder, bool(settings.resume_from_checkpoint))
@@ -114,8 +116,7 @@ def start_processes(settings: Settings, train_set, eval_set):
 def open_run_folder(settings: Settings, train_set, eval_set) -> None:
     """Set up the run folder, print what was decided, and write run.json."""
     from zerofit.checkpoint import resumable
-    from zerofit.data import dataset
-    from zerofit.launch import prepare
+    from zerofit.data import dataset, tokens
 
     resumable.check_resumable(settings, train_set)
     if distributed.rank() == 0:
@@ -124,7 +125,6 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
             run_folder.keep_metrics(folder, int(resumed.rpartition("-")[2]) if resumed else 0)
             run_folder.set_aside_result(folder)
     _leave_newer_checkpoints(settings)
-    started_by = restart.starters()
     run_folder.open_folder(settings)
     _remember_program(settings)
     sets = {"training": train_set, "evaluation": eval_set}
@@ -137,13 +137,13 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
             f"{from_checkpoint}"
         )
         described = [dataset.describe(name, rows) for name, rows in sets.items()]
-        few = prepare.few_steps(settings, train_set)
+        few = tokens.few_steps(settings, train_set)
         for sentence in [*settings.decisions, *described, *dataset.notes(sets), *few]:
             print(f"  - {from_here(printable(sentence))}", flush=True)
         facts = {name: {"fingerprint": rows.fingerprint, **rows.statistics} for name, rows in sets.items()}
         started = _job(settings)
         more = {name: found for name, found in started.facts.items() if found}
-        more |= {"program": started.program, "resumed": settings.resumed, "started_by": started_by}
+        more |= {"program": started.program, "resumed": settings.resumed, "started_by": settings.started_by}
         job.write(folder / job.FILE, started)
         run_folder.write_run(settings, started.command, {"data": facts} | more)
 
@@ -170,8 +170,8 @@ def _remember_program(settings: Settings) -> None:
 
 def _leave_newer_checkpoints(settings: Settings) -> None:
     """Move away the checkpoints newer than the resumed one: this run saves those steps again."""
+    from zerofit.checkpoint import resumable
     from zerofit.checkpoint.facts import step_of
-    from zerofit.launch import retry
 
     if distributed.rank() != 0 and not (
         settings.node_local_storage and distributed.first_of_node()
@@ -179,5 +179,5 @@ def _leave_newer_checkpoints(settings: Settings) -> None:
         return
     folder, resumed = Path(settings.output_dir), settings.resume_from_checkpoint
     step = step_of(Path(resumed)) if resumed else 0
-    if moved_to := retry.move_newer(folder, step):
+    if moved_to := resumable.move_newer(folder, step):
         settings.decisions.append(f"checkpoints after step {step}, where this run resumes, were moved to {moved_to}")

@@ -18,6 +18,8 @@ from pathlib import Path
 
 import psutil
 
+from . import patience
+
 TOOLS = ("munged", "slurmctld", "slurmd", "sbatch", "srun", "scontrol", "squeue", "scancel", "sinfo")
 INSTALL = "run `make test-cluster` as root, or tests/cluster/install_slurm.sh"
 GRACE_S, KILL_S = 90, 30  # between SIGTERM and the end: of a preempted job, of one that is cancelled
@@ -127,6 +129,7 @@ class Cluster:
 
     def until(self, condition, what: str, seconds: float = WAIT_S) -> None:
         """Wait for a condition; fail with what it was, and the daemons' last words, after so many seconds."""
+        seconds = patience.of(seconds)
         deadline = time.monotonic() + seconds
         while not condition():
             assert time.monotonic() < deadline, f"not within {seconds:.0f} s: {what}\n{self.logs()}"

@@ -11,7 +11,7 @@ from conftest import ROOT, Run, run_world
 
 from .test_nodes import LONG, SHORT, ends, is_at, nothing_is_left, wait_for
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
 
 
 @pytest.fixture
@@ -30,8 +30,7 @@ def hosts_command(file, flags, placing=()):
 def test_one_line_starts_both(beside, tmp_path):
     bed, file = beside
     out = tmp_path / "a 'run'"
-    secret = {"HF_TOKEN": "hf_secret_of_the_test", "WANDB_API_KEY": "wandb_secret_of_the_test",
-              "ZEROFIT_JOB_SECRET": "job_secret_of_the_test"}  # fmt: skip
+    secret = {"HF_TOKEN": "hf_secret_of_the_test", "WANDB_API_KEY": "wandb_secret_of_the_test"}
     flags = [*SHORT, "--zero", "3", "--output_dir", out]
     process = bed[0].popen(hosts_command(file, flags), cwd=ROOT, env=secret)
     titles = set()

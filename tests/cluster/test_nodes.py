@@ -1,5 +1,7 @@
 """Several machines, started by hand: train as one does; no hang, orphan or half a job when something breaks."""
 
+import json
+import os
 import re
 import shutil
 import signal
@@ -13,9 +15,11 @@ from conftest import ROOT, TINY, Run, run_world
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import zero_shards
 from zerofit.job import run_folder
-from zerofit.launch.cluster import membership
+from zerofit.launch.cluster.node_options import Place
 
-pytestmark = [pytest.mark.cluster, pytest.mark.timeout(900)]
+from . import patience
+
+pytestmark = [pytest.mark.cluster, pytest.mark.timeout(3600)]
 DATA = ["--data", str(TINY / "train.jsonl"), "--learning_rate", "1e-3", "--num_samples", "0", "--logging_steps", "1"]
 SHORT = [
     *DATA,
@@ -42,12 +46,12 @@ def launch(host, rank, recipe, flags, nnodes="2", gpus="1", address="host0", mor
 
 
 def ends(*processes, seconds=300):
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patience.of(seconds)
     return [process.wait(max(1, deadline - time.monotonic())) for process in processes]
 
 
 def wait_for(said, seconds=180):
-    deadline = time.monotonic() + seconds
+    deadline = time.monotonic() + patience.of(seconds)
     while not said():
         assert time.monotonic() < deadline, "it did not come"
         time.sleep(0.2)
@@ -98,7 +102,7 @@ def test_four_machines_with_delay_and_loss(hosts, tmp_path):
     for host in (bed[1], bed[2], bed[3]):
         host.slow(delay_ms=10, loss_percent=1)
     flags = [*SHORT, "--zero", "3", "--output_dir", str(out)]
-    more = ["--join_timeout", "180"]
+    more = ["--join_timeout", "600"]
     assert ends(*(launch(h, r, "sft", flags, "4", more=more) for r, h in enumerate(bed)), seconds=600) == [0] * 4
     assert Run(out).json("result.json")["world_size"] == 4 and len(Run(out).losses) == 3
     nothing_is_left(bed)
@@ -108,11 +112,11 @@ def test_four_machines_with_delay_and_loss(hosts, tmp_path):
 def test_a_machine_that_is_missing(hosts, tmp_path):
     bed = hosts(3)
     flags = [*SHORT, "--effective_batch_size", "12", "--output_dir", str(tmp_path / "run")]
-    began = time.monotonic()
-    found = ends(*(launch(bed[r], r, "sft", flags, "3", more=["--join_timeout", "15"]) for r in (0, 1)), seconds=60)
-    assert found == [2, 2] and time.monotonic() - began < 60
+    seconds = f"{patience.of(15):.0f}"
+    found = ends(*(launch(bed[r], r, "sft", flags, "3", more=["--join_timeout", seconds]) for r in (0, 1)), seconds=60)
+    assert found == [2, 2]
     for host in (bed[0], bed[1]):
-        assert "node 2 of 3 did not come within 15 s (here: node 0 (host0), node 1 (host1))" in host.text()
+        assert f"node 2 of 3 did not come within {seconds} s (here: node 0 (host0), node 1 (host1))" in host.text()
     assert not (tmp_path / "run").exists()
     nothing_is_left(bed)
 
@@ -217,6 +221,28 @@ def test_sigterm_to_one_saves_on_all_and_resumes(hosts, tmp_path, undisturbed):
 
 
 @pytest.mark.fault
+@pytest.mark.parametrize(("what", "kind", "change"), [
+    ("oom", "out of memory", "micro batch 3 instead of 6, on 2 nodes with 2 processes"),
+    ("hang", "hang", "the same again (1 of 3 restarts), on 2 nodes with 2 processes"),
+])  # fmt: skip
+def test_what_befalls_a_rank_of_one_node_is_answered_on_both(hosts, tmp_path, undisturbed, what, kind, change):
+    first, second = bed = hosts(2)
+    out = tmp_path / "run"
+    flags = [*LONG, "--per_device_train_batch_size", "6", "--hang_timeout", f"{patience.of(10):.0f}"]
+    flags += ["--output_dir", str(out)]
+    fault = {"what": what, "where": "backward", "rank": 1, "step": 7, "marker": str(tmp_path / "struck")}
+    path = os.pathsep.join([str(ROOT / "tests" / "faults"), os.environ.get("PYTHONPATH", "")])
+    env = {"ZEROFIT_TEST_FAULT": json.dumps(fault), "PYTHONPATH": path}
+    started = [launch(host, rank, "sft", flags, env=env) for rank, host in enumerate(bed)]
+    assert ends(*started) == [0, 0], first.text() + second.text()
+    attempts = Run(out).json("report.json")["attempts"]
+    assert [(a["kind"], a["what_next"]) for a in attempts] == [(kind, change), ("finished", "")]
+    assert (attempts[0]["rank"], attempts[0]["step"]) == (1, 7)
+    assert curve(out) == pytest.approx(curve(undisturbed.folder), rel=1e-3) and len(curve(out)) == 60
+    nothing_is_left(bed)
+
+
+@pytest.mark.fault
 def test_ctrl_c_ends_all(hosts, tmp_path):
     bed = hosts(2)
     started = [launch(host, r, "sft", [*LONG, "--output_dir", str(tmp_path / "run")]) for r, host in enumerate(bed)]
@@ -238,7 +264,7 @@ def test_a_machine_that_dies_comes_back(hosts, tmp_path, undisturbed, cut):
     if cut:
         second.cut()
     second.kill()
-    wait_for(lambda: "1 of 2 nodes are here; waiting 600 s for node 1 (host1)" in first.text(), 90)
+    wait_for(lambda: "1 of 2 nodes are here; waiting 600 s for node 1 (host1)" in first.text(), 60)
     if cut:
         second.mend()
     again = launch(second, 1, "sft", flags, log="again.txt")
@@ -254,12 +280,10 @@ def test_a_link_that_is_cut_for_good(hosts, tmp_path):
     flags = [*LONG, "--max_restarts", "0", "--output_dir", str(tmp_path / "run")]
     started = [launch(host, rank, "sft", flags) for rank, host in enumerate(bed)]
     wait_for(is_at(tmp_path / "run", 3))
-    began = time.monotonic()
     second.cut()
-    found = ends(*started, seconds=90)
-    assert 0 not in found and time.monotonic() - began < 60
+    assert 0 not in ends(*started, seconds=60)
     assert "node 1 (host1) is gone" in first.text()
-    assert f"node 0 (host0) has sent no heartbeat for {membership.LOST_SECONDS:.0f} s" in second.text()
+    assert f"node 0 (host0) has sent no heartbeat for {Place.lost:.0f} s" in second.text()
     nothing_is_left(bed)
 
 
@@ -269,19 +293,11 @@ def test_a_run_folder_that_is_not_shared(hosts, tmp_path):
     disk = tmp_path / "disk"
     first, second = bed = hosts(2, private=[disk])
     flags = [*LONG, "--max_steps", "12", "--output_dir", str(disk / "run")]
-    unset = [
-        launch(host, rank, "sft", flags, more=["--join_timeout", "30"], log="unset.txt")
-        for rank, host in enumerate(bed)
-    ]
-    assert ends(*unset, seconds=120) == [2, 2]
-    assert "the secret that node 0 leaves there cannot be read" in second.text("unset.txt")
-    assert "set ZEROFIT_JOB_SECRET to the same random text on all nodes" in second.text("unset.txt")
-    env = {"ZEROFIT_JOB_SECRET": "secret_of_the_test_on_both"}
-    refused = [launch(host, rank, "sft", flags, log="refused.txt", env=env) for rank, host in enumerate(bed)]
+    refused = [launch(host, rank, "sft", flags, log="refused.txt") for rank, host in enumerate(bed)]
     assert 0 not in ends(*refused, seconds=120)
     assert "node 1 (host1) does not see the disk that node 0 has there" in first.text("refused.txt")
     flags += ["--node_local_storage", "true", "--resume_from_checkpoint", "auto"]
-    started = [launch(host, rank, "sft", flags, env=env) for rank, host in enumerate(bed)]
+    started = [launch(host, rank, "sft", flags) for rank, host in enumerate(bed)]
     assert ends(*started) == [0, 0], first.text()
     whole = curve(first.seen(disk / "run"))
     assert len(whole) == 12
@@ -293,7 +309,7 @@ def test_a_run_folder_that_is_not_shared(hosts, tmp_path):
         (first.seen(disk / "run") / name).unlink(missing_ok=True)
     for host in bed:
         shutil.rmtree(host.seen(disk / "run") / "checkpoint-12", ignore_errors=True)
-    again = [launch(host, rank, "sft", flags, log="again.txt", env=env) for rank, host in enumerate(bed)]
+    again = [launch(host, rank, "sft", flags, log="again.txt") for rank, host in enumerate(bed)]
     assert ends(*again) == [0, 0], first.text("again.txt")
     assert "step 11/12" in first.text("again.txt") and "step 10/12" not in first.text("again.txt")
     assert curve(first.seen(disk / "run")) == pytest.approx(whole, rel=1e-6)
@@ -317,7 +333,9 @@ def test_elastic_one_joins_one_leaves_and_comes_again(hosts, tmp_path):
     first, second, third = bed = hosts(3)
     out = tmp_path / "run"
     flags = [*LONG[:-2], "--max_steps", "300", "--output_dir", str(out), "--resume_from_checkpoint", "auto"]
-    leader, leaving = (launch(host, rank, "sft", flags, "1:3") for rank, host in enumerate([first, second]))
+    leaving = launch(second, 1, "sft", flags, "1:3")
+    wait_for(lambda: "waiting for node 0" in second.text())  # so that it comes within the seconds of the last call
+    leader = launch(first, 0, "sft", flags, "1:3")
 
     def goes_on(attempt):
         """Until some steps of this attempt are made."""
@@ -337,9 +355,8 @@ def test_elastic_one_joins_one_leaves_and_comes_again(hosts, tmp_path):
     attempts = Run(out).json("report.json")["attempts"]
     assert [a["kind"] for a in attempts] == ["stopped", "stopped", "stopped", "finished"]
     assert [a["what_next"] for a in attempts] == [
-        "node 2 (host2) joined, on 3 nodes with 3 processes", "node 1 (host1) was asked to leave, on 2 nodes with 2 "
-                                                              "processes",
-        "node 1 (host1) joined, on 3 nodes with 3 processes", "",
+        "1 more joined, on 3 nodes with 3 processes", "node 1 (host1) was asked to leave, on 2 nodes with 2 processes",
+        "1 more joined, on 3 nodes with 3 processes", "",
     ]  # fmt: skip
     assert sorted(curve(out)) == list(range(1, 301)) and Run(out).json("result.json")["world_size"] == 3
     facts = Run(out).json("run.json")["arguments"]

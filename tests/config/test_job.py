@@ -9,11 +9,11 @@ from conftest import ROOT
 
 from zerofit import recipe
 from zerofit.base.errors import UserError
+from zerofit.checkpoint import next_settings
 from zerofit.commands import resume
 from zerofit.config import parse, resolve
 from zerofit.job import job, program
 from zerofit.launch import launch as launcher
-from zerofit.launch import retry
 from zerofit.train import trial
 
 FLAGS = {
@@ -137,7 +137,7 @@ def test_the_kind_of_a_trial_is_in_the_job(monkeypatch, tmp_path, no_job):
 def test_the_job_of_a_retry_differs_in_what_was_changed(tmp_path):
     before = resolved(parse.request("sft", ["--zero", "2", "--per_device_train_batch_size", "4",
                                             "--effective_batch_size", "8"]))  # fmt: skip
-    change, after = retry.next_smaller_setting(before, resolved)
+    change, after = next_settings.next_smaller_setting(before, resolved)
     one, other = (json.loads(written(settings, tmp_path).read_text()) for settings in (before, after))
     assert change == "micro batch 2 instead of 4"
 

@@ -8,12 +8,11 @@ from conftest import ROOT
 
 from zerofit.base import hardware
 from zerofit.base.errors import UserError
-from zerofit.checkpoint import differences, resumable, save
+from zerofit.checkpoint import differences, next_settings, resumable, save
 from zerofit.commands import resume
 from zerofit.config import parse, resolve
 from zerofit.job import groups, program
 from zerofit.job.technique import Conflict
-from zerofit.launch import retry
 from zerofit.parallel.interface import Parallel
 from zerofit.plan import answer_text, candidates, run_line
 
@@ -110,7 +109,7 @@ def test_a_checkpoint_says_it_and_a_resumed_run_counts_it(twins, monkeypatch):
     old = {"twin_size": 2}
     assert groups.per_row(resume._sizes({}, old)) == 2 and groups.per_row(resume._sizes({"twin_size": 1}, old)) == 1
     with pytest.raises(UserError, match=r"no multiple of the 2 ranks that share each row .*--twin_size"):
-        retry.same_batch(8, 2, 3, settings.ranks_per_row)
+        next_settings.same_batch(8, 2, 3, settings.ranks_per_row)
 
 
 @pytest.mark.bad_input

@@ -1,15 +1,16 @@
 """The batch-size search: real steps within a limit, the same answer on every rank; and the presets."""
 
-import argparse
 import os
 import subprocess
 import sys
 
 import pytest
-from conftest import ROOT, TINY, Run, recipe_process
+from conftest import ROOT, TINY, Run, run_python
 
+from zerofit import recipe
 from zerofit.base.errors import UserError
 from zerofit.config import presets, resolve
+from zerofit.job import program
 from zerofit.launch import batch_search
 
 DATA = ["--data", str(TINY / "train.jsonl"), "--max_samples", "40"]
@@ -54,29 +55,21 @@ def test_auto_is_a_word_for_the_probe():
     assert found.values == wanted
 
 
-@pytest.mark.injection
-def test_the_answer_lies_in_a_folder_of_this_user(tmp_path, monkeypatch):
-    monkeypatch.setattr("tempfile.tempdir", str(tmp_path))
-    monkeypatch.setattr(batch_search, "search", lambda *_: argparse.Namespace(size=4))
-    found = settings("--per_device_train_batch_size", "auto")
-    private = tmp_path / f"zerofit-{os.getuid()}"
-    assert batch_search.resolve(found).values["per_device_train_batch_size"] == 4
-    assert private.stat().st_mode & 0o777 == 0o700 and list(tmp_path.iterdir()) == [private]
-    private.rmdir()
-    private.symlink_to(tmp_path)
-    with pytest.raises(UserError, match="TMPDIR"):
-        batch_search.resolve(found)
+@pytest.mark.bad_input
+def test_ranks_search_for_nothing(monkeypatch):
+    monkeypatch.setattr("sys.argv", ["sft.py", *DATA, "--per_device_train_batch_size", "auto"])
+    with pytest.raises(UserError, match="is searched for before the ranks start; start with `zerofit launch`"):
+        recipe.parse(program.start(str(ROOT / "recipes" / "sft.py")).recipe)
 
 
 @pytest.mark.slow  # the README has the same command
 def test_a_real_search_under_zero_3_with_two_ranks(tmp_path):
-    """torchrun by hand: rank 0 searches for both; micro batch x accumulation x ranks stays the effective batch."""
+    """Micro batch x accumulation x ranks stays the effective batch."""
     flags = [*DATA, "--zero", "3", "--per_device_train_batch_size", "auto", "--memory_limit", "0.0165",
              "--effective_batch_size", "32", "--max_length", "64", "--max_steps", "1", "--num_samples", "0",
              "--save_strategy", "no", "--output_dir", str(tmp_path / "run")]  # fmt: skip
     done = subprocess.run(
-        [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2",
-         str(ROOT / "recipes" / "sft.py"), *flags],
+        [sys.executable, "-m", "zerofit", "launch", "--gpus", "2", str(ROOT / "recipes" / "sft.py"), *flags],
         capture_output=True, text=True, timeout=500, env=os.environ | {"OMP_NUM_THREADS": "1"},
     )  # fmt: skip
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
@@ -120,10 +113,8 @@ def test_unknown_preset():
 
 @pytest.mark.slow
 def test_a_failing_step_is_no_out_of_memory(tmp_path):
-    done = recipe_process(
-        "sft", *DATA, "--per_device_train_batch_size", "auto", "--memory_limit", "1", "--chat_template",
-        str(tmp_path / "none.jinja"), "--output_dir", str(tmp_path / "run"),
-    )  # fmt: skip
+    flags = [*DATA, "--memory_limit", "1", "--chat_template", str(tmp_path / "none.jinja")]
+    done = run_python(["-m", "zerofit", "batch-size", *flags, "--output_dir", str(tmp_path / "run")])
     assert done.returncode == 2 and "Traceback" not in done.stderr, done.stderr
     assert "none.jinja" in done.stderr
     assert not (tmp_path / "run").exists()

@@ -23,7 +23,7 @@ from conftest import ROOT, TINY, Run, python, run_python
 
 from zerofit.base import distributed, rank_status
 from zerofit.base.errors import OutOfMemory
-from zerofit.checkpoint import integrity
+from zerofit.checkpoint import integrity, next_settings
 from zerofit.commands import resume
 from zerofit.config import resolve
 from zerofit.entrypoint import guard
@@ -242,7 +242,7 @@ def test_the_report_may_find_no_room(monkeypatch, tmp_path, capsys):
         raise OSError(28, "No space left on device")
 
     monkeypatch.setattr(os, "fsync", full)
-    attempt = supervisor.Attempt(settings=None, nodes=None)
+    attempt = supervisor.Attempt(settings=None)
     for rank, why in ((1, ": the disk of x is full"), (0, "")):  # rank 0 prints its error itself
         job = SimpleNamespace(folder=tmp_path, coordinator=None)
         last = postmortem.Outcome("disk full", 1, rank, "DiskFull: the disk of x is full", step=2)
@@ -406,7 +406,7 @@ def parse(flags, ranks=2):
 
 def smaller(settings, phase=""):
     """What is tried after an out-of-memory error: (change, settings), or None."""
-    return retry.next_smaller_setting(settings, resolve.resolve, phase)
+    return next_settings.next_smaller_setting(settings, resolve.resolve, phase)
 
 
 def request_changes(before, after):
@@ -531,7 +531,7 @@ def test_every_job_of_a_folder_archives_its_attempts(tmp_path):
         assert (folder / "attempts" / str(job) / "logs" / "rank0.log").read_text() == f"job {job}"
     (tmp_path / "records" / "stack0.txt").write_text("")
     job = SimpleNamespace(folder=folder, coordinator=None)
-    attempt = supervisor.Attempt(settings=None, nodes=None)
+    attempt = supervisor.Attempt(settings=None)
     crash = postmortem.Outcome("crash", 1, 0, "RuntimeError: boom", step=2)
     supervisor._write_report(job, attempt, [crash], tmp_path / "records", opened=True)
     assert sorted(str(f.relative_to(folder / "attempts")) for f in folder.glob("attempts/*/*")) == [

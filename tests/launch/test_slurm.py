@@ -5,7 +5,6 @@ The real SLURM is in tests/cluster/test_slurm.py.
 
 import json
 import os
-import re
 import shlex
 import signal
 import subprocess
@@ -187,18 +186,6 @@ def test_a_container_sees_the_run_and_its_words_as_they_were(printed, bash, tmp_
         assert srun[4:8] == [*pyxis, "bash"]
     words = json.loads(output.splitlines()[-1])
     assert code == 0 and words[:3] == ["-m", "zerofit", "launch"] and str(run) in words and run.is_dir()
-
-
-@pytest.mark.injection
-def test_each_start_has_a_secret_of_its_own(printed, bash, tmp_path):
-    text = printed("--nodes", 2, "--output_dir", tmp_path / "run", RECIPE)
-    text = text.replace(
-        "srun --kill", 'echo "secret:$ZEROFIT_JOB_SECRET"; bash -c \'echo "secret:$ZEROFIT_JOB_SECRET"\'; srun --kill'
-    )
-    outputs = [bash(text, ZEROFIT_JOB_SECRET=given)[1] for given in ("", "", "mine_of_16_letters")]
-    found = [re.findall(r"^secret:(.*)$", output, re.M) for output in outputs]
-    assert all(one[0] == one[1] for one in found) and found[2][0] == "mine_of_16_letters"
-    assert found[0] != found[1] and all(re.fullmatch("[0-9a-f]{32}", one[0]) for one in found[:2])
 
 
 def test_the_template_itself_is_a_batch_script(bash, tmp_path):

@@ -1,5 +1,6 @@
 """Recipes under a plain torchrun: a signal to its agent saves on all ranks, and the next start goes on from there."""
 
+import json
 import os
 import signal
 import subprocess
@@ -11,6 +12,9 @@ import pytest
 from conftest import ROOT, TINY, Run
 
 from zerofit.base import distributed
+from zerofit.base.errors import UserError
+from zerofit.checkpoint import restart
+from zerofit.config import resolve
 
 pytestmark = pytest.mark.fault
 
@@ -79,6 +83,68 @@ def test_a_killed_rank_is_started_again_by_the_agent(undisturbed, tmp_path):
     said = job.communicate(timeout=200)[0]
     assert job.returncode == 0 and "the job was started again: it goes on in" in said, said
     assert "step 5/60" not in said.partition("goes on in")[2] and Run(folder).losses == undisturbed.losses
+
+
+def test_out_of_memory_is_answered_by_the_restart_of_the_agent(undisturbed, tmp_path):
+    """The rank that failed leaves the next setting; all read it, and the effective batch stays."""
+    folder, struck = tmp_path / "run", tmp_path / "struck"
+    fault = {"what": "oom", "where": "backward", "rank": 1, "step": 7, "marker": str(struck)}
+    path = os.pathsep.join([str(ROOT / "tests" / "faults"), os.environ["PYTHONPATH"]])
+    env = {"ZEROFIT_TEST_FAULT": json.dumps(fault), "PYTHONPATH": path, "TORCH_DISABLE_SHARE_RDZV_TCP_STORE": "1"}
+    job = torchrun(folder, "--max_restarts", "1", save_steps="5", **env)
+    said = job.communicate(timeout=300)[0]
+    assert job.returncode == 0 and struck.exists(), said
+    assert "  - micro batch 1 instead of 2: the run was out of GPU memory" in said
+    after = said.partition("goes on in")[2]
+    assert "step 6/60" in after and "step 5/60" not in after
+    arguments = Run(folder).json("run.json")["arguments"]
+    names = ("per_device_train_batch_size", "gradient_accumulation_steps", "effective_batch_size")
+    assert [arguments[name]["value"] for name in names] == [1, 4, 8]
+    assert Run(folder).losses == pytest.approx(undisturbed.losses, rel=1e-3)  # as between accumulation splits
+    again = torchrun(folder, "--max_restarts", "1")  # another agent: its flags are not those of the failed one
+    assert "already holds a run" in again.communicate(timeout=120)[0]
+
+
+def resolved(folder, ranks=2):
+    return resolve.resolve_settings("sft", [*FLAGS, "--output_dir", str(folder)], ranks)
+
+
+@pytest.fixture
+def by_agent(monkeypatch):
+    monkeypatch.setenv(distributed.BY_AGENT, "x")
+    monkeypatch.setattr(restart, "_agent", lambda: "this one")
+
+
+@pytest.mark.usefixtures("by_agent")
+def test_only_the_agent_of_the_failed_start_goes_on_with_less(tmp_path, monkeypatch):
+    less = {"per_device_train_batch_size": 1, "effective_batch_size": 8}
+    left = {"started_by": ["that one", "this one"], "change": "micro batch 1 instead of 2", "decided": less}
+    (tmp_path / "next.json").write_text(json.dumps(left))
+    found = restart.as_the_run_goes_on(resolved(tmp_path))
+    assert (found.per_device_train_batch_size, found.gradient_accumulation_steps) == (1, 4)
+    assert found.decisions[-1].startswith("micro batch 1 instead of 2: the run was out of GPU memory")
+    before = {"effective_batch_size": {"value": 8}, "per_device_train_batch_size": {"value": 2}}
+    (tmp_path / "run.json").write_text(json.dumps({"world_size": 2, "arguments": before}))
+    found = restart.as_the_run_goes_on(resolved(tmp_path, ranks=4))  # and another node has joined
+    assert (found.per_device_train_batch_size, found.gradient_accumulation_steps) == (1, 2)
+    for wrong in ({"model": "evil"}, {"zero": "--model"}, {"output_dir": "/elsewhere"}):
+        (tmp_path / "next.json").write_text(json.dumps(left | {"decided": wrong}))
+        with pytest.raises(UserError, match=r"next.json orders .*, which it cannot decide"):
+            restart.as_the_run_goes_on(resolved(tmp_path))
+    monkeypatch.setattr(restart, "_agent", lambda: "another one")
+    settings = resolved(tmp_path)
+    assert restart.as_the_run_goes_on(settings) is settings
+
+
+@pytest.mark.usefixtures("by_agent")
+def test_nothing_is_left_for_a_restart_that_does_not_come(tmp_path, monkeypatch):
+    for count, limit in (("1", "1"), ("0", "1")):
+        monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
+        monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", limit)
+        restart.leave_smaller(resolved(tmp_path), "")
+        assert (tmp_path / "next.json").exists() == (count < limit)
+    left = json.loads((tmp_path / "next.json").read_text())
+    assert left["change"] == "micro batch 1 instead of 2" and left["decided"]["effective_batch_size"] == 8
 
 
 def test_one_rank_of_a_request_is_enough_and_all_read_it_a_step_later(tmp_path):

@@ -9,10 +9,10 @@ from conftest import ROOT, TINY, run_python, run_world, runs_slow, slow_but
 
 from zerofit.base import command_line
 from zerofit.base.errors import UserError
+from zerofit.checkpoint import next_settings
 from zerofit.commands import resume
 from zerofit.config import parse, resolve
 from zerofit.data.batches import EpochSampler
-from zerofit.launch import retry
 from zerofit.model import attention
 from zerofit.parallel import sequence_parallel
 from zerofit.train import nan_guard
@@ -245,13 +245,13 @@ def test_rows_of_a_step_are_shared_by_a_group():
 
 def test_a_resumed_run_keeps_its_effective_batch():
     batch = {"effective_batch_size": 8, "per_device_train_batch_size": 2}
-    assert retry.same_batch(8, 2, 4, 2) == batch and retry.same_batch(8, 2, 4) == batch
+    assert next_settings.same_batch(8, 2, 4, 2) == batch and next_settings.same_batch(8, 2, 4) == batch
     for ranks, said in (
         (3, "--gpus 3: is no multiple of the 2 ranks that share each row"),
         (6, "use 2, 4, 8, 16 processes"),
     ):
         with pytest.raises(UserError, match=said):
-            retry.same_batch(8, 2, ranks, 2)
+            next_settings.same_batch(8, 2, ranks, 2)
     values = {"effective_batch_size": 8, "per_device_train_batch_size": 2, "sp_size": 2, "offload": "none"}
     run = resume.Run("sft", 4, ["--sp_size", "2"], {name: {"value": value} for name, value in values.items()})
     for words, ranks, sp_size, micro in (([], 4, 2, None), (["--sp-size=4"], 4, 4, 2), ([], 16, 2, 1)):

@@ -21,9 +21,9 @@ from zerofit.base.errors import UserError
 from zerofit.base.paths import cache_root, private_folder
 from zerofit.commands import plan as plan_command
 from zerofit.config import accelerate_env, nvme, parse, resolve
+from zerofit.data import tokens
 from zerofit.data.load import load_datasets
 from zerofit.job import job as job_file
-from zerofit.launch import prepare
 from zerofit.model import attention, gradient_checkpointing
 from zerofit.model.load import load_tokenizer
 from zerofit.parallel import pipeline, sequence_parallel, tensor_parallel
@@ -693,7 +693,7 @@ def test_a_launch_knows_its_longest_row(flags, longest, tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     given = ["--model", str(TINY / "model"), "--max_length", "512", "--use_cpu", "true", *flags]
     settings = resolve.resolve_settings("sft", given, 1)
-    assert prepare.longest_row(settings, *load_datasets(settings, load_tokenizer(settings))) == longest
+    assert tokens.longest_row(settings, *load_datasets(settings, load_tokenizer(settings))) == longest
 
 
 def test_pairs_are_planned_at_the_length_of_their_longer_side(tmp_path):
@@ -708,7 +708,7 @@ def test_pairs_are_planned_at_the_length_of_their_longer_side(tmp_path):
     train_set, _ = load_datasets(settings, load_tokenizer(settings))
     assert (
         longest
-        == prepare.longest_row(settings, train_set, None)
+        == tokens.longest_row(settings, train_set, None)
         == max(max(lengths) for lengths in train_set.dataset["lengths"])
         < max(len(ids) for ids in train_set.dataset["input_ids"])
     )

@@ -1,5 +1,7 @@
 """Choose the run folder and the checkpoint to resume from, and refuse one of another job."""
 
+import itertools
+import shutil
 from pathlib import Path
 
 from zerofit.base import command_line, distributed
@@ -189,3 +191,19 @@ def find_checkpoint(settings: Settings, folder: Path, judge=integrity.by_sizes) 
 def _note(sentence: str) -> None:
     if distributed.rank() == 0:
         print(f"note: {sentence}", flush=True)
+
+
+def move_newer(folder: Path, step: int) -> Path | None:
+    """Move checkpoints later than `step` to attempts/; return that folder, or None if there are none.
+
+    A run resumed at `step` saves those steps again, and rotation would delete its checkpoints before the old ones.
+    """
+    newer = [checkpoint for saved_step, checkpoint in run_folder.checkpoints(folder).items() if saved_step > step]
+    if not newer:
+        return None
+    names = (f"before-resume-at-{step}{f'-{i}' if i else ''}" for i in itertools.count())
+    archive = next(folder / "attempts" / name for name in names if not (folder / "attempts" / name).exists())
+    archive.mkdir(parents=True)
+    for checkpoint in newer:
+        shutil.move(checkpoint, archive / checkpoint.name)
+    return archive

@@ -1,15 +1,14 @@
 """`zerofit hosts`: start a job on every host of a DeepSpeed hostfile over ssh.
 
-Each host runs `zerofit launch` as one node. Its arguments and environment (with HF_TOKEN and the job's secret, created
-here) are sent through the connection's standard input, so they are in no file and no command line. When the connection
-ends, so does the launch on that host.
+Each host runs `zerofit launch` as one node. Its arguments and environment, with HF_TOKEN, are sent through the
+connection's standard input, so they are in no file and no command line. When the connection ends, so does the launch on
+that host.
 """
 
 import argparse
 import contextlib
 import json
 import os
-import secrets
 import shlex
 import signal
 import subprocess
@@ -25,7 +24,7 @@ from zerofit.base.paths import import_path
 from zerofit.config import parse
 from zerofit.job import program
 from zerofit.launch import launch, prepare
-from zerofit.launch.cluster import job_secret, node_options
+from zerofit.launch.cluster import node_options
 
 # Prefixes of the environment variables that are sent to the hosts.
 PASSED_ON = (
@@ -100,8 +99,6 @@ def main(argv: list[str]) -> None:
     token = command_line.value_of(flags, ("--hub_token",))  # any user can read a command line
     flags = command_line.drop(flags, "--hub_token")
     env |= {"HF_TOKEN": token} if token else {}
-    if len(hosts) > 1 and not env.get(job_secret.VARIABLE):
-        env[job_secret.VARIABLE] = secrets.token_hex(16)
     jobs = [_job(given, hosts, rank, flags, env) for rank in range(len(hosts))]
     if given.show:
         for host, job in zip(hosts, jobs, strict=True):

@@ -8,12 +8,13 @@ from typing import Any
 
 from zerofit.base import command_line
 from zerofit.base.errors import UserError
+from zerofit.checkpoint import next_settings
 from zerofit.config import parse
 from zerofit.job import groups, job, program, run_folder
 from zerofit.job.recipe import NAME
 from zerofit.job.request import FLAG, Request
 from zerofit.job.settings import written
-from zerofit.launch import launch, prepare, retry
+from zerofit.launch import launch, prepare
 from zerofit.launch.cluster import node_options
 from zerofit.model import gradient_checkpointing
 
@@ -93,7 +94,7 @@ def of_folder(folder: Path) -> Run:
     else:
         facts = read_facts(folder)
         run = Run(facts["recipe"], facts["world_size"], facts["flags"], facts["arguments"])
-    sizes = [run.value(name) for name in retry.BATCH[:2]] + [run.value(name, 1) for name in groups.flags()]
+    sizes = [run.value(name) for name in next_settings.BATCH[:2]] + [run.value(name, 1) for name in groups.flags()]
     whole = NAME.fullmatch(run.recipe) and run.world_size > 0 and "offload" in run.arguments
     if not whole or any(type(size) is not int or size < 1 for size in sizes):
         raise _no_run(folder)
@@ -145,10 +146,10 @@ def _asked(run: Run, before: Request, new: Request, ranks: int) -> Request:
     asked = before.drop("resume_from_checkpoint", "output_dir", "gpus", *run.of_file if "config" in new.values else ())
     old = {name: entry["value"] for name, entry in run.arguments.items()}
     sizes = _sizes(new.values, old)
-    if (ranks, sizes) != (run.world_size, _sizes({}, old)) and not new.values.keys() & {*retry.BATCH}:
-        effective_batch, micro = (run.value(name) for name in retry.BATCH[:2])
-        batch = retry.same_batch(effective_batch, micro, ranks, groups.per_row(sizes))
-        asked = asked.drop(*retry.BATCH).put(**batch)
+    if (ranks, sizes) != (run.world_size, _sizes({}, old)) and not new.values.keys() & {*next_settings.BATCH}:
+        effective_batch, micro = (run.value(name) for name in next_settings.BATCH[:2])
+        batch = next_settings.same_batch(effective_batch, micro, ranks, groups.per_row(sizes))
+        asked = asked.drop(*next_settings.BATCH).put(**batch)
     if _may_recompute_less(run):
         asked = asked.drop(*gradient_checkpointing.ARGUMENTS)  # kept if it fits
     return new.over(without_offload(asked, new, run.value("offload")))

@@ -183,7 +183,7 @@ class RunArguments:
 
 @dataclass
 class SupervisionArguments:
-    """Supervision: what `make` and `zerofit launch` do when a job fails; no effect without them."""
+    """Supervision: what `make` and `zerofit launch` do when a job fails."""
 
     _argument_group_name = "supervision"
     on_oom: Literal["retry", "fail", "ask"] = field(

@@ -1,11 +1,13 @@
-"""A tokenized dataset with its statistics, optionally packed."""
+"""A tokenized dataset with its statistics, optionally packed; the steps that a run makes of it."""
 
+import math
 from dataclasses import dataclass
 
 import numpy as np
 import torch
 
 from zerofit.data.batches import best_fit_decreasing, join, lengths_of
+from zerofit.job.settings import Settings
 
 CHUNK = 500  # rows encoded per call
 
@@ -59,3 +61,57 @@ class PackedDataset(torch.utils.data.Dataset):
 
     def __getitem__(self, index: int) -> dict:
         return join([self.documents[i] for i in self.packs[index]])
+
+
+# --- with the settings of a run ---
+
+
+def number_of_steps(settings: Settings, train_set) -> int | None:
+    """Return the steps of the run, taking packed rows as full; None for a stream without --max_steps."""
+    if settings.max_steps > 0:
+        return settings.max_steps
+    if train_set.stream is not None:
+        return None
+    rows = len(train_set) * _tokens(train_set) / settings.max_length if settings.packing else len(train_set)
+    return math.ceil(settings.num_train_epochs * rows / settings.effective_batch_size)
+
+
+FEW_STEPS = 30  # of a whole run; its warmup and its noise are most of it
+
+
+def few_steps(settings: Settings, train_set) -> list[str]:
+    """Return a sentence on the effective batch where it is the default, and too large for the rows; else nothing."""
+    steps = number_of_steps(settings, train_set)
+    if settings.source["effective_batch_size"] != "default" or settings.max_steps > 0 or not steps:
+        return []
+    ranks, rows = settings.data_ranks, steps * settings.effective_batch_size
+    batch = max(1, rows // (2 * FEW_STEPS) // ranks) * ranks
+    if steps >= FEW_STEPS or batch >= settings.effective_batch_size:
+        return []
+    return [
+        f"few optimizer steps to learn in: {steps}, with the rows of {settings.num_train_epochs:g} epochs in effective "
+        f"batches of {settings.effective_batch_size}; --effective_batch_size {batch} makes {rows // batch}"
+    ]
+
+
+def row_tokens(settings: Settings, train_set) -> float | None:
+    """Return the mean tokens of a training row, taking packed rows as full; None for a stream."""
+    if settings.packing or train_set.stream is not None:
+        return settings.max_length if settings.packing else None
+    return _tokens(train_set) / settings.documents_per_row
+
+
+def _tokens(train_set) -> float:
+    """Return the mean tokens of the rows of a set; its statistics count each row once, whatever its weight."""
+    return train_set.statistics["tokens"] / train_set.statistics["kept"]
+
+
+def longest_row(settings: Settings, *sets) -> int:
+    """Return the tokens of the longest row of the sets, of the longer side of a pair; --max_length where not known.
+
+    Args: sets: for training and evaluation, None: there is none. Packs are taken as full.
+    """
+    sets = [rows for rows in sets if rows is not None]
+    if settings.packing or any(rows.stream is not None for rows in sets):
+        return settings.max_length
+    return max(rows.statistics["longest"] for rows in sets)

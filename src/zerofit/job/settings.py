@@ -40,6 +40,7 @@ AFTER_RESOLVING = {
     "fingerprints": "hashes of the data, which is read after resolving",
     "save_every_minutes": "follows from the place: how many nodes there are, and whose scheduler",
     "resharded": "follows from the facts in the checkpoint",
+    "started_by": "ids of the agents, which each rank knows its own of",
     "resumed": "the stretches that were trained before, from the facts in the checkpoint",
 }
 
@@ -84,7 +85,8 @@ class Settings(_Arguments):
     request: what was asked for, from which these follow; None: not known;
     fingerprints: of model and data, for checkpoints;  resharded: the checkpoint to resume was saved at another stage,
     rank count or offload;  resumed: {"zero", "world_size", "to_step"} of each stretch that was trained before (all
-    three: checkpoint/resumable.py, check_resumable);  knows_model: resolve.resolve_for_model is done.
+    three: checkpoint/resumable.py, check_resumable);  started_by: ids of the agents that have started this process
+    (checkpoint/restart.py);  knows_model: resolve.resolve_for_model is done.
     """
 
     recipe: Recipe
@@ -100,6 +102,7 @@ class Settings(_Arguments):
     fingerprints: dict[str, str]
     resharded: bool
     resumed: list[dict]
+    started_by: list[str]
     knows_model: bool
     frozen: bool
 
@@ -107,7 +110,7 @@ class Settings(_Arguments):
         self.__dict__.update(
             recipe=recipe, values=values, source=source, decisions=[], checks=[], deepspeed=None, world_size=world_size,
             planned_gpu=planned_gpu, request=request, defaults=defaults or {},
-            fingerprints={}, resharded=False, resumed=[], knows_model=False, frozen=False,
+            fingerprints={}, resharded=False, resumed=[], started_by=[], knows_model=False, frozen=False,
         )  # fmt: skip
 
     def __getattr__(self, name: str):

@@ -10,16 +10,13 @@ import json
 import os
 import subprocess
 import tempfile
-import time
 from dataclasses import dataclass
 from pathlib import Path
 
-import psutil
 import torch
 
 from zerofit.base import distributed, hardware, rank_status
 from zerofit.base.errors import UserError
-from zerofit.base.paths import private_folder
 from zerofit.config import parse
 from zerofit.job import job, program
 from zerofit.job.request import Request
@@ -203,48 +200,6 @@ def _records(file: Path) -> dict[int, dict]:
         return {}
     records = (json.loads(line) for line in file.read_text().splitlines())
     return {record["size"]: record for record in records}
-
-
-# --- a run with --per_device_train_batch_size auto ---
-
-
-def resolve(settings) -> Request:
-    """Return what is asked for with the micro batch found. Rank 0 searches, the others wait.
-
-    Raises: UserError on several nodes.
-    """
-    if settings.world_size > 1 and int(os.environ.get("LOCAL_WORLD_SIZE", settings.world_size)) != settings.world_size:
-        raise UserError(
-            "--per_device_train_batch_size auto on several nodes: search on one with `make batch-size`, then name "
-            "the size."
-        )
-    folder = private_folder()
-    if folder is None:
-        raise UserError(
-            f"{tempfile.gettempdir()}/zerofit-{os.getuid()}: is not a folder of this user alone, so the ranks cannot "
-            "exchange the size in it; set TMPDIR to a folder of your own."
-        )
-    # The ranks of one launch have the same parent process; each rank deletes its own copy of the answer.
-    parent = psutil.Process(os.getppid())
-    name = f"probe-{parent.pid}-{os.environ.get('MASTER_PORT', 0)}"
-    answers = [folder / f"{name}-{rank}" for rank in range(settings.world_size)]
-    if distributed.rank() == 0:
-        try:
-            outcome: int | str = search(settings).size
-        except UserError as error:
-            outcome = str(error)
-        for answer in answers:
-            tmp_path = answer.with_suffix(".tmp")
-            tmp_path.write_text(json.dumps(outcome))
-            os.replace(tmp_path, answer)
-    answer = answers[distributed.rank()]
-    while not answer.exists() or answer.stat().st_mtime < parent.create_time():  # older: left by a killed launch
-        time.sleep(0.2)
-    outcome = json.loads(answer.read_text())
-    answer.unlink()
-    if isinstance(outcome, str):
-        raise UserError(outcome)
-    return with_size(settings, outcome)
 
 
 def with_size(settings, size: int) -> Request:

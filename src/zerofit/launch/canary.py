@@ -14,9 +14,10 @@ from pathlib import Path
 from zerofit.base import rank_status
 from zerofit.base.errors import UserError
 from zerofit.base.paths import nearest_existing
+from zerofit.checkpoint import next_settings
 from zerofit.job.request import Request
 from zerofit.job.settings import Settings
-from zerofit.launch import postmortem, retry, supervisor
+from zerofit.launch import postmortem, supervisor
 from zerofit.train import trial
 
 GIB = 2**30
@@ -60,7 +61,7 @@ def run(job: supervisor.Job, planned: dict | None) -> Settings:
             continue
         smaller = None
         if last.kind == "out of memory" and settings.on_oom != "fail":
-            smaller = retry.next_smaller_setting(settings, job.resolve, last.phase)
+            smaller = next_settings.next_smaller_setting(settings, job.resolve, last.phase)
         if smaller is None:
             print(f"zerofit: the canary failed: {last.sentence}", file=sys.stderr)
             raise SystemExit(last.code or 1)

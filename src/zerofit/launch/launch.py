@@ -6,7 +6,9 @@ from pathlib import Path
 
 from zerofit.base import command_line, hardware
 from zerofit.base.errors import UserError
+from zerofit.checkpoint import next_settings
 from zerofit.config import parse, resolve, show
+from zerofit.data import tokens
 from zerofit.job import job as job_file
 from zerofit.job import program as programs
 from zerofit.job import run_folder
@@ -14,11 +16,10 @@ from zerofit.job.program import Program, again
 from zerofit.job.request import Request
 from zerofit.job.settings import Settings
 from zerofit.launch import batch_search, canary, prepare, standby, supervisor
-from zerofit.launch.cluster import documents, job_secret, node_options
+from zerofit.launch.cluster import node_options
 from zerofit.launch.cluster.coordinator import Coordinator
 from zerofit.model.weights import complete
 from zerofit.plan import preflight
-from zerofit.train import consistency
 
 
 def main(argv: list[str], asked: Request | None = None) -> None:
@@ -54,10 +55,7 @@ def _launch(args, program: Program, asked: Request, count: int) -> None:
         prepare.check_for_nodes(asked.flags(), args.launcher)
         if place.least == place.most:  # report a mistake in the flags before any node waits
             _settings_on_nodes(asked, count * place.most)
-        with (
-            job_secret.of_job(place, asked.flags()) as secret,
-            Coordinator(place, count, consistency.software(program.file), secret) as coordinator,
-        ):
+        with Coordinator(place, count) as coordinator:
             launch_as = _launch_as_leader if coordinator.leads else _launch_as_follower
             launch_as(coordinator, args, program, asked, count)
 
@@ -88,7 +86,7 @@ def _launch_on_one_node(args, program: Program, asked: Request, count: int) -> N
     preflight.publish(planned)
     settings = _resolved(asked.put(output_dir=str(folder)), count)
     job = supervisor.Job(_starter(program, command), _resolved, settings, folder, env, count)
-    if canary.wanted(settings, planned, prepare.number_of_steps(settings, train_set)):
+    if canary.wanted(settings, planned, tokens.number_of_steps(settings, train_set)):
         job.settings = canary.run(job, planned)
     raise SystemExit(supervisor.run(job))
 
@@ -112,7 +110,7 @@ def _starter(program: Program, command: Callable[[], list[str]]) -> Callable[...
 
 def _planned(settings: Settings, train_set, eval_set) -> tuple[dict | None, Request]:
     """Return (the prediction of the job's memory, the request with the checkpointing that its plan chooses)."""
-    mean, longest = prepare.row_tokens(settings, train_set), prepare.longest_row(settings, train_set, eval_set)
+    mean, longest = tokens.row_tokens(settings, train_set), tokens.longest_row(settings, train_set, eval_set)
     planned, checkpointing = preflight.choose_and_check(settings, mean, longest)
     return planned, settings.request.put(**checkpointing)
 
@@ -124,51 +122,42 @@ def _chosen_by_plan(asked: Request, ranks: int, **more) -> Request:
 
 def _launch_as_leader(coordinator: Coordinator, args, program: Program, asked: Request, count: int) -> None:
     """Run the job as node 0, which decides: the nodes, the run folder, each attempt. count: processes of this node."""
-    coordinator.membership.gather()
+    coordinator.meet()
     nodes, asked = _choose_nodes(coordinator, asked)
     coordinator.begin_with(nodes, asked)
-    settings = _settings_on_nodes(asked, coordinator.world_size)
+    ranks = sum(nodes.values())
+    settings = _settings_on_nodes(asked, ranks)
+    coordinator.effective_batch_size = settings.effective_batch_size
     run_folder.claim_folder(settings)
     preflight.prestart(settings)
     folder, train_set, eval_set = prepare.prepare(settings)
     planned, asked = _planned(settings, train_set, eval_set)  # the other nodes learn it with the first attempt's order
     preflight.publish(planned)
-    folder = _agree(coordinator, settings, train_set, eval_set, folder)
-    job = _job_on_nodes(coordinator, args, program, asked, settings, folder, count)
-    if canary.wanted(settings, planned, prepare.number_of_steps(settings, train_set)):
+    coordinator.wait_until_ready()
+    folder = folder.absolute()
+    print(f"{coordinator.name}: {ranks} processes on {len(nodes)} nodes; run folder {folder}", flush=True)
+    settings = _resolved(asked.put(gpus=ranks, output_dir=str(folder)), ranks)
+    job = _job_on_nodes(coordinator, args, program, settings, folder, count)
+    if canary.wanted(settings, planned, tokens.number_of_steps(settings, train_set)):
         print("note: --canary is skipped: it runs on one node only", flush=True)
     raise SystemExit(supervisor.run(job))
 
 
 def _launch_as_follower(coordinator: Coordinator, args, program: Program, asked: Request, count: int) -> None:
     """Run this node's part of a job that node 0 leads. count: processes of this node."""
-    coordinator.membership.gather()
+    begun = coordinator.begun()
     if asked.get("zero") == "auto":
-        asked = documents.with_decisions(asked, coordinator.job.decided)
-    settings = _settings_on_nodes(asked, coordinator.world_size)
-    _, train_set, eval_set = prepare.prepare(settings, decides=False)
+        asked = next_settings.with_decisions(asked, begun.decided)
+    settings = _settings_on_nodes(asked, begun.ranks)
+    prepare.prepare(settings, decides=False)
     preflight.publish(None)
-    folder = _agree(coordinator, settings, train_set, eval_set, None)
-    job = _job_on_nodes(coordinator, args, program, asked, settings, folder, count)
-    raise SystemExit(supervisor.follow(job))
-
-
-def _agree(coordinator: Coordinator, settings: Settings, train_set, eval_set, folder: Path | None) -> Path:
-    """Wait until all nodes are ready, with the same data and arguments; return the run folder."""
-    folder = coordinator.membership.agree(consistency.of_job(settings, train_set, eval_set), folder)
-    coordinator.effective_batch_size = settings.effective_batch_size
-    print(
-        f"{coordinator.name}: {coordinator.world_size} processes on {len(coordinator.job.nodes)} nodes, all with the "
-        f"same software, data and arguments; run folder {folder}",
-        flush=True,
-    )
-    return folder
+    supervisor.follow(_job_on_nodes(coordinator, args, program, settings, Path(), count))
 
 
 def _job_on_nodes(
-    coordinator: Coordinator, args, program: Program, asked: Request, settings: Settings, folder: Path, count: int
+    coordinator: Coordinator, args, program: Program, settings: Settings, folder: Path, count: int
 ) -> supervisor.Job:
-    """Return this node's part of the job. settings: with which it was prepared."""
+    """Return this node's part of the job. folder: the run folder, on node 0."""
 
     def command() -> list[str]:
         nodes = coordinator.attempt.order.nodes
@@ -177,8 +166,6 @@ def _job_on_nodes(
         return prepare.command(args.launcher, count, node_options.port_of(""), again(program))
 
     env = _environment(settings, count)
-    asked = asked.put(gpus=coordinator.world_size, output_dir=str(folder))
-    settings = _resolved(asked, coordinator.world_size)
     return supervisor.Job(_starter(program, command), _resolved, settings, folder, env, count, coordinator)
 
 
@@ -214,7 +201,7 @@ def _choose_nodes(coordinator: Coordinator, asked: Request) -> tuple[dict[int, i
     They are the most of the nodes present among which the batch can be divided evenly.
     Raises: UserError if that is not possible with the minimum of nodes either.
     """
-    nodes = coordinator.membership.processes()
+    nodes = coordinator.processes()
     while True:
         ranks = sum(nodes.values())
         try:

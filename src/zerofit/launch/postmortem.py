@@ -261,7 +261,7 @@ def _last_steps(folder: Path, count: int = 5) -> list[str]:
 def advice(last: Outcome, folder: Path, settings, smaller: tuple | None) -> str:
     """Return what to do next, with the command.
 
-    Args: folder: the run folder; smaller: the result of retry.next_smaller_setting, named with its effect.
+    Args: folder: the run folder; smaller: the result of next_settings.next_smaller_setting, named with its effect.
     """
     from zerofit.checkpoint import resumable
 

@@ -15,15 +15,13 @@ from pathlib import Path
 
 from zerofit.base import health, rank_status
 from zerofit.base.errors import EXIT_CODES, BrokenLinks
-from zerofit.checkpoint import resumable
+from zerofit.checkpoint import next_settings, resumable
 from zerofit.checkpoint.facts import ASIDE
 from zerofit.job import run_folder
 from zerofit.job.request import Request
 from zerofit.job.settings import Settings
 from zerofit.launch import postmortem, retry, standby
-from zerofit.launch.cluster import documents, node_options
 from zerofit.launch.cluster.coordinator import Coordinator
-from zerofit.launch.cluster.documents import End
 from zerofit.plan import preflight
 from zerofit.report import run_page
 from zerofit.train import network_check
@@ -57,10 +55,9 @@ class Job:
 
 @dataclass
 class Attempt:
-    """One attempt to start. change: from the one before; nodes: {node rank: processes} on several nodes, else None."""
+    """One attempt to start. change: from the one before."""
 
     settings: Settings
-    nodes: dict[int, int] | None
     change: str = ""
     is_restart: bool = False
 
@@ -69,11 +66,11 @@ def run(job: Job) -> int:
     """Run the job, with new attempts as far as --on_oom and --max_restarts allow; return the exit code."""
     endings, restarts = [], 0
     job.healthy = health.look()
-    attempt = Attempt(job.settings, job.coordinator.job.nodes if job.coordinator else None)
+    attempt = Attempt(job.settings)
     while True:
         records = Path(tempfile.mkdtemp(prefix="zerofit-attempt-"))
         try:
-            last = _run_attempt(job, attempt, len(endings) + 1, records)
+            last = _run_attempt(job, attempt, records)
             endings.append(last)
             following = _next_attempt(job, attempt, last, restarts)
             if following and job.coordinator:
@@ -94,25 +91,22 @@ def run(job: Job) -> int:
         )
 
 
-def follow(job: Job) -> int:
-    """Run this node's part of each attempt that node 0 orders; return the job's exit code."""
+def follow(job: Job) -> None:
+    """Run this node's part of each attempt that node 0 orders. Raises: SystemExit with the job's exit code."""
     coordinator = job.coordinator
     while True:
         order = coordinator.next_order()
-        if isinstance(order, End):
-            if order.sentence and order.code:
-                print(f"{coordinator.name}: zerofit: {order.sentence}", file=sys.stderr)
-            return order.code
-        coordinator.begin(order)
-        asked = documents.with_decisions(job.settings.request, order.decided, job.folder)
-        settings = job.resolve(asked, coordinator.world_size)
-        with tempfile.TemporaryDirectory(prefix="zerofit-attempt-") as folder:
-            coordinator.report(*_watch(job, settings, Path(folder)), Path(folder))
+        ranks, folder = sum(order.nodes.values()), Path(order.folder)
+        asked = next_settings.with_decisions(job.settings.request, order.decided, folder)
+        settings = job.resolve(asked.put(output_dir=order.folder), ranks)
+        print(f"{coordinator.name}: {ranks} processes on {len(order.nodes)} nodes; run folder {folder}", flush=True)
+        with tempfile.TemporaryDirectory(prefix="zerofit-attempt-") as records:
+            coordinator.report(*_watch(job, settings, Path(records)), Path(records))
 
 
-def _run_attempt(job: Job, attempt: Attempt, number: int, records: Path) -> postmortem.Outcome:
+def _run_attempt(job: Job, attempt: Attempt, records: Path) -> postmortem.Outcome:
     if job.coordinator:
-        job.coordinator.order(number, attempt.nodes, attempt.settings.request)
+        job.coordinator.order(attempt.settings.request, job.folder)
     kills = _host_kills()
     code, signals, hung = _watch(job, attempt.settings, records)
     kills = _host_kills() - kills
@@ -120,7 +114,7 @@ def _run_attempt(job: Job, attempt: Attempt, number: int, records: Path) -> post
         job.coordinator.report(code, signals, hung, records)
         code, signals, hung = job.coordinator.collect(records)
         if lost := job.coordinator.attempt.lost:
-            return postmortem.lost_node(", ".join(map(job.coordinator.membership.host, lost)), records)
+            return postmortem.lost_node(", ".join(map(job.coordinator.meeting.host_of, lost)), records)
     last = postmortem.ending(code, records, signals, hung, attempt.settings.hang_timeout, kills)
     if last.kind == "out of memory":
         preflight.publish(None)  # the next attempt has other settings
@@ -130,10 +124,10 @@ def _run_attempt(job: Job, attempt: Attempt, number: int, records: Path) -> post
 def _watch(job: Job, settings: Settings, records: Path) -> tuple[int, list[int], int | None]:
     command = job.start(settings, records, job.facts, {})
     added_env = {rank_status.FOLDER: str(records)}
-    if coordinator := job.coordinator:
-        added_env |= node_options.interface_variables(coordinator.place, coordinator.attempt.order.addresses)
+    if job.coordinator:
+        added_env |= job.coordinator.environment()
     env = os.environ | job.env | added_env
-    return watch(command, env, records, settings.hang_timeout, job.count, coordinator=coordinator)
+    return watch(command, env, records, settings.hang_timeout, job.count, coordinator=job.coordinator)
 
 
 # --- between attempts ---
@@ -143,7 +137,7 @@ def _next_attempt(job: Job, attempt: Attempt, last: postmortem.Outcome, restarts
     """Return the attempt to make after one that ended like `last`; None to end the job."""
     settings = attempt.settings
     if last.kind == "out of memory" and settings.on_oom != "fail":
-        smaller = retry.next_smaller_setting(settings, job.resolve, last.phase)
+        smaller = next_settings.next_smaller_setting(settings, job.resolve, last.phase)
         if smaller and (settings.on_oom == "retry" or _agreed(last, smaller[0])):
             change, settings = smaller
             return replace(attempt, settings=settings, change=change, is_restart=False)
@@ -179,18 +173,18 @@ def without_copies_between_gpus(job: Job, last: postmortem.Outcome, settings: Se
 def _on_present_nodes(job: Job, attempt: Attempt) -> Attempt | None:
     """Return the attempt on the nodes present now, with the same effective batch; None if they are too few."""
     nodes = job.coordinator.next_nodes()
-    if nodes is None:
+    if not nodes:
         return None
     settings, ranks = attempt.settings, sum(nodes.values())
     if ranks != settings.world_size:
-        batch = retry.same_batch(
+        batch = next_settings.same_batch(
             settings.effective_batch_size, settings.per_device_train_batch_size, ranks, settings.ranks_per_row
         )
-        asked = settings.request.drop(*retry.BATCH).put(**batch, zero=settings.zero, gpus=ranks)
+        asked = settings.request.drop(*next_settings.BATCH).put(**batch, zero=settings.zero, gpus=ranks)
         settings = job.resolve(asked, ranks)
     place = f"{len(nodes)} node{'s' * (len(nodes) > 1)} with {ranks} processes"
     change = f"{attempt.change}, on {place}" if attempt.change else place
-    return replace(attempt, settings=settings, nodes=nodes, change=change)
+    return replace(attempt, settings=settings, change=change)
 
 
 def _resumed(settings: Settings, checkpoint: Path | None, job: Job) -> Settings:
@@ -198,7 +192,7 @@ def _resumed(settings: Settings, checkpoint: Path | None, job: Job) -> Settings:
     requested = job.settings.resume_from_checkpoint  # the user's flag; its checkpoint may have been archived
     if checkpoint is not None:
         asked = settings.request.put(resume_from_checkpoint="auto")  # the ranks hash it, and may pass it over
-    elif requested and requested.lower() not in documents.NEWEST and not Path(requested).exists():
+    elif requested and requested.lower() not in next_settings.NEWEST and not Path(requested).exists():
         asked = settings.request.drop("resume_from_checkpoint")
     else:
         return settings
@@ -239,7 +233,7 @@ def _write_report(job: Job, attempt: Attempt, endings: list[postmortem.Outcome],
         return
     smaller = None
     if last.kind == "out of memory":
-        smaller = retry.next_smaller_setting(attempt.settings, job.resolve, last.phase)
+        smaller = next_settings.next_smaller_setting(attempt.settings, job.resolve, last.phase)
     advice = postmortem.advice(last, job.folder, attempt.settings, smaller)
     report_note = f"; {job.folder}/report.md"
     # An incomplete checkpoint; on a full disk the report needs the space.
@@ -293,7 +287,7 @@ def watch(
     """Run the command in a new session, forward signals to it, leave no process behind.
 
     The first SIGTERM, SIGUSR1 (SLURM's warning before a time limit) or SIGHUP (a terminal that closes) makes training
-    ranks save and end; a second signal kills them. On several nodes, node 0 decides on the first signal.
+    ranks save and end, on several nodes those of all; a second signal kills them.
 
     Args: limit: seconds without a step of any rank after which the job is killed, 0 for no limit; count: ranks that
         must have made a step before `limit` or a save applies; stdout: a file instead of this process's;
@@ -305,7 +299,7 @@ def watch(
     signals: list[int] = []
     hung = None
     last_poll = awake = time.monotonic()
-    before = rank_status.handle_signals(_receiver(signals, child.pid, records, count, coordinator is None))
+    before = rank_status.handle_signals(_receiver(signals, child.pid, records, count))
     try:
         while True:
             try:
@@ -315,9 +309,9 @@ def watch(
                 if time.monotonic() - last_poll > SUSPENDED_SECONDS:
                     awake = time.monotonic()
                     if coordinator:
-                        coordinator.transport.restart_clocks()
+                        coordinator.round.restart_clocks()
                 if coordinator:
-                    coordinator.poll(records, signals, lambda number: signal_group(child.pid, number))
+                    coordinator.poll(records, lambda number: signal_group(child.pid, number))
                 if not signals and hung is None and (hung := _hung(records, limit, count, awake)) is not None:
                     rank_status.write_stacks(records)
                     signal_group(child.pid, signal.SIGKILL)
@@ -331,7 +325,7 @@ def watch(
     return (code if code >= 0 else 128 - code), signals, hung
 
 
-def _receiver(signals: list[int], group: int, records: Path, count: int, alone: bool):
+def _receiver(signals: list[int], group: int, records: Path, count: int):
     """Return a handler that adds the signals to a list and passes them on to the process group."""
     first = None
 
@@ -341,8 +335,6 @@ def _receiver(signals: list[int], group: int, records: Path, count: int, alone: 
             return
         first = first or time.monotonic()
         signals.append(number)
-        if len(signals) == 1 and not alone:
-            return  # coordinator.poll reports it to node 0, which decides for all nodes
         if len(signals) == 1 and number in rank_status.ASKS_TO_SAVE and _asked_to_save(records, count):
             return
         signal_group(group, signal.SIGKILL if len(signals) > 1 else number)

@@ -42,6 +42,8 @@ def check(settings, train_set, eval_set) -> None:
         )  # of each node's first rank
         if sentence := consistency.difference([*reversed(facts_by_node.items())]):
             raise UserError(sentence)
+        if distributed.several_nodes():
+            settings.decisions.append(f"{len(facts_by_node)} nodes with the same software, data and arguments")
         _exchange(settings.use_cpu)
         if distributed.several_nodes() or not settings.use_cpu:
             settings.decisions += [*_speeds(settings.use_cpu), *_knobs(settings)]

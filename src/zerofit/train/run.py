@@ -5,9 +5,9 @@ import json
 from pathlib import Path
 
 from zerofit.base import rank_status
-from zerofit.base.errors import DiskFull, Stopped, UserError, full_disk, printable
+from zerofit.base.errors import DiskFull, OutOfMemory, Stopped, UserError, full_disk, printable
 from zerofit.certificate import page, saved
-from zerofit.checkpoint import resumable
+from zerofit.checkpoint import restart, resumable
 from zerofit.job import job, run_folder
 from zerofit.job.settings import Check, written
 from zerofit.model import adapters, generation
@@ -24,6 +24,8 @@ def failures_reported(trainer: ZerofitTrainer):
             yield
     except BaseException as error:
         folder = Path(trainer.args.output_dir)
+        if isinstance(error, OutOfMemory):
+            restart.leave_smaller(trainer.settings, error.phase)
         if isinstance(error, KeyboardInterrupt) and not rank_status.folder():  # else the supervisor says it
             error = KeyboardInterrupt(resumable.how_to_go_on("interrupted", folder, trainer.state.global_step))
         if trainer.args.process_index == 0 and not run_folder.finished(folder):

@@ -1,8 +1,8 @@
-"""Decide on node 0 what each attempt of a job on several nodes does next, and carry it out on every node.
+"""Decide on node 0 what the nodes of a job do next, and carry it out on every node.
 
-Node 0 orders an attempt, and may order a stop (all ranks save after the same step and end) or a kill; the other nodes
-follow. transport.py carries the orders and the nodes' states, membership.py knows which nodes are here. Every wait has
-a timeout.
+An attempt of the job is one round (rounds.py). Node 0 orders it once all nodes are ready, and ends it for all once a
+node is lost or ranks have failed. A signal is passed to the ranks of its own node only: all ranks agree to save
+(train/stop.py). Every wait has a timeout.
 """
 
 import signal
@@ -14,23 +14,10 @@ from pathlib import Path
 
 from zerofit.base import rank_status
 from zerofit.base.errors import EXIT_CODES, UserError
+from zerofit.checkpoint import next_settings
 from zerofit.job.request import Request
-from zerofit.launch.cluster import node_options
-from zerofit.launch.cluster.documents import (
-    End,
-    JobState,
-    Kill,
-    NodeState,
-    Order,
-    Progress,
-    Report,
-    Stop,
-    decisions,
-    read_files,
-    write_files,
-)
-from zerofit.launch.cluster.membership import Membership
-from zerofit.launch.cluster.transport import HEARTBEAT_SECONDS, Transport
+from zerofit.launch.cluster import messages, node_options, rounds
+from zerofit.launch.cluster.messages import Begun, End, NodeState, Order, Report
 
 GRACE_SECONDS = 5.0  # for ranks to end by themselves after those of another node have failed
 
@@ -39,26 +26,28 @@ GRACE_SECONDS = 5.0  # for ranks to end by themselves after those of another nod
 class AttemptState:
     """What a supervisor knows of the running attempt; the next attempt gets a new one."""
 
-    order: Order = field(default_factory=lambda: Order(attempt=0, nodes={}, decided={}, addresses={}))
-    asked_to_save: bool = False
-    killed: bool = False
+    order: Order = field(default_factory=lambda: Order(nodes={}, decided={}, folder=""))
+    killed: bool = False  # this supervisor has ended its ranks
     # the rest on node 0 only
-    supervisors: dict[int, str] = field(default_factory=dict)  # {node rank: id of its supervisor} at the start
     lost: list[int] = field(default_factory=list)  # nodes that the attempt has lost
     failing_since: float | None = None  # when ranks of some, but not all nodes had failed
-    signaled_since: float | None = None  # since when a signal waits for ranks without a step
     change: str = ""  # why the next attempt of an elastic job has other nodes
 
 
 class Coordinator:
     """One supervisor's part in a job on several nodes."""
 
-    def __init__(self, place: node_options.Place, gpus: int, facts: dict, secret: bytes):
-        """Join the job; arguments and errors as of Transport."""
-        self.transport = Transport(place, gpus, facts, secret)
-        self.membership = Membership(self.transport)
+    def __init__(self, place: node_options.Place, gpus: int):
+        """Join the job. Args: gpus: processes of this node. Raises: UserError as rounds.Meeting."""
+        self.place, self.leads, self._gpus = place, place.rank == 0, gpus
+        self.meeting = rounds.Meeting(place)
+        self.name = f"node {place.rank} ({self.meeting.host})"
+        self.round: rounds.Round | None = None
         self.attempt = AttemptState()
-        self.effective_batch_size: int | None = None  # of the job, once it is known
+        self.nodes: dict[int, int] = {}  # of the next attempt: {node rank: its processes}; on node 0 only
+        self.effective_batch_size: int | None = None  # of the job, once it is known; on node 0 only
+        self._begun: Begun | None = None
+        self._is_ready = self._has_ended = False
 
     def __enter__(self):
         def end(number, _frame):
@@ -69,188 +58,212 @@ class Coordinator:
 
     def __exit__(self, kind, error, _traceback) -> None:
         """Leave the job; tell the other nodes an error that ends this one."""
-        if kind is None or issubclass(kind, SystemExit):
-            self.membership.leave()
-        else:
-            self.membership.leave(str(error) if issubclass(kind, UserError) else kind.__name__)
+        sentence = str(error) if isinstance(error, UserError) else "was ended"
+        if self.leads and not self._has_ended:
+            code = error.code if isinstance(error, SystemExit) else rank_status.exit_code(rank_status.kind(error))
+            self.end(code, sentence if sentence.startswith("node ") else f"{self.name}: {sentence}")
+        elif self.round and not self._has_ended:
+            self.round.update_node(error=sentence)
+        if self.round:
+            self.round.close()
+        if not self.leads and self._has_ended:
+            self.meeting.store.add("left", 1)
 
-    @property
-    def place(self) -> node_options.Place:
-        return self.transport.place
+    # --- rounds ---
 
-    @property
-    def name(self) -> str:
-        return self.transport.name
+    def meet(self) -> None:
+        """Come to the next round. Raises: UserError if too few nodes come in time; SystemExit if the job has ended."""
+        while True:
+            if self.round:
+                self.round.close()
+            try:
+                store, size = self.meeting.next()
+            except TimeoutError:
+                if not self.leads and self._begun and self.place.least < self.place.most:
+                    continue  # until the batch can be divided with this node
+                raise UserError(self.meeting.who_is_missing()) from None
+            except ConnectionError as error:
+                self._end_if_told(self.meeting.told("end", End))
+                raise UserError(f"node 0 ({self.place.address}) has left: {error}.") from None
+            node = NodeState(self.meeting.host, self.meeting.address, self._gpus, is_ready=self._is_ready)
+            self.round = rounds.Round(self.meeting, store, size, node)
+            if not self.leads or self._all_have_come():
+                return
+            self.round.update_round(is_over=True, is_closed=True)
 
-    @property
-    def leads(self) -> bool:
-        return self.transport.leads
+    def _all_have_come(self) -> bool:
+        """Wait until each node of the round has written; return False if one does not in time."""
+        self.round.update_round(begun=self._begun)
+        deadline = time.monotonic() + self.place.lost
+        while len(self.round.nodes) < self.round.size and time.monotonic() < deadline:
+            time.sleep(rounds.HEARTBEAT_SECONDS / 2)
+        return len(self.round.nodes) == self.round.size
 
-    @property
-    def job(self) -> JobState:
-        return self.transport.job
+    def processes(self) -> dict[int, int]:
+        """Return {node rank: its processes} of the round. Node 0 only."""
+        return {rank: self.round.nodes[rank].gpus for rank in sorted(self.round.nodes)}
 
-    @property
-    def world_size(self) -> int:
-        """Number of ranks of the attempt; before the first, of the nodes that the job begins with.
+    def _wait_for(self, found: Callable[[], object], what: Callable[[], str]):
+        """Return what `found` returns once it is something, and print every ten seconds for what this node waits.
 
-        A node that joins later prepares with the same number.
+        Raises: UserError for the error of another node; SystemExit at the end of the job, or if node 0 is lost.
         """
-        return sum((self.attempt.order.nodes or self.job.nodes or self.membership.processes()).values())
+        last_print = time.monotonic()
+        while not (value := found()):
+            if self.leads:
+                for rank, node in self.round.nodes.items():
+                    if node.error:
+                        raise UserError(f"{self.meeting.host_of(rank)}: {node.error}")
+            else:
+                self._end_if_told(self.round.end)
+                self._end_without_node_0()
+            if time.monotonic() - last_print > 10:
+                last_print = time.monotonic()
+                print(f"{self.name}: waiting for {what()}", flush=True)
+            time.sleep(rounds.HEARTBEAT_SECONDS / 2)
+        return value
 
-    # --- node 0: orders ---
+    def _end_if_told(self, end: End | None) -> None:
+        if end:
+            self._has_ended = True
+            if end.sentence and end.code:
+                print(f"{self.name}: zerofit: {end.sentence}", file=sys.stderr)
+            raise SystemExit(end.code)
+
+    def _end_without_node_0(self) -> None:
+        if self.round.is_silent(0):
+            print(
+                f"{self.name}: zerofit: node 0 ({self.place.address}) has sent no heartbeat for "
+                f"{self.place.lost:.0f} s; start again with --resume_from_checkpoint auto",
+                file=sys.stderr,
+            )
+            raise SystemExit(1)
+
+    # --- node 0: the start, orders and the end ---
 
     def begin_with(self, nodes: dict[int, int], asked: Request) -> None:
-        """Publish the job's nodes, {node rank: its processes}, and the arguments that node 0 decides."""
-        self.transport.update_job(nodes=nodes, decided=decisions(asked))
+        """Publish what the other nodes need to check their data. nodes: {node rank: its processes}."""
+        self.nodes = nodes
+        self._begun = Begun(next_settings.decisions(asked), sum(nodes.values()))
+        self.round.update_round(begun=self._begun)
+        self.meeting.store.set("job", messages.text(self._begun))
 
-    def order(self, number: int, nodes: dict[int, int], asked: Request) -> None:
-        """Order attempt `number` on these nodes, {node rank: its processes}."""
-        addresses = {rank: self.transport.nodes[rank].address for rank in nodes}
-        order = Order(number, nodes, decisions(asked), addresses)
-        self.begin(order)
-        self.attempt.supervisors = {rank: self.transport.nodes[rank].id for rank in nodes}
-        self.transport.update_job(order=order)
+    def wait_until_ready(self) -> None:
+        """Wait until all nodes of the round have checked their model and data, or are lost. Raises: UserError."""
+        self._is_ready = True
+        self.round.update_node(is_ready=True)
+
+        def busy() -> list[int]:
+            nodes = self.round.nodes
+            return [rank for rank in nodes if not nodes[rank].is_ready and not self.round.is_silent(rank)]
+
+        self._wait_for(lambda: not busy(), lambda: f"{self._hosts(busy())} to prepare model and data")
+
+    def order(self, asked: Request, folder: Path) -> None:
+        """Order the next attempt, on the nodes `self.nodes`. folder: the run folder."""
+        self.wait_until_ready()
+        order = Order(self.nodes, next_settings.decisions(asked), str(folder))
+        self.attempt = AttemptState(order)
+        self.round.update_round(order=order)
 
     def end(self, code: int, sentence: str) -> None:
         """Publish the end of the job."""
-        self.transport.update_job(end=End(code, sentence))
+        self._has_ended = True
+        others = sum(self.meeting.store.check([f"here/{rank}"]) for rank in range(1, self.place.most))
+        self.meeting.end(End(code, sentence), others)
+
+    # --- the other nodes ---
+
+    def begun(self) -> Begun:
+        """Return what node 0 has decided for the start; come to the first round, unless the job runs already."""
+        self._begun = self.meeting.told("job", Begun)
+        while not self._begun:
+            self.meet()
+            self._wait_for(lambda: self.round.state.begun or self.round.state.is_closed, lambda: "node 0")
+            self._begun = self.round.state.begun
+        return self._begun
+
+    def next_order(self) -> Order:
+        """Return node 0's next order, in the next round, with this node in it. Raises: SystemExit as `_wait_for`."""
+        self._is_ready = True
+        if self.round:
+            self.round.update_node(is_ready=True)
+        if self.attempt.order.nodes:
+            self._wait_for(lambda: self.round.state.is_closed, lambda: "the other nodes")
+            if self.round.node.report.signals:
+                raise SystemExit(EXIT_CODES["stopped"])
+        while True:
+            if not self.round or self.round.state.is_closed:
+                self.meet()
+            self._wait_for(lambda: self.round.state.order or self.round.state.is_closed, lambda: "node 0")
+            if order := self.round.state.order:
+                if self.place.rank in order.nodes:
+                    self.attempt = AttemptState(order)
+                    return order
+                print(f"{self.name}: not needed now; waiting", flush=True)
+                self._wait_for(lambda: self.round.state.is_closed, lambda: "a place in the job")
 
     # --- each node: an attempt ---
 
-    def begin(self, order: Order) -> None:
-        """Start this node's record of the ordered attempt."""
-        self.attempt = AttemptState(order)
-        self.transport.update_node(report=None, progress=Progress(), signal=None)
+    def environment(self) -> dict[str, str]:
+        """Return the variables of the interface to the other nodes."""
+        others = [node.address for rank, node in self.round.nodes.items() if rank]  # known to node 0 only
+        return node_options.interface_variables(self.place, others[0] if others else self.place.address)
 
-    def next_order(self) -> Order | End:
-        """Wait for node 0; return the next order with this node in it, or the end of the job."""
-        while True:
-            job = self.job
-            if job.end:
-                return job.end
-            if job.order and job.order.attempt > self.attempt.order.attempt:
-                if self.place.rank in job.order.nodes:
-                    return job.order
-                if self.transport.node.signal:
-                    return End(EXIT_CODES["stopped"], "")
-                self.attempt = AttemptState(job.order)
-                print(f"{self.name}: not needed for attempt {job.order.attempt}; waiting", flush=True)
-            if sentence := self.membership.loss_of_node_0():
-                return End(1, f"{sentence}; start again with --resume_from_checkpoint auto")
-            time.sleep(HEARTBEAT_SECONDS / 2)
+    def poll(self, records: Path, end_ranks: Callable[[int], None]) -> None:
+        """Carry out node 0's decisions; called at each poll of the supervisor.
 
-    def poll(self, records: Path, signals: list[int], end_ranks: Callable[[int], None]) -> None:
-        """Report the ranks' progress and carry out node 0's stop and kill; called at each poll of the supervisor.
-
-        Args: records: the attempt's folder; signals: those that this supervisor received; end_ranks: called with the
-            signal that shall end the ranks.
+        Args: records: the attempt's folder; end_ranks: called with the signal that shall end the ranks.
         """
-        steps = [step for _, step, _ in rank_status.heartbeats(records).values()]
-        progress = Progress(len(steps), max(steps, default=0))
-        self.transport.update_node(progress=progress, signal=signals[0] if signals else None)
         if self.leads:
-            self.decide()
-        attempt, stop, kill = self.attempt, self._of_attempt(self.job.stop), self._of_attempt(self.job.kill)
-        if stop and not attempt.asked_to_save:
-            attempt.asked_to_save = True
-            rank_status.ask_to_save(records)
-        if kill and not attempt.killed:
-            attempt.killed = True
-            if kill.stacks:
-                rank_status.write_stacks(records)
-            end_ranks(kill.signal)
-        is_orphaned = self.job.end is not None or self.membership.loss_of_node_0() != ""
-        if not self.leads and is_orphaned and not attempt.killed:
-            attempt.killed = True
+            self.decide(records)
+        is_orphaned = not self.leads and (self.round.end is not None or self.round.is_silent(0))
+        if (self.round.state.is_over or is_orphaned) and not self.attempt.killed:
+            self.attempt.killed = True
             end_ranks(signal.SIGKILL)
 
     def report(self, code: int, signals: list[int], hung: int | None, records: Path) -> None:
-        """Send node 0 the exit code of this node's ranks and the files that they wrote."""
-        report = Report(self.attempt.order.attempt, code, hung, self.attempt.killed, read_files(records))
-        self.transport.update_node(signal=signals[0] if signals else None, report=report)
-
-    def _of_attempt(self, document: Stop | Kill | Report | None):
-        """Return the document if it is about the running attempt, else None."""
-        return document if document and document.attempt == self.attempt.order.attempt else None
+        """Tell node 0 the exit code of this node's ranks and the files that they wrote."""
+        files = messages.read_files(records)
+        report = Report(code, [int(number) for number in signals], hung, self.attempt.killed, files)
+        self.round.update_node(report=report)
 
     # --- node 0: during an attempt ---
 
-    def decide(self) -> None:
-        """Handle lost nodes, failed ranks, signals and newcomers, in this order."""
-        attempt, states, reports, now = self.attempt, self._states(), self._reports(), time.monotonic()
-        lost = [r for r in states if r and r not in reports and self.membership.is_lost(r, attempt.supervisors.get(r))]
+    def decide(self, records: Path | None = None) -> None:
+        """Handle lost nodes, failed ranks and newcomers, in this order. records: of ranks that run on this node."""
+        attempt, reports, nodes = self.attempt, self._reports(), self.attempt.order.nodes
+        lost = [rank for rank in nodes if rank and rank not in reports and self._is_lost(rank)]
         failed = [report for report in reports.values() if report.code not in (0, EXIT_CODES["stopped"])]
         if lost:
             attempt.lost = lost
-            self._kill(signal.SIGKILL)
-            return
-        if failed and len(reports) < len(attempt.order.nodes):
-            attempt.failing_since = attempt.failing_since or now
-            hung = failed[0].hung is not None
-            if hung or now - attempt.failing_since > GRACE_SECONDS:
-                self._kill(signal.SIGKILL, stacks=hung)
-                return
-        self._order_stop_or_kill(states, has_ended=bool(reports))
+            self.round.update_round(is_over=True)
+        elif failed and len(reports) < len(nodes):
+            attempt.failing_since = attempt.failing_since or time.monotonic()
+            if time.monotonic() - attempt.failing_since > GRACE_SECONDS:
+                self.round.update_round(is_over=True)
+        elif records and not reports and not attempt.change and self._joining() and self._is_training(records):
+            attempt.change = f"{self._joining()} more joined"
+            rank_status.ask_to_save(records)
 
-    def _states(self) -> dict[int, NodeState]:
-        """Return the states of the attempt's nodes, by node rank."""
-        nodes = self.transport.nodes
-        return {rank: nodes[rank] for rank in sorted(self.attempt.order.nodes)} | {0: self.transport.node}
+    def _is_training(self, records: Path) -> bool:
+        return len(rank_status.heartbeats(records)) == self._gpus
+
+    def _is_lost(self, rank: int) -> bool:
+        return self.round.is_silent(rank) or self.round.nodes[rank].error != ""
+
+    def _joining(self) -> int:
+        """Return how many nodes wait to join an elastic job, if they would enlarge it."""
+        waiting = {self.place.most + i: self._gpus for i in range(self.round.waiting)}
+        return len(waiting) if len(self.usable(self.processes() | waiting)) > len(self.attempt.order.nodes) else 0
 
     def _reports(self) -> dict[int, Report]:
         """Return the reports about this attempt, by node rank."""
-        reports = {rank: state.report for rank, state in self._states().items()}
-        return {rank: report for rank, report in reports.items() if self._of_attempt(report)}
+        states = self.round.nodes | {0: self.round.node}
+        return {rank: states[rank].report for rank in self.attempt.order.nodes if states[rank].report}
 
-    def _order_stop_or_kill(self, states: dict[int, NodeState], has_ended: bool) -> None:
-        """Order a stop or a kill if a node received a signal, a stop if a node joins.
-
-        Asked to stop, the ranks agree on the step. Ranks that have not all made one cannot save: they get the signal
-        itself, after GRACE_SECONDS (other nodes' progress is a second old).
-        A signal that does not ask for a save (SIGINT) is passed on at once.
-        """
-        attempt = self.attempt
-        signals = {rank: state.signal for rank, state in states.items() if state.signal}
-        newcomers = self._newcomers()
-        if (not signals and not newcomers) or self._of_attempt(self.job.stop) or self._of_attempt(self.job.kill):
-            return
-        number = next(iter(signals.values()), signal.SIGTERM)
-        now = time.monotonic()
-        is_training = sum(state.progress.ranks for state in states.values()) >= sum(attempt.order.nodes.values())
-        if number not in rank_status.ASKS_TO_SAVE:
-            self._kill(number)
-        elif signals and not is_training:
-            attempt.signaled_since = attempt.signaled_since or now
-            if now - attempt.signaled_since > GRACE_SECONDS:
-                self._kill(number)
-        elif is_training and not has_ended:
-            self.transport.update_job(stop=Stop(attempt.order.attempt))
-            attempt.change = self._change(signals, newcomers)
-
-    def _change(self, signals: dict[int, int], newcomers: list[int]) -> str:
-        """Return why the next attempt of an elastic job has other nodes; "" if the job ends."""
-        remaining = len(self.attempt.order.nodes) - len(signals)
-        if newcomers and not signals:
-            return f"{', '.join(map(self.membership.host, newcomers))} joined"
-        if signals and 0 not in signals and remaining >= self.place.least < self.place.most:
-            return f"{', '.join(map(self.membership.host, signals))} was asked to leave"
-        return ""
-
-    def _newcomers(self) -> list[int]:
-        """Return nodes that wait to join an elastic job and would enlarge it."""
-        if self.place.least == self.place.most:
-            return []
-        nodes = self.attempt.order.nodes
-        ready = {
-            rank: gpus for rank, gpus in self.membership.processes().items()
-            if rank not in nodes and self.membership.could_join(rank)
-        }  # fmt: skip
-        return list(ready) if len(self.usable(nodes | ready)) > len(nodes) else []
-
-    def _kill(self, number: int, stacks: bool = False) -> None:
-        if not self._of_attempt(self.job.kill):
-            self.transport.update_job(kill=Kill(self.attempt.order.attempt, int(number), stacks))
+    def _hosts(self, ranks: list[int]) -> str:
+        return ", ".join(map(self.meeting.host_of, ranks))
 
     # --- node 0: after an attempt ---
 
@@ -259,17 +272,18 @@ class Coordinator:
 
         Returns: (exit code, signals received, rank furthest behind if the job hung, else None) of the whole job.
         """
-        while True:
+        while not set(self.attempt.order.nodes) <= {*self._reports(), *self.attempt.lost}:
             self.decide()
-            reports = self._reports()
-            if set(self.attempt.order.nodes) <= {*reports, *self.attempt.lost}:
-                break
-            time.sleep(HEARTBEAT_SECONDS / 2)
+            time.sleep(rounds.HEARTBEAT_SECONDS / 2)
+        reports = self._reports()
         for rank, report in reports.items():
             if rank:
-                write_files(report.files, records)
-        nodes = self.transport.nodes | {0: self.transport.node}
-        signals = [node.signal for node in nodes.values() if node.signal]
+                messages.write_files(report.files, records)
+        leaving = [rank for rank, report in reports.items() if report.signals]
+        is_elastic = len(reports) - len(leaving) >= self.place.least < self.place.most
+        if leaving and 0 not in leaving and is_elastic:
+            self.attempt.change = f"{self._hosts(leaving)} was asked to leave"
+        signals = [number for report in reports.values() for number in report.signals]
         hung = next((report.hung for report in reports.values() if report.hung is not None), None)
         return self._exit_code(list(reports.values())), signals, hung
 
@@ -294,28 +308,20 @@ class Coordinator:
                 return kept
         return {rank: nodes[rank] for rank in ranks[:1]}
 
-    def next_nodes(self) -> dict[int, int] | None:
-        """Return the nodes of the next attempt, {node rank: processes}; None if too few.
-
-        With fewer than the minimum, waits --join_timeout for lost nodes to be started again.
-        """
-        leaving = {rank for rank, node in self.transport.nodes.items() if node.signal and rank}
-        deadline, is_printed = time.monotonic() + self.place.timeout, False
-        while True:
-            nodes = {
-                rank: gpus for rank, gpus in self.membership.processes().items()
-                if rank not in leaving and (rank == 0 or self.membership.could_join(rank))
-            }  # fmt: skip
-            if len(nodes) >= self.place.least:
-                return self.usable(nodes)
-            if time.monotonic() > deadline:
-                return None
-            if not is_printed:
-                is_printed = True
-                gone = ", ".join(self.membership.host(rank) for rank in self.job.nodes if rank not in nodes)
-                message = (
-                    f"zerofit: {len(nodes)} of {self.place.least} nodes are here; waiting {self.place.timeout:.0f} s "
-                    f"for {gone} to be started again, by the same command"
-                )
-                print(message, file=sys.stderr, flush=True)
-            time.sleep(HEARTBEAT_SECONDS / 2)
+    def next_nodes(self) -> dict[int, int]:
+        """Wait for the next round, --join_timeout for lost nodes; return its usable nodes, {} if too few come."""
+        if self.attempt.lost and len(self.round.nodes) - len(self.attempt.lost) < self.place.least:
+            print(
+                f"zerofit: {len(self.round.nodes) - len(self.attempt.lost)} of {self.place.least} nodes are here; "
+                f"waiting {self.place.timeout:.0f} s for {self._hosts(self.attempt.lost)} to be started again, by the "
+                "same command",
+                file=sys.stderr,
+                flush=True,
+            )
+        self.round.update_round(is_closed=True)
+        try:
+            self.meet()
+        except UserError:
+            return {}
+        self.nodes = self.usable(self.processes())
+        return self.nodes

@@ -29,6 +29,8 @@ INFINIBAND = Path("/sys/class/infiniband")  # has an entry for each InfiniBand a
 
 SITE_CONF = Path("/etc/nccl.conf")  # read by NCCL, after ~/.nccl.conf or NCCL_CONF_FILE
 
+LOST_SECONDS = "ZEROFIT_LOST_SECONDS"  # environment variable: without a heartbeat, after which a node is lost
+
 PORT = 29500  # default port of the supervisors' store; the ranks use the next one
 
 
@@ -37,7 +39,8 @@ class Place:
     """This node's place in the job.
 
     least, most: nodes of the job (equal if not elastic); rank: of this node; address, port: of node 0's store;
-    timeout: seconds that nodes wait for each other at the start; interface: "" for the one towards the others.
+    timeout: seconds that nodes wait for each other at the start; interface: "" for the one towards the others; lost:
+    seconds without a heartbeat after which a node is lost, torch's default.
     """
 
     least: int
@@ -47,6 +50,7 @@ class Place:
     port: int
     timeout: float
     interface: str = ""
+    lost: float = 15.0
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
@@ -98,19 +102,20 @@ def of(given) -> Place | None:
         raise UserError(f"PORT={port}: must be a number from 1 to 65534 (the next port is used too), the same on all "
                         "nodes.")  # fmt: skip
     timeout = seconds(given.join_timeout)
+    lost = seconds(os.environ.get(LOST_SECONDS) or str(Place.lost), LOST_SECONDS)
     if given.interface and given.interface not in interfaces():
         raise UserError(f"--interface {given.interface}: this machine has {', '.join(interfaces())}.")
-    return Place(least, most, int(given.node_rank), given.master_addr, int(port), timeout, given.interface)
+    return Place(least, most, int(given.node_rank), given.master_addr, int(port), timeout, given.interface, lost)
 
 
-def seconds(text: str) -> float:
-    """Return --join_timeout as a number. Raises: UserError."""
+def seconds(text: str, name: str = "--join_timeout") -> float:
+    """Return an option or variable as a number of seconds. Raises: UserError."""
     try:
         number = float(text)
     except ValueError:
         number = 0.0
     if not 0 < number < float("inf"):
-        raise UserError(f"--join_timeout {text}: must be a number of seconds above 0.")
+        raise UserError(f"{name} {text}: must be a number of seconds above 0.")
     return number
 
 
@@ -180,17 +185,14 @@ def interface_towards(address: str, port: int) -> str:
     return next((name for name, addresses in interfaces().items() if own_ip in addresses), "")
 
 
-def interface_variables(place: Place, addresses: dict[int, str]) -> dict[str, str]:
+def interface_variables(place: Place, address: str) -> dict[str, str]:
     """Return the interface variables of gloo and NCCL; the user's and the site's win, unless --interface is given.
 
     With InfiniBand or RoCE the choice is left to NCCL, which would use the others of several network cards too.
 
-    Args: addresses: of the attempt's nodes, by node rank; "" for node 0.
+    Args: address: of another node.
     """
-    name = place.interface
-    if not name:
-        others = [address for rank, address in addresses.items() if rank != place.rank and address]
-        name = interface_towards(others[0] if place.rank == 0 and others else place.address, place.port)
+    name = place.interface or interface_towards(address, place.port)
     if not name:
         return {}
     variables = {"GLOO_SOCKET_IFNAME": name} | ({"NCCL_SOCKET_IFNAME": f"={name}"} if name != "lo" else {})
