@@ -1,9 +1,10 @@
-"""Predict how a job scales from 1 to 1,024 GPUs: memory, bytes sent, efficiency; 8B and 70B, stages 2 and 3, hpZ.
+"""Predict how a job scales from 1 to 4,096 GPUs: memory, bytes sent, efficiency; 8B and 70B, stages 2 and 3, hpZ.
 
     python benchmarks/scaling.py                      # about 25 minutes on 2 cores, nearly all of it simulations
     python benchmarks/scaling.py --no_simulations     # closed forms alone, seconds; prints and writes nothing
     python benchmarks/scaling.py --gpu_type a100-80g --node_link_gbs 3.125    # other GPUs, another network
     python benchmarks/scaling.py --count              # only what a few layers send, call by call, in simulations
+    python benchmarks/scaling.py --published          # only the speeds of published runs on several nodes beside the formula
 
 No GPU takes part: memory is the planner's simulation (src/zerofit/plan/simulate.py) or, marked ~, its closed forms;
 bytes and time are closed forms (src/zerofit/plan/formulas.py), whose bytes are compared with every collective that a
@@ -12,8 +13,10 @@ can continue; delete it when memory may have changed. Writes benchmarks/results/
 """
 
 import argparse
+import csv
 import json
 import os
+import statistics
 import subprocess
 import sys
 from dataclasses import replace
@@ -25,22 +28,26 @@ from zerofit.base import hardware
 from zerofit.commands import plan as plan_command
 from zerofit.config import parse, resolve
 from zerofit.model import fused_loss
+from zerofit.parallel import many_ranks
 from zerofit.plan import candidates, formulas, gpu_memory, predict, simulate
 
 GIB = 2**30
 NODE = 8
 LENGTH, MICRO = 4096, 2
-EVERY_N = [2**i for i in range(11)]
+EVERY_N = [2**i for i in range(13)]
 MODELS = {"8B": "llama3.1-8b", "70B": "llama3.1-70b"}
 WAYS = {"ZeRO-2": (2, 1), "ZeRO-3": (3, 1), "ZeRO-3 + hpZ": (3, NODE)}  # (stage, ranks of the second copy)
 SIMULATED = {  # numbers of GPUs that are simulated; the others are closed forms
-    ("8B", "ZeRO-2"): [2, 8, 64, 1024], ("8B", "ZeRO-3"): EVERY_N, ("8B", "ZeRO-3 + hpZ"): [16, 64],
+    ("8B", "ZeRO-2"): [2, 8, 64, 1024], ("8B", "ZeRO-3"): EVERY_N[:11], ("8B", "ZeRO-3 + hpZ"): [16, 64],
     ("70B", "ZeRO-2"): [], ("70B", "ZeRO-3"): [8, 64, 512, 1024], ("70B", "ZeRO-3 + hpZ"): [64],
 }  # fmt: skip
 LINKS = [50, 25, 12.5, 6.25, 3.125, 1.5625]  # GB/s of a GPU to other nodes: 400 to 12.5 Gbit/s
 NETWORK_N = [16, 64, 1024]
-COUNTED = [("8B", "ZeRO-2", 2), ("8B", "ZeRO-3", 1), ("8B", "ZeRO-3 + hpZ", 2), ("70B", "ZeRO-3", 1)]  # micro batches
-COUNT_LAYERS, COUNT_N = 6, 16
+COUNTED = [  # (model, way, micro batches, GPUs)
+    ("8B", "ZeRO-2", 2, 16), ("8B", "ZeRO-3", 1, 16), ("8B", "ZeRO-3", 1, 256), ("8B", "ZeRO-3 + hpZ", 2, 16),
+    ("70B", "ZeRO-3", 1, 16), ("70B", "ZeRO-3", 1, 256),
+]  # fmt: skip
+COUNT_LAYERS = 6
 BATCH = 512  # rows; strong scaling
 
 
@@ -123,7 +130,11 @@ def measure(gpu, answers: dict) -> list[dict]:
 
 
 def _setting(zero: int, hpz: int, ranks: int, accumulation: int = 1, micro: int = MICRO) -> formulas.Setting:
-    return formulas.Setting(zero, "none", 1, micro, micro * LENGTH, accumulation, ranks, node=NODE, hpz=hpz)
+    whole = zero == 3 and ranks > many_ranks.ABOVE
+    tokens = micro * LENGTH
+    return formulas.Setting(
+        zero, "none", 1, micro, tokens, accumulation, ranks, node=NODE, hpz=hpz, whole_layers=whole
+    )
 
 
 def limit(gpu, ranks: int) -> int:
@@ -186,6 +197,60 @@ def strong(gpu) -> list[dict]:
     return rows
 
 
+# --- published speeds ---
+
+
+def published() -> list[dict]:
+    """Return the published runs of published/multi_node.csv, with the formula's tokens a second of a GPU.
+
+    They ran FSDP, which gathers and reduces whole layers at any number of GPUs.
+    """
+    with (ROOT / "benchmarks" / "published" / "multi_node.csv").open(newline="") as file:
+        rows = list(csv.DictReader(file))
+    found = []
+    for row in rows:
+        n = {name: int(row[name]) for name in row if row[name].isdigit()}
+        layer = (n["parameters"] - n["vocabulary"] * n["hidden"]) // n["layers"]
+        shape = formulas.Shape(
+            n["parameters"], 0, n["vocabulary"] * n["hidden"], n["hidden"], n["layers"], n["heads"], n["kv_heads"],
+            n["hidden"] // n["heads"], n["intermediate"], n["vocabulary"], by_layer=(layer,) * n["layers"],
+        )  # fmt: skip
+        every = {"none": 0, "all": 1, "selective": 1, "every 2": 2}[row["checkpointing"]]
+        setting = formulas.Setting(
+            3, "none", every, n["micro"], n["micro"] * n["length"], n["accumulation"], n["gpus"], node=NODE,
+            selective=row["checkpointing"] == "selective", whole_layers=True,
+        )  # fmt: skip
+        seconds = formulas.step_seconds(shape, setting, hardware.GPUS[row["gpu"]], n["length"])
+        speed = setting.tokens * setting.accumulation / seconds
+        found.append({**row, "predicted": round(speed), "off": speed / float(row["tokens_per_second_a_gpu"]) - 1})
+    return found
+
+
+def published_table(rows: list[dict]) -> list[str]:
+    several = [row["off"] for row in rows if int(row["gpus"]) > NODE]
+    lines = ["## Published runs on several nodes", "",
+             f"FSDP's full sharding, {len(several)} runs on 16 to 128 GPUs and {len(rows) - len(several)} on one node "
+             "(`published/multi_node.csv` has the sources). Tokens a second of a GPU by the formula, against the "
+             f"published: on several nodes median {statistics.median(several):+.0%}, from {min(several):+.0%} to "
+             f"{max(several):+.0%}. *Fall*: from the fewest GPUs of that model to these, published and predicted; not "
+             "where the micro batch differs.", "",
+             "| GPU | model | GPUs | rows x accumulation | checkpointing | published | formula | off | fall |",
+             "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
+    first: dict[tuple, dict] = {}
+    for row in sorted(rows, key=lambda r: (r["gpu"], r["model"], r["checkpointing"], int(r["gpus"]))):
+        kind = tuple(row[name] for name in ("gpu", "model", "checkpointing", "length", "micro", "accumulation"))
+        base, fall = first.setdefault(kind, row), ""
+        if base is not row:
+            by = [float(row[name]) / float(base[name]) - 1 for name in ("tokens_per_second_a_gpu", "predicted")]
+            fall = f"{by[0]:+.0%}, {by[1]:+.0%}"
+        lines.append(
+            f"| {row['gpu']} | {row['model']} | {row['gpus']} | {row['micro']} x {row['accumulation']} | "
+            f"{row['checkpointing']} | {float(row['tokens_per_second_a_gpu']):,.0f} | {row['predicted']:,} | "
+            f"{row['off']:+.0%} | {fall} |"
+        )
+    return lines
+
+
 # --- what a simulated engine sends, call by call ---
 
 COUNT = """
@@ -230,7 +295,7 @@ print("counted: " + json.dumps({"parameters": answer["parameters"], "calls": fou
 """
 
 
-def count(model: str, way: str, accumulation: int, ranks: int = COUNT_N, layers: int = COUNT_LAYERS) -> dict:
+def count(model: str, way: str, accumulation: int, ranks: int, layers: int = COUNT_LAYERS) -> dict:
     """Return {"parameters", "calls": {"kind of ranks": [calls, bytes]}, "sent": bytes a GPU sends} of one step."""
     given = {"flags": flags_of(model, way, ranks, accumulation, 1), "ranks": ranks, "layers": layers}
     env = os.environ | {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1",
@@ -249,13 +314,17 @@ def count(model: str, way: str, accumulation: int, ranks: int = COUNT_N, layers:
 
 def counts(gpu) -> list[dict]:
     rows = []
-    for model, way, accumulation in COUNTED:
-        found = count(model, way, accumulation)
-        settings = resolve.resolve_settings("sft", flags_of(model, way, COUNT_N, accumulation, 1), COUNT_N, gpu)
+    for model, way, accumulation, ranks in COUNTED:
+        found = count(model, way, accumulation, ranks)
+        settings = resolve.resolve_settings("sft", flags_of(model, way, ranks, accumulation, 1), ranks, gpu)
         shape = replace(candidates.shape_of(settings), trainable=found["parameters"], layers=COUNT_LAYERS)
-        formula = sum(formulas.wire_bytes(shape, _setting(*WAYS[way], COUNT_N, accumulation, 1)))
-        rows.append({"model": model, "way": way, "accumulation": accumulation, **found, "formula": formula})
-        print(f"{model} {way} x {accumulation}: {found['sent'] / GIB:.2f} GiB, formula {formula / GIB:.2f}", flush=True)
+        setting = _setting(*WAYS[way], ranks, accumulation, 1)
+        formula = sum(formulas.wire_bytes(shape, setting))
+        of_formula = sum(collective.calls for collective in formulas.collectives(shape, setting))
+        rows.append({"model": model, "way": way, "accumulation": accumulation, "gpus": ranks, **found,
+                     "formula": formula, "formula_calls": of_formula})  # fmt: skip
+        print(f"{model} {way} x {accumulation} on {ranks}: {found['sent'] / GIB:.2f} GiB, formula {formula / GIB:.2f}; "
+              f"{sum(n for n, _ in found['calls'].values())} calls, formula {of_formula:.0f}", flush=True)  # fmt: skip
     return rows
 
 
@@ -300,7 +369,7 @@ def network_table(rows: list[dict]) -> list[str]:
 
 
 def markdown(record: dict, gpu, about: list[str]) -> list[str]:
-    lines = ["# Scaling from 1 to 1,024 GPUs", "", *about, "",
+    lines = ["# Scaling from 1 to 4,096 GPUs", "", *about, "",
              f"{gpu.device_name}, {NODE} GPUs a node, {gpu.link_gbs:g} GB/s within a node and {gpu.node_gbs:g} GB/s a "
              f"GPU between nodes, one way. Full fine-tuning with AdamW in bf16, gradient checkpointing, {MICRO} rows "
              f"of {LENGTH:,} tokens on each GPU (weak scaling), no accumulation. **Nothing here was measured on a "
@@ -329,14 +398,16 @@ def markdown(record: dict, gpu, about: list[str]) -> list[str]:
         f"Strong scaling, 8B, stage 3, {BATCH} rows a step whatever the GPUs: predicted efficiency {said}.",
         "",
     ]
-    lines += ["## Formula and engine", "", f"What one GPU of {COUNT_N} sends in a step, {COUNT_LAYERS} layers, one "
+    lines += ["## Formula and engine", "", f"What one GPU sends in a step, {COUNT_LAYERS} layers, one "
               "row: by formula, and by adding up the collectives that DeepSpeed's engine calls in a simulation. "
               "Stage 3 keeps up to 1e9 parameters gathered, which the formula does not take off:", "",
-              "| job | micro batches | formula, GiB | engine, GiB | calls |", "|---|---|---|---|---|"]  # fmt: skip
+              "| job | GPUs | micro batches | formula, GiB | engine, GiB | calls by formula | calls of the engine |",
+              "|---" * 7 + "|"]  # fmt: skip
     for row in record["counted"]:
         calls = ", ".join(f"{n} {kind}" for kind, (n, _) in sorted(row["calls"].items()))
-        lines.append(f"| {row['model']} {row['way']} | {row['accumulation']} | {row['formula'] / GIB:.2f} | "
-                     f"{row['sent'] / GIB:.2f} | {calls} |")  # fmt: skip
+        lines.append(f"| {row['model']} {row['way']} | {row['gpus']} | {row['accumulation']} | "
+                     f"{row['formula'] / GIB:.2f} | {row['sent'] / GIB:.2f} | {row['formula_calls']:.0f} | {calls} |")  # fmt: skip
+    lines += ["", *published_table(record["published"])]
     pairs = [row for row in record["rows"] if row["by"] == "simulation"]
     worst = max(pairs, key=lambda row: abs(row["formula_bytes"] / row["peak_bytes"] - 1), default=None)
     if worst:
@@ -354,15 +425,19 @@ def main() -> None:
     parser.add_argument("--node_link_gbs", default="", help="GB/s one way of a GPU to other nodes")
     parser.add_argument("--no_simulations", action="store_true", help="closed forms alone")
     parser.add_argument("--count", action="store_true", help="only count what an engine sends")
+    parser.add_argument("--published", action="store_true", help="only published speeds on several nodes")
     given = parser.parse_args()
     gpu = plan_command._with_node_link(hardware.find(given.gpu_type), given.node_link_gbs)
+    if given.published:
+        print("\n".join(published_table(published())))
+        return
     if given.count:
         counts(gpu)
         return
     machine = facts()
     answers = {} if given.no_simulations else simulations(gpu, given.gpu_type)
     record = {"machine": machine, "gpu": given.gpu_type, "node_gbs": gpu.node_gbs, "rows": measure(gpu, answers),
-              "networks": networks(gpu), "across": across_nodes(gpu), "strong": strong(gpu),
+              "published": published(), "networks": networks(gpu), "across": across_nodes(gpu), "strong": strong(gpu),
               "counted": [] if given.no_simulations else counts(gpu), "simulations": answers}  # fmt: skip
     lines = markdown(record, gpu, describe(machine, {"zerofit": versions()}))
     if given.no_simulations:

@@ -26,7 +26,7 @@ from zerofit.model import (
     tiled_mlp,
 )
 from zerofit.optim import registry
-from zerofit.parallel import ways
+from zerofit.parallel import many_ranks, ways
 
 
 def resolve_settings(
@@ -227,6 +227,7 @@ TECHNIQUES = (
         conflicts=(Conflict("torch_compile", (True,), "compiled code cannot be followed", "leave one of the two out"),),
         resolve=_memory_report,
     ),
+    many_ranks.TECHNIQUE,  # it too builds the model, of a job on many ranks
     experts.TECHNIQUE,  # this and offload build the model, with the attention, the loss and the tiles decided above
     *offload.TECHNIQUES,
 )

@@ -16,6 +16,7 @@ from zerofit.job.recipe import Recipe
 from zerofit.job.request import FLAG, Request
 from zerofit.job.settings import as_typed
 from zerofit.model import gradient_checkpointing, preference_loss
+from zerofit.parallel import many_ranks
 from zerofit.plan import formulas, gpu_memory
 from zerofit.plan.formulas import Setting, Shape
 
@@ -536,6 +537,7 @@ def setting_of(settings, node: int | None = None) -> Setting:
         node=node or int(os.environ.get("LOCAL_WORLD_SIZE") or gpu_memory.GPUS_OF_A_NODE),
         hpz=hpz(settings),
         reference=_runs_reference(settings),
+        whole_layers=many_ranks.applies(settings),
         selective=checkpointing.selective,
         offload_streams=settings.activation_offload_streams,
         groups=tuple(groups.in_use(settings.values)),

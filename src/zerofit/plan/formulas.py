@@ -12,6 +12,7 @@ from zerofit.config import deepspeed_json
 from zerofit.model import experts
 from zerofit.model.gradient_checkpointing import IN_FLIGHT
 from zerofit.optim import registry
+from zerofit.parallel import many_ranks
 from zerofit.parallel.interface import Parallel
 from zerofit.plan.gpu_memory import GPUS_OF_A_NODE
 
@@ -31,6 +32,8 @@ TREE_HOP = {"within": 1.25, "across": 8.5}
 CALL = 14.0
 
 MATRICES_OF_A_LAYER = 7  # of Llama; a bucket holds hidden_size^2 numbers, so nearly every matrix has a call of its own
+
+GATHERS_OF_A_LAYER = 2  # of a layer that is gathered whole; the second is for its norms, which stay gathered
 
 DDP_BUCKET = 25 * 2**20  # bytes; torch's DistributedDataParallel
 
@@ -132,6 +135,7 @@ class Setting:
     reference: bool = False  # each step has one more forward, of preference pairs with the adapter off
     in_flight: int = 1  # micro batches whose activations are held at once, above 1 in a pipeline
     head: bool = True  # the GPU computes the logits
+    whole_layers: bool = False  # stage 3 gathers and reduces a dense layer in one call (parallel/many_ranks.py)
     selective: bool = False  # checkpointed layers keep the results of matrix products and attention
     offload_streams: bool = False  # offloaded inputs are copied beside the arithmetic
     # The ways in which ranks share rows, each with the ranks of a group.
@@ -300,11 +304,18 @@ def _work(s: Shape, setting: Setting, weight: float) -> float:
     """Return the bytes of buckets and weight copies, beside the model states, while a layer is computed."""
     if setting.zero == 0:
         return 2.0 * s.trainable if weight == 4 else 0.0  # autocast's 16-bit copies
-    bucket = 2.0 * s.hidden * s.hidden
+    bucket = 2.0 * _bucket(s, setting)
     if setting.zero < 3:
         return bucket
     # Parameters reused within 1e9 numbers stay gathered (stage3_max_reuse_distance).
     return min(2.0 * s.parameters, 2.0 * s.vocabulary * s.hidden + 1e9) + bucket
+
+
+def _bucket(s: Shape, setting: Setting) -> float:
+    """Return the numbers of a bucket of gradients, as many_ranks.py or transformers' "auto" sets it."""
+    if setting.whole_layers and not s.experts and s.by_layer:
+        return many_ranks.bucket_size(max(s.by_layer))
+    return s.hidden**2
 
 
 def _is_number(text: str) -> bool:
@@ -376,8 +387,10 @@ def _of_states(s: Shape, setting: Setting) -> list[Collective]:
         buckets = s.trainable / s.hidden**2
         reduced = _all_reduced if n > deepspeed_json.REDUCE_UP_TO else _sharded
         return [reduced(trained * times, n, buckets * times), _sharded(trained, n, 1)]
-    all_weights, calls = trained + s.frozen * s.frozen_bytes, s.layers * MATRICES_OF_A_LAYER
-    reduced = _sharded(trained * accumulation, n, calls * accumulation)
+    all_weights, whole = trained + s.frozen * s.frozen_bytes, setting.whole_layers and not s.experts
+    calls = s.layers * (GATHERS_OF_A_LAYER if whole else MATRICES_OF_A_LAYER)
+    reductions = s.trainable / _bucket(s, setting) if whole else calls
+    reduced = _sharded(trained * accumulation, n, reductions * accumulation)
     if setting.hpz == 1:
         return [_sharded(all_weights * 2 * accumulation, n, calls * 2 * accumulation), reduced]
     later_gathers = 2 * accumulation - 1
