@@ -412,6 +412,10 @@ class LoraArguments:
             "help": "Initial values of A and B: true (B is 0), gaussian, orthogonal, pissa, pissa_niter_16, olora."
         },
     )
+    fused_lora: bool = field(
+        default=True,
+        metadata={"help": "Add the adapter's product into the layer's output, in one pass over it instead of three."},
+    )
     loraplus_lr_ratio: float | None = field(
         default=None,
         metadata={"help": "LoRA+: the learning rate of B divided by that of A, e.g. 16 (arXiv 2402.12354)."},

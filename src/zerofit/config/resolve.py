@@ -17,6 +17,7 @@ from zerofit.model import (
     adapters,
     attention,
     experts,
+    fused_lora,
     fused_loss,
     gradient_checkpointing,
     liger,
@@ -217,6 +218,7 @@ TECHNIQUES = (
     Technique(name="shared rows", resolve=ways.resolve, resolve_for_model=ways.resolve_for_model),
     streaming.TECHNIQUE,
     Technique(name="data workers", resolve=_data_workers),  # a stream has one
+    fused_lora.TECHNIQUE,
     fused_loss.TECHNIQUE,
     tiled_mlp.TECHNIQUE,
     liger.TECHNIQUE,  # reads what fused_loss and tiled_mlp have decided
