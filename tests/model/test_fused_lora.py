@@ -118,8 +118,8 @@ def test_no_tensor_of_the_outputs_size_is_made_beside_the_output():
 
 def test_20_steps_are_pefts_at_every_stage(tmp_path):
     cases = {
-        f"{'fused' if fused else 'peft'}-{zero}": ("lora", [*COMMON, "--zero", str(zero), "--fused_lora", str(fused).lower()])
-        for zero in range(4) for fused in (True, False)
+        f"{name}-{zero}": ("lora", [*COMMON, "--zero", str(zero), "--fused_lora", fused])
+        for zero in range(4) for name, fused in (("fused", "true"), ("peft", "false"))
     }  # fmt: skip
     runs = run_world(2, cases, tmp_path)
     for zero in range(4):
