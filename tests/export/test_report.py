@@ -243,7 +243,7 @@ def test_odd_numbers_have_charts():
     for value in odd:
         lines = [Line("a", [(1, value), (2**62, 1.0), (3, value)], 0), Line("b", [(1, 1.0)], 1)]
         assert b"<svg" in drawn(plots.chart("", lines, from_zero=True))
-    peak = {"a": {"buffers": 2**62, "c": -1.5}, "": {}}
+    peak = {"a$5_$6%": {"buffers": 2**62, "c": -1.5}, "": {}}
     assert b"<svg" in drawn(plots.picture(memory_report.figure(peak, "", None)))
     assert b"<svg" in drawn(plots.picture(memory_report.figure({"a": {}}, "", None)))
 

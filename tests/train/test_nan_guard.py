@@ -3,14 +3,12 @@
 import json
 import math
 import shutil
-from types import SimpleNamespace
 
 import pytest
 import torch
 from conftest import ROOT, TINY, Run, run_python, run_world, runs_slow, slow_but
 
 from zerofit.base.errors import UserError
-from zerofit.data.batches import DatasetWithFiller, EpochSampler
 from zerofit.job import program
 from zerofit.train import nan_guard
 
@@ -123,20 +121,6 @@ def test_stop_and_replay(poisoned, tmp_path, recipe):
     bad = [i for i, line in enumerate(said) if "loss nan" in line]
     assert len(bad) == 1 and "embed_tokens" in said[bad[0] + 1]
     assert any(f"row {ROW}: " in line and RARE in line for line in said)
-
-
-def test_rows_of_a_step_are_looked_up_without_moving_the_sampler():
-    """Two ranks, micro batch 2, 10 rows and 2 fillers in an epoch: step 5 is the second one of the second epoch."""
-    sampler = EpochSampler(10, 4, seed=1)
-    sampler.set_epoch(2)  # the next epoch may have begun
-    trainer = SimpleNamespace(
-        tokens=SimpleNamespace(stream=None), train_dataset=DatasetWithFiller([{}] * 10, 0), train_sampler=sampler,
-        args=SimpleNamespace(per_device_train_batch_size=2, world_size=2), state=SimpleNamespace(global_step=5),
-        settings=SimpleNamespace(data_rank=lambda rank: rank, data_ranks=2),
-    )  # fmt: skip
-    first, second = nan_guard.rows_of_step(trainer)
-    assert [*first[0], *second[0]] == sampler.indices(1)[4:8]
-    assert trainer.train_sampler is sampler and list(sampler) == sampler.indices(2)
 
 
 WITHOUT_GRADIENT = [

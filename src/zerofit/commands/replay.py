@@ -127,8 +127,9 @@ def _trainer(settings, folder: Path, named: str, started: program.Program):
 
             set_peft_model_state_dict(model, load_file(adapter_file))
     whole_rows = {way.flag: 1 for way, _ in groups.in_use(settings.values)}
+    nothing_else = {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False, "push_to_hub": False}
     settings = settings.replace(
-        world_size=1, ddp_backend=None, output_dir=tempfile.gettempdir(), report_to=[], push_to_hub=False, **whole_rows
+        world_size=1, ddp_backend=None, output_dir=tempfile.gettempdir(), report_to=[], **nothing_else, **whole_rows
     )
     # One process has no stages.
     kind = ZerofitTrainer if settings.recipe.stages else program.trainer(settings.recipe, started.file)

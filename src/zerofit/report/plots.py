@@ -26,7 +26,7 @@ def chart(unit: str, lines: list[Line], from_zero: bool = False) -> str:
     lines = [line for line in lines if line.points]
     if not any(len(line.points) > 1 for line in lines):
         return ""
-    figure = Figure(figsize=(5.4, 3), layout="constrained")
+    figure = Figure(figsize=(5.4, 3))
     axes = figure.subplots()
     for line in lines:
         stride = -(-len(line.points) // MOST_POINTS)
@@ -52,6 +52,7 @@ def chart(unit: str, lines: list[Line], from_zero: bool = False) -> str:
 def picture(figure) -> str:
     """Return a figure of matplotlib as the address of a picture that holds it."""
     without_formulas(figure)
+    figure.tight_layout()
     buffer = io.BytesIO()
     figure.savefig(buffer, format="svg", metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()

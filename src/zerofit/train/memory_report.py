@@ -161,7 +161,6 @@ def figure(peak: dict[str, dict[str, int]], title: str, limit: tuple[int, str] |
     axes.tick_params(length=0)
     handles, labels = axes.get_legend_handles_labels()  # in the order of the stack
     axes.legend(handles[::-1], labels[::-1], frameon=False, loc="center left", bbox_to_anchor=(1.0, 0.45))
-    drawn.tight_layout()
     return drawn
 
 

@@ -1,6 +1,5 @@
 """Skip steps whose loss or gradient is not finite, save them for replay, and end a run that has no gradient."""
 
-import itertools
 import math
 from pathlib import Path
 
@@ -77,12 +76,15 @@ class NanGuard:
         self.found = self.in_a_row = self.overflows = 0  # steps
         self.by_rows = False  # whether the last bad step had micro batches without a finite loss
         self.steps_logged = self.found_logged = 0  # since the last log line
-        self.batches, self.losses, self.grad_norm = [], [], 0.0
+        self.batches, self.numbers, self.losses, self.grad_norm = [], None, [], 0.0
         self.was_bad = None  # of stage 0, while its optimizer runs: () -> whether the gradient was not finite
 
-    def begin(self, batches: list[dict]) -> None:
-        """Remember the micro batches of the step that begins; does not synchronize with the device."""
-        self.batches, self.losses = batches, []
+    def begin(self, batches: list[dict], numbers: list[list[int]] | None) -> None:
+        """Remember the micro batches of the step that begins; does not synchronize with the device.
+
+        Args: numbers: of the sequences in each; None: not known.
+        """
+        self.batches, self.numbers, self.losses = batches, numbers, []
         self.loss_before = self.trainer._tr_loss.clone()
 
     def hold_back(self) -> None:
@@ -182,13 +184,20 @@ class NanGuard:
         """Return the losses of this step by [rank][micro batch]. Collective."""
         return distributed.all_gather([loss.item() for loss in self.losses])
 
+    def _rows_of_all_ranks(self) -> list[list[list[int]]] | None:
+        """Return the rows of this step by [rank][micro batch]; None where a rank does not know them. Collective."""
+        sequences = None if self.numbers is None else self.trainer.train_dataset.sequences
+        own = self.numbers and [[row for i in of for row in _documents(sequences, i)] for of in self.numbers]
+        of_ranks = distributed.all_gather(own)
+        return None if None in of_ranks else of_ranks
+
     def _tell(self, losses: list[list[float]], stop: bool) -> None:
         trainer, settings = self.trainer, self.settings
         step, is_rank_0 = trainer.state.global_step, trainer.args.process_index == 0
         bad_batches = [
             (r, m) for r, rank in enumerate(losses) for m, loss in enumerate(rank) if not math.isfinite(loss)
         ]
-        rows = rows_of_step(trainer)
+        rows = self._rows_of_all_ranks()
         places = ", ".join(
             f"rank {r} micro batch {m}" + (f" (rows {', '.join(map(str, rows[r][m]))})" if rows else "")
             for r, m in bad_batches[:4]
@@ -265,23 +274,6 @@ def _on_its_way(flag: torch.Tensor):
         return bool(host)
 
     return read
-
-
-def rows_of_step(trainer) -> list[list[list[int]]] | None:
-    """Return the row indices of the last step by [rank][micro batch]; None for a stream.
-
-    The data ranks take the batches of the sampler's order in turn (accelerate's BatchSamplerShard).
-    """
-    if trainer.tokens.stream is not None:
-        return None
-    args, sampler, sequences = trainer.args, trainer.train_sampler, trainer.train_dataset.sequences
-    micro, effective = args.per_device_train_batch_size, sampler.multiple
-    epoch, step = divmod(trainer.state.global_step - 1, len(sampler) // effective)
-    order = sampler.indices(epoch)[step * effective : (step + 1) * effective]
-    documents = [_documents(sequences, i) for i in order]
-    batches = [list(itertools.chain(*documents[i : i + micro])) for i in range(0, effective, micro)]
-    settings = trainer.settings
-    return [batches[settings.data_rank(rank) :: settings.data_ranks] for rank in range(args.world_size)]
 
 
 def _documents(sequences, index: int) -> list[int]:

@@ -378,19 +378,19 @@ class ZerofitTrainer(Trainer):
         timed = self.clock.pace.timed(epoch_iterator)
         batches, count = super().get_batch_samples(timed, num_batches, device)
         self.label_counts = [batch.pop(LABEL_COUNT, None) for batch in batches]
-        if self.given_rows is not None:
+        numbers = [batch.pop(rows.ROWS, None) for batch in batches]
+        if None in numbers:  # of a stream, or a data loader of the recipe's own
+            numbers = self.given_rows = None
+        elif self.given_rows is not None:
             epoch = self.state.global_step // (len(self.train_sampler) // self.train_sampler.multiple)
-            for numbers in [batch.pop(rows.ROWS, None) for batch in batches]:
-                if numbers is None:  # of a data loader of the recipe's own
-                    self.given_rows = None
-                    break
-                self.given_rows.add(epoch, numbers, filler=len(self.train_dataset))
+            for of_batch in numbers:
+                self.given_rows.add(epoch, of_batch, filler=len(self.train_dataset))
         if count is not None:
             count = count / self.sequence.size  # each rank of a group has counted the same rows
             self.certificate.compare_count(count)
         if self.settings.optim == "sophia" and batches:
             sophia.estimate_if_due(self, batches)
-        self.guard.begin(batches)
+        self.guard.begin(batches, numbers)
         return batches, count
 
     def _get_grad_norm(self, model, grad_norm=None):
