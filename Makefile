@@ -42,8 +42,7 @@ NODES ?=
 RUN ?=
 MERGE ?=
 DTYPE ?=
-PUSH ?=
-VARIABLES := NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP SETUP CONTAINER RUN MERGE DTYPE PUSH GPUS ZERO OFFLOAD SP TP PP MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU_TYPE METHOD HOST_MEMORY RECIPE
+VARIABLES := NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP SETUP CONTAINER RUN MERGE DTYPE GPUS ZERO OFFLOAD SP TP PP MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU_TYPE METHOD HOST_MEMORY RECIPE
 ON_COMMAND_LINE := $(foreach v,$(.VARIABLES),$(if $(filter command%,$(origin $v)),$v))
 # taken literally: a $ in a value stays a $
 $(foreach v,$(VARIABLES),$(eval override $(v) := $$(value $(v))))
@@ -157,10 +156,10 @@ resume: $(STAMP) ## resume RUN=runs/x from its latest valid checkpoint (GPUS= ZE
 		$(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(if $(SP),--sp_size="$$SP") $(if $(TP),--tp_size="$$TP") \
 		$(if $(PP),--pp_size="$$PP")
 
-export: $(STAMP) ## write RUN=runs/x as a Hugging Face folder, compared with what was trained (MERGE=1 DTYPE=bf16 OUT= PUSH=user/name)
+export: $(STAMP) ## write RUN=runs/x as a Hugging Face folder, compared with what was trained (MERGE=1 DTYPE=bf16 OUT=)
 	@test -n "$$RUN" || { echo 'zerofit: error: make export: name what to export with RUN=runs/...' >&2; exit 2; }
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit export $(if $(filter-out 0,$(MERGE)),--merge) \
-		$(if $(DTYPE),--dtype="$$DTYPE") $(if $(OUT),--output_dir="$$OUT") $(if $(PUSH),--push="$$PUSH") $$ARGS "$$RUN"
+		$(if $(DTYPE),--dtype="$$DTYPE") $(if $(OUT),--output_dir="$$OUT") $$ARGS "$$RUN"
 
 chat: $(STAMP) ## chat with RUN=runs/x in the terminal (ARGS="--temperature 0.7")
 	@test -n "$$RUN" || { echo 'zerofit: error: make chat: name what to talk to with RUN=runs/...' >&2; exit 2; }

@@ -81,7 +81,7 @@ def test_a_recipe_runs_in_any_folder(installed, tmp_path, words, expected):
     result = Run(folder).json("result.json")
     assert result["status"] == "finished" and result.items() >= expected.items()
     assert Run(folder).json("run.json")["git_commit"] is None
-    assert f"run folder {folder.relative_to(tmp_path)}" in said
+    assert f"run folder {folder.relative_to(tmp_path)}" in said and (folder / "report.html").exists()
     assert not re.search(r"\bmake \w+ RUN=", said)
 
 

@@ -52,7 +52,6 @@ VERBS = {
     "status": "commands.status",
     "cancel": "commands.cancel",
     "simulated-rank": "plan.simulated_rank",
-    "compare": "export.compare",
 }
 
 

@@ -7,7 +7,6 @@ import re
 import shutil
 import subprocess
 import sys
-import time
 from collections import namedtuple
 from pathlib import Path
 
@@ -370,17 +369,9 @@ def test_a_lock_left_by_a_killed_build(tmp_path, capsys):
     assert not lock.exists() and "a build that was killed left it" in capsys.readouterr().out
 
     lock.touch()
-    with pytest.raises(UserError, match="another program may have just begun"):
+    with pytest.raises(UserError, match="another program compiles there, or one that was killed"):
         deepspeed_ops.clear_stale_lock(tmp_path, ours=False)
-    os.utime(lock, (time.time() - 120,) * 2)
-    compiler = subprocess.Popen([sys.executable, "-c", "input()"], cwd=tmp_path, stdin=subprocess.PIPE)
-    try:
-        with pytest.raises(UserError, match=f"process {compiler.pid} is compiling there"):
-            deepspeed_ops.clear_stale_lock(tmp_path, ours=False)
-    finally:
-        compiler.communicate(b"\n")
-    deepspeed_ops.clear_stale_lock(tmp_path, ours=False)
-    assert not lock.exists()
+    assert lock.exists()
 
 
 def test_folder_of_compiled_ops(monkeypatch, tmp_path):

@@ -337,18 +337,13 @@ def test_what_a_link_leads_to_is_not_exported(runs, tmp_path):
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(target)
         with pytest.raises(UserError, match=f"{name}: is a link out of its folder, to {key.parent}"):
-            export._check_links(SimpleNamespace(push="", merge=False), SimpleNamespace(folder=folder))
+            export._check_links(SimpleNamespace(merge=False), SimpleNamespace(folder=folder))
         with pytest.raises(UserError, match=f"{name}: is a link out of its folder"):
-            export._check_links(
-                SimpleNamespace(push="", merge=True), SimpleNamespace(folder=tmp_path / "out", base=str(folder))
-            )
+            export._check_links(SimpleNamespace(merge=True), SimpleNamespace(folder=tmp_path / "out", base=str(folder)))
         (folder / name).unlink()
     (folder / "model.safetensors").rename(tmp_path / "model.safetensors")  # on another disk, as many are
     (folder / "model.safetensors").symlink_to(tmp_path / "model.safetensors")
-    saved = SimpleNamespace(folder=folder)
-    export._check_links(SimpleNamespace(push="", merge=False), saved)
-    with pytest.raises(UserError, match=r"model\.safetensors: is a link out of its folder"):
-        export._check_links(SimpleNamespace(push="me/it", merge=False), saved)
+    export._check_links(SimpleNamespace(merge=False), SimpleNamespace(folder=folder))
 
 
 @pytest.mark.injection
@@ -494,54 +489,6 @@ def test_writing_holds_one_file_not_the_model(tmp_path, merged):
     )  # fmt: skip
     assert done.returncode == 0, done.stderr[-2000:]
     assert float(done.stdout.split()[-1]) < 50, done.stdout
-
-
-# --- the hub ---
-
-
-class Api:
-    calls = []
-
-    def create_repo(self, repo, **kwargs):
-        self.calls.append((repo, kwargs))
-
-    def upload_folder(self, **kwargs):
-        self.calls.append(sorted(f.name for f in kwargs["folder_path"].iterdir()))
-        if kwargs["repo_id"] == "me/broken":
-            raise OSError("401 for hf_secret")
-
-
-def test_push(runs, tmp_path, monkeypatch, capsys):
-    import huggingface_hub
-
-    from zerofit.base import hub
-
-    final, token = str(runs["sft0"].folder), {"value": "hf_secret"}
-    monkeypatch.setattr(huggingface_hub, "HfApi", Api)
-    monkeypatch.setattr(huggingface_hub, "get_token", lambda: token["value"])
-    monkeypatch.setattr(hub, "check_reachable", lambda asker: None)
-
-    def push(repo, *flags, run=final):
-        export.main(
-            [run, "--output_dir", str(tmp_path / repo.replace("/", "-")), "--push", repo, "--check", "false", *flags]
-        )
-
-    push("me/model")
-    assert Api.calls[0] == ("me/model", {"private": True, "exist_ok": True}) and "model.safetensors" in Api.calls[1]
-    with pytest.raises(UserError, match=r"401 for <hidden> .*is whole, the upload can be tried again"):
-        push("me/broken")
-    with pytest.raises(UserError, match=r"base is a folder of this machine.*--merge"):
-        push("me/adapter", run=str(runs["lora2"].folder))
-    with pytest.raises(UserError, match="--push not a name: "):
-        push("not a name")
-    monkeypatch.setenv("HF_HUB_OFFLINE", "1")
-    with pytest.raises(UserError, match="HF_HUB_OFFLINE is set"):
-        push("me/other")
-    monkeypatch.delenv("HF_HUB_OFFLINE")
-    token["value"] = None
-    with pytest.raises(UserError, match="there is no token of the hub"):
-        push("me/other")
-    assert "hf_secret" not in capsys.readouterr().out and not (tmp_path / "me-other").exists()
 
 
 # --- the end of an answer ---
@@ -714,23 +661,6 @@ def test_a_4bit_adapter_in_the_original_weights_is_refused(more_runs, tmp_path, 
 def test_a_pissa_checkpoint_does_not_fit_its_base(more_runs, tmp_path):
     with pytest.raises(UserError, match=r"pissa has changed the base .* only final/ is converted"):
         exported(more_runs["pissa"].folder / "checkpoint-4", tmp_path / "out")
-
-
-@pytest.mark.parametrize(
-    ("content", "texts"),
-    [
-        (b'\xef\xbb\xbf{"a": "x", "b": ["y"]}\r\n\r\n{"a": "z"}\r\n', ["x\ny", "z"]),
-        (b'[{"a": "x"}, {"a": "y"}]', ["x", "y"]),
-        (b'{"a": "x"}\n{"a": \n', ["x"]),
-        (b'{"a": "x\\ud800"}\n', ["x"]),
-    ],
-    ids=["byte order mark and empty line", "array", "broken line", "lone surrogate"],
-)
-def test_rows_to_compare_are_read_like_training_rows(tmp_path, content, texts):
-    file = tmp_path / "rows.jsonl"
-    file.write_bytes(content)
-    saved = export_source.Saved(tmp_path, facts={"arguments": {"data": {"value": ["missing.jsonl", str(file)]}}})
-    assert compare._data(saved) == texts
 
 
 @pytest.mark.parametrize("shards", [["model"], ["model-00001-of-00002", "model-00002-of-00002"]], ids=len)

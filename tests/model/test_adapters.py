@@ -110,7 +110,7 @@ def assert_reloads(name, run, relative=1e-5):
     method = {}
     if "bit" in name:
         dtype = torch.load(run.folder / "logits.pt", weights_only=True)["logits"].dtype
-        method = {"quantization_config": quantization.config(settings_of(f"--load_in_{name[0]}bit"), dtype)}
+        method = {"quantization_config": quantization.config(int(name[0]), dtype)}
     net, saved = reloaded(run, **method)
     quantization.keep_layout(net)
     with torch.no_grad():

@@ -303,7 +303,7 @@ def parse(*flags, world=1):
         ("--optim adamw_torch_4bit --zero 3", "multiples of its block"),
         ("--optim paged_adamw_8bit", "needs a GPU; use adamw_8bit"),
         ("--optim paged_adamw_32bit --zero 2", "needs a GPU"),
-        ("--optim schedule_free_adamw --zero 2", "not tested with ZeRO stage 2"),
+        ("--optim schedule_free_adamw --zero 2", "ZeRO stage 2 hands an optimizer flat slices"),
         ("--optim adamww", "did you mean adamw"),
         ("--optim sgd --optim_args momentum", "must be name=value"),
         ("--optim muon --max_grad_norm 1.0", "--max_grad_norm 0"),

@@ -200,7 +200,7 @@ def check_push(settings, seconds: float = 3.0) -> None:
     if not (settings.hub_token or get_token()):
         raise UserError("--push_to_hub: there is no token; log in with `hf auth login`, or set HF_TOKEN.")
     if why := _why_unreachable(seconds):
-        raise UserError(f"--push_to_hub: {why}; push later with `make export RUN=... PUSH=user/name`.")
+        raise UserError(f"--push_to_hub: {why}; later: `make export RUN=...`, then `hf upload USER/NAME FOLDER`.")
 
 
 def _is_offline() -> bool:

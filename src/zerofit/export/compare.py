@@ -1,19 +1,13 @@
-"""Compare an export with the trained model in a clean process, by their logits on the same rows."""
+"""Compare an export with the trained model, by their logits on the same rows."""
 
-import contextlib
-import itertools
-import json
 import math
-import os
-import subprocess
-import sys
-import tempfile
 from pathlib import Path
 
-from zerofit.base.errors import UserError
-from zerofit.base.paths import PACKAGE
-from zerofit.data import sources
-from zerofit.export import ends
+import torch
+
+from zerofit.base.errors import UserError, first_line
+from zerofit.export import ends, source
+from zerofit.model.weights import stored
 
 PROMPTS = (
     "What is the capital of France?",
@@ -34,32 +28,19 @@ INT8 = 2**-7  # LLM.int8 rounds activations too, to 8 bits
 
 
 def check(given, saved, out: Path, report: dict) -> dict | None:
-    """Compare the export with the trained model in a clean process; return None for --check false.
+    """Compare the export with the trained model; return None for --check false.
 
     Raises: UserError when the logits are further apart than the bound, or the export cannot be loaded.
     """
     if given.check == "false":
         print("  not compared with what was trained (--check false)", flush=True)
         return None
-    request = {
-        "path": str(saved.folder), "base": given.base, "remote": saved.remote, "device": given.device, "out": str(out),
-        "merged": report["merged"], "unit": _unit(given, saved, report), "bits": saved.bits,
-        "cast_to": _cast_to(given, saved, report), "ends": report["ends"],
-    }  # fmt: skip
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "asked.json"
-        file.write_text(json.dumps(request), encoding="utf-8")
-        environment = os.environ | {
-            "PYTHONPATH": os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
-        }
-        process = subprocess.run(
-            [sys.executable, "-m", "zerofit", "compare", str(file)],
-            capture_output=True, text=True, check=False, env=environment,
-        )  # fmt: skip
-        if process.returncode:
-            last_line = (process.stderr.strip().splitlines() or ["no message"])[-1]
-            raise UserError(f"{out.name}: the export could not be compared ({last_line[:300]}); nothing is kept.")
-        result = json.loads((Path(folder) / "result.json").read_text(encoding="utf-8"))
+    unit = _unit(given, saved, report)
+    try:
+        result = _compare(given, saved, out, report, unit)
+    except Exception as error:  # whatever transformers, peft or torch meet in the folder
+        reason = f"{type(error).__name__}: {first_line(error)}"
+        raise UserError(f"{out.name}: the export could not be compared ({reason[:300]}); nothing is kept.") from error
     print(f"  reloaded and compared: {sentence(result)}", flush=True)
     if not result["agrees"]:
         fix = f" (rounding to {report['dtype']}? --dtype float32 does without)" if report["dtype"] != "float32" else ""
@@ -73,7 +54,7 @@ def check(given, saved, out: Path, report: dict) -> dict | None:
         )
     if said := ends.sentence(result["generated"], report["ends"]):
         print(f"  {said}", flush=True)
-    if request["unit"] > UNIT["float32"] and (note := _much_rounding(result)):
+    if unit > UNIT["float32"] and (note := _much_rounding(result)):
         report["notes"].append(note)
         print(f"  note: {note}", flush=True)
     return result
@@ -96,8 +77,6 @@ def _much_rounding(result: dict) -> str:
 
 def _unit(given, saved, report: dict) -> float:
     """Return the coarsest rounding between what was trained and the export; 0 for none."""
-    import torch
-
     if saved.weights and not report["merged"] and not report["masters"] and given.dtype in (None, saved.dtype):
         return 0.0
     if saved.bits == 8 and report["merged"]:
@@ -110,13 +89,11 @@ def _unit(given, saved, report: dict) -> float:
     return max(UNIT[str(name).removeprefix("torch.")] for name in dtypes)
 
 
-def _cast_to(given, saved, report: dict) -> str:
-    """Return the dtype in which files must agree bit for bit: masters rounded, else saved weights cast."""
-    if report["merged"] or not saved.weights:
-        return ""
+def _cast_to(given, saved, report: dict) -> torch.dtype | None:
+    """Return the dtype in which files must agree bit for bit: masters rounded, else saved weights cast; None: as is."""
     if given.dtype is None:
-        return "as saved"
-    return str(saved.dtype).removeprefix("torch.") if report["masters"] else report["dtype"]
+        return None
+    return saved.dtype if report["masters"] else getattr(torch, report["dtype"])
 
 
 def sentence(result: dict) -> str:
@@ -130,50 +107,42 @@ def sentence(result: dict) -> str:
     return f"{text} on {result['tokens']} tokens of {result['rows']} rows{differing}"
 
 
-# --- the clean process ---
+# --- the comparison ---
 
 
-def main(argv: list[str]) -> None:
-    import torch
-
-    from zerofit.base import log_filters
-    from zerofit.export import source
-
-    log_filters.libraries()
-    (file,) = argv
-    request = json.loads(Path(file).read_text(encoding="utf-8"))
-    trained = source.find(request["path"], request["base"], request["remote"])
-    exact = request["unit"] == 0
-    rows = _rows(trained)
-    model = _aligned(source.load(trained, request["device"]), exact or trained.bits)
+def _compare(given, saved, out: Path, report: dict, unit: float) -> dict:
+    """Load what was trained, then the export, one after the other; return the differences of their logits."""
+    exact, merged = unit == 0, report["merged"]
+    samples = ends.samples(saved, tokenizer := source.tokenizer(saved))
+    rows = _rows(tokenizer, samples)
+    model = _aligned(source.load(saved, given.device), exact or saved.bits)
     layers = model.config.get_text_config().num_hidden_layers
-    rows = rows or [list(range(n)) for n in (8, 16)]  # without a tokenizer
     before = _logits(model, rows)
     effect = 0.0
-    if request["merged"]:
+    if merged:
         with model.disable_adapter():
             effect = _mean([a - b for a, b in zip(before, _logits(model, rows), strict=True)])
     del model
-    exported = source.find(request["out"], trained.base, request["remote"])
-    exported.facts = trained.facts if exported.adapter else {}  # tells how its base is quantized
-    model = _aligned(source.load(exported, request["device"]), exact or exported.bits)
+    exported = source.find(str(out), saved.base, saved.remote)
+    exported.facts = saved.facts if exported.adapter else {}  # tells how its base is quantized
+    model = _aligned(source.load(exported, given.device), exact or exported.bits)
     after = _logits(model, rows)
     differences = [a - b for a, b in zip(after, before, strict=True)]
     all_logits = torch.cat([row.flatten() for row in before])
     deviation = all_logits.std().item()
     largest = max(row.abs().max().item() for row in differences)  # a NaN fails the comparison with the bound
     result = {
-        "exact": exact, "merged": request["merged"], "max": largest, "mean": _mean(differences), "deviation": deviation,
+        "exact": exact, "merged": merged, "max": largest, "mean": _mean(differences), "deviation": deviation,
         "effect": effect, "rows": len(rows), "tokens": sum(map(len, rows)),
-        **_bounds(request["unit"], layers, deviation, all_logits.abs().max().item(), request["merged"]),
+        **_bounds(unit, layers, deviation, all_logits.abs().max().item(), merged),
     }  # fmt: skip
-    result["generated"] = ends.generate(model, trained, source.tokenizer(exported), request["ends"])
-    if request["cast_to"]:
-        result["differing"] = _differing(trained, exported, getattr(torch, request["cast_to"], None))
+    result["generated"] = ends.generate(model, samples, source.tokenizer(exported), report["ends"])
+    if not merged and saved.weights:
+        result["differing"] = _differing(saved, exported, _cast_to(given, saved, report))
     result["agrees"] = bool(
         largest <= result["bound_max"] and result["mean"] <= result["bound_mean"] and not result.get("differing")
     )
-    (Path(file).parent / "result.json").write_text(json.dumps(result), encoding="utf-8")
+    return result
 
 
 def _bounds(unit: float, layers: int, deviation: float, scale: float, merged: bool) -> dict[str, float]:
@@ -192,8 +161,6 @@ def _bounds(unit: float, layers: int, deviation: float, scale: float, merged: bo
 
 def _aligned(net, as_it_is: bool):
     """Copy mapped weights to aligned memory, so that sums keep their order; in fp32 unless `as_it_is`."""
-    import torch
-
     if not as_it_is:
         net = net.float()
     with torch.no_grad():
@@ -204,8 +171,6 @@ def _aligned(net, as_it_is: bool):
 
 
 def _logits(net, rows: list[list[int]]) -> list:
-    import torch
-
     with torch.no_grad():
         return [
             net(input_ids=torch.tensor([row], device=net.device), use_cache=False).logits[0].float().cpu()
@@ -217,36 +182,12 @@ def _mean(rows: list) -> float:
     return sum(row.abs().sum().item() for row in rows) / sum(row.numel() for row in rows)
 
 
-def _rows(saved) -> list[list[int]]:
-    """Return token ids of the prompts and of rows of the run's data, if it still exists."""
-    from zerofit.export import source
-
-    tokenizer = source.tokenizer(saved)
+def _rows(tokenizer, samples: list) -> list[list[int]]:
+    """Return token ids of the prompts and of the first rows of the run's data."""
     if tokenizer is None:
-        return []
-    texts = [*PROMPTS, *_data(saved)]
-    return [ids[:TOKENS] for text in texts if (ids := tokenizer(text)["input_ids"])]
-
-
-def _data(saved) -> list[str]:
-    """Return the texts of the first rows of the run's first JSONL file; fewer where rows cannot be read."""
-    texts = []
-    for name in saved.argument("data") or []:
-        path = Path(name).expanduser()
-        if path.is_file() and path.suffix == ".jsonl":
-            with contextlib.suppress(UserError):  # training may have left out a broken line: --bad_rows drop
-                for _, row in itertools.islice(sources.read_rows(sources.Source(path)), ROWS):
-                    text = "\n".join(_texts(row))
-                    texts.append(text.encode("utf-8", "ignore").decode())  # a lone surrogate is no text to tokenizers
-            break
-    return texts
-
-
-def _texts(value) -> list[str]:
-    if isinstance(value, str):
-        return [value]
-    parts = value.values() if isinstance(value, dict) else value if isinstance(value, list) else ()
-    return [text for part in parts for text in _texts(part)]
+        return [list(range(n)) for n in (8, 16)]
+    prompts = [tokenizer(text)["input_ids"] for text in PROMPTS]
+    return [ids[:TOKENS] for ids in (*prompts, *(prompt + answer for prompt, answer in samples[:ROWS])) if ids]
 
 
 def _differing(saved, exported, dtype) -> str:
@@ -255,10 +196,6 @@ def _differing(saved, exported, dtype) -> str:
     The logits of a few rows do not use every row of an embedding.
     Args: dtype: both sides are rounded to it; None compares them as they are.
     """
-    import torch
-
-    from zerofit.model.weights import stored
-
     original, written = stored.Weights(saved.folder), stored.Weights(exported.folder)
     for name in original.where:
         tensor = written.get(name)

@@ -4,14 +4,14 @@ import contextlib
 import itertools
 import json
 from pathlib import Path
-from types import SimpleNamespace
 
 from zerofit.base.errors import UserError, printable
 from zerofit.data import encoding, end_tokens, reading, sources
 from zerofit.job import program, run_folder
+from zerofit.job.settings import Settings
 from zerofit.model import generation
 
-LOOKED_AT = 64  # rows of the run's data, of which the one with the shortest answer is tried
+LOOKED_AT = 64  # rows of the run's data
 
 MOST_TOKENS = 128  # generated at most
 
@@ -36,16 +36,18 @@ def write(saved, out: Path, tokenizer) -> dict[str, int]:
     return dict(zip(ends.words, ends.ids, strict=True))
 
 
-def generate(model, saved, tokenizer, ends: dict[str, int]) -> dict:
-    """Generate an answer to a row of the run's data with the model's own generation_config; return what came."""
+def generate(model, samples: list[tuple[list[int], list[int]]], tokenizer, ends: dict[str, int]) -> dict:
+    """Generate an answer to a row of the run's data with the model's own generation_config; return what came.
+
+    Args: samples: (prompt, answer) of rows, of which the one with the shortest answer is tried.
+    """
     stops = generation.ids_of(model.generation_config.eos_token_id)
     result = {"missing": [word for word, i in ends.items() if i not in stops], "answer": None}
-    sample = _sample(saved, tokenizer) if ends else None
-    if sample is None:
+    if not ends or not samples:
         return result
     import torch
 
-    prompt, answer = sample
+    prompt, answer = min(samples, key=lambda sample: len(sample[1]))
     ids = torch.tensor([prompt], device=model.device)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     with torch.no_grad():
@@ -57,25 +59,24 @@ def generate(model, saved, tokenizer, ends: dict[str, int]) -> dict:
     return result | {"answer": tokenizer.decode(output, skip_special_tokens=True), "end": end, "tokens": len(output)}
 
 
-def _sample(saved, tokenizer) -> tuple[list[int], list[int]] | None:
-    """Return (prompt, shortest answer) of the first rows of the run's first local data file; None without one."""
-    settings = SimpleNamespace(
-        recipe=program.recipe_of(program.DEFAULT),  # a run folder chooses no recipe, and so no formats of one's own
-        columns=saved.argument("columns"), data_format=saved.argument("data_format") or "auto", bad_rows="drop",
-        documents_per_row=2 if run_folder.trained_on_pairs(saved.facts) else 1, max_length=1 << 30,
-        truncation="truncate_right",
-    )  # fmt: skip
+def samples(saved, tokenizer) -> list[tuple[list[int], list[int]]]:
+    """Return (prompt, answer) of the first rows of the run's first local data file, as far as they can be read."""
+    # A run folder chooses no recipe, and so no formats of one's own.
+    recipe = program.kit()["dpo" if run_folder.trained_on_pairs(saved.facts) else program.DEFAULT]
+    values = {"bad_rows": "drop", "max_length": 1 << 30, "truncation": "truncate_right"}
+    values |= {"columns": saved.argument("columns"), "data_format": saved.argument("data_format") or "auto"}
+    settings = Settings(recipe, values, {}, 1)
     path = next((p for name in saved.argument("data") or [] if (p := Path(name).expanduser()).is_file()), None)
-    if path is None or not tokenizer.chat_template:
-        return None
-    samples = []
+    if path is None or tokenizer is None or not tokenizer.chat_template:
+        return []
+    found = []
     with contextlib.suppress(UserError, OSError):  # e.g. the file is another one by now
         kind, rows = reading.kind_of(reading.read(sources.Source(path), settings), settings)
         raw = [(*row, kind) for row in itertools.islice(rows, LOOKED_AT)]
         for row in filter(None, reading.tokenized(raw, settings, encoding.Encoder(tokenizer), reading.ReadingReport())):
             stop = row[2][0] if len(row) == 3 else None  # of a pair, the chosen side
-            samples.append(generation.prompt_and_answer({"input_ids": row[0][:stop], "labels": row[1][:stop]}))
-    return min(samples, key=lambda sample: len(sample[1]), default=None)
+            found.append(generation.prompt_and_answer({"input_ids": row[0][:stop], "labels": row[1][:stop]}))
+    return found
 
 
 def sentence(result: dict, ends: dict[str, int]) -> str:

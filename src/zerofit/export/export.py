@@ -12,7 +12,7 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 
-from zerofit.base.errors import UserError, first_line
+from zerofit.base.errors import UserError
 from zerofit.base.paths import nearest_existing
 from zerofit.checkpoint import integrity, zero_shards
 from zerofit.export import card, compare, ends, merge, source
@@ -41,7 +41,6 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--merge", action="store_true", help="add an adapter into its base")
     parser.add_argument("--dtype", choices=DTYPES, default=None, metavar="float32|bf16|fp16", help="default: as saved")
     parser.add_argument("--output_dir", default="", help="default: RUN/export, or RUN/export-merged")
-    parser.add_argument("--push", default="", metavar="USER/NAME", help="upload it to the hub, private")
     parser.add_argument("--base", default="", help="the adapter's base, where it has moved")
     parser.add_argument("--max_shard_size", default="5GB")
     parser.add_argument("--check", choices=("true", "false"), default="true", help="compare with what was trained")
@@ -53,8 +52,6 @@ def main(argv: list[str]) -> None:
     _check_asked(args, saved)
     _check_links(args, saved)
     out = _choose_out(args, saved)
-    if args.push:
-        _check_push(args.push, saved, args.merge)
     tmp_folder = out.with_name(out.name + ASIDE)
     shutil.rmtree(tmp_folder, ignore_errors=True)
     if tmp_folder.is_symlink():  # rmtree leaves it, and what it leads to
@@ -68,8 +65,6 @@ def main(argv: list[str]) -> None:
     finally:
         shutil.rmtree(tmp_folder, ignore_errors=True)
     print(f"{'adapter' if done['adapter'] else 'model'}: {out}", flush=True)
-    if args.push:
-        _push(out, args.push)
 
 
 def _check_asked(given, saved) -> None:
@@ -86,13 +81,13 @@ def _check_asked(given, saved) -> None:
 def _check_links(given, saved) -> None:
     """Refuse links that lead out of a folder of which files are copied: a foreign one may name any file of this user.
 
-    Weights are no such file unless they are uploaded; many keep them on another disk. Raises: UserError.
+    Weights are read as such, and many keep them on another disk. Raises: UserError.
     """
     for folder in filter(None, (saved.folder, saved.base if given.merge else "")):
         top = Path(folder).resolve()
         own = [top, *([top.parents[1] / "blobs"] if top.parent.name == "snapshots" else [])]  # the Hub's cache
-        copied = ["*"] if given.push else [*SMALL, "*.json"]
-        for file in (file for pattern in copied for found in top.glob(pattern) for file in (found, *found.rglob("*"))):
+        copied = (found for pattern in (*SMALL, "*.json") for found in top.glob(pattern))
+        for file in (file for found in copied for file in (found, *found.rglob("*"))):
             target = Path(os.path.realpath(file))
             if not any(target.is_relative_to(place) for place in own):
                 raise UserError(
@@ -352,48 +347,3 @@ def _check_complete(saved, names: set[str]) -> None:
             f"{saved.folder}: has no model.safetensors, and its shards lack {missing[0]} and {len(missing) - 1} more "
             "(DeepSpeed's shards hold what is trained); save the whole model with trainer.save_model()."
         )
-
-
-# --- the hub ---
-
-
-def _check_push(repo: str, saved, merged: bool) -> None:
-    """Check before the work what would make the upload fail after it. Raises: UserError."""
-    from huggingface_hub import get_token
-    from huggingface_hub.utils import HFValidationError, validate_repo_id
-
-    from zerofit.base import hub
-
-    try:
-        validate_repo_id(repo)
-    except HFValidationError as error:
-        raise UserError(f"--push {repo}: {first_line(error)}") from None
-    if os.environ.get("HF_HUB_OFFLINE", "").upper() in ("1", "ON", "YES", "TRUE"):
-        raise UserError(f"--push {repo}: HF_HUB_OFFLINE is set, so nothing can be uploaded; unset it.")
-    if not get_token():
-        raise UserError(f"--push {repo}: there is no token of the hub; run `hf auth login`, or set HF_TOKEN.")
-    if saved.adapter and not merged and Path(_shown_base(saved)).is_absolute():
-        raise UserError(
-            f"--push {repo}: the adapter's base is a folder of this machine, where nobody else finds it; push it with "
-            "--merge."
-        )
-    try:
-        hub.check_reachable(f"--push {repo}")
-    except UserError:
-        raise UserError(
-            f"--push {repo}: the hub cannot be reached from here; leave --push out and upload the folder later."
-        ) from None
-
-
-def _push(out: Path, repo: str) -> None:
-    """Upload the folder to a private repository. Raises: UserError, without the token in its message."""
-    from huggingface_hub import HfApi, get_token
-
-    try:
-        api = HfApi()
-        api.create_repo(repo, private=True, exist_ok=True)
-        api.upload_folder(repo_id=repo, folder_path=out, commit_message="zerofit export")
-    except (OSError, ValueError, RuntimeError) as error:
-        reason = " ".join(str(error).split()).replace(get_token() or "\0", "<hidden>")
-        raise UserError(f"--push {repo}: {reason[:300]} ({out} is whole, the upload can be tried again).") from None
-    print(f"uploaded to {repo}", flush=True)

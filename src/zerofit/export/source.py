@@ -4,7 +4,6 @@ import json
 import re
 from dataclasses import dataclass, field
 from pathlib import Path
-from types import SimpleNamespace
 
 import torch
 
@@ -12,7 +11,8 @@ from zerofit.base import hub
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import integrity, pickles, zero_shards
 from zerofit.checkpoint.facts import is_of_this_kit, read_facts
-from zerofit.job import run_folder
+from zerofit.job import program, run_folder
+from zerofit.job.settings import Settings
 from zerofit.model import adapters, quantization
 from zerofit.model.load import model_fingerprint
 from zerofit.model.weights import adapter, complete, files, stored
@@ -158,18 +158,13 @@ def _of_run(run: Path, facts: dict) -> Path:
 
 def _check_whole(saved: Saved) -> None:
     """Refuse damaged files: by hash if zerofit saved them, else by length. Raises: UserError."""
-    from safetensors import SafetensorError, safe_open
-
     folder = saved.folder
     is_ours = folder.name.startswith("checkpoint-") and is_of_this_kit(folder.parent)
     if (is_ours or read_facts(folder) is not None) and (reason := integrity.damage(folder)):
         raise UserError(f"{folder}: is no whole checkpoint: {reason}; name another one.")
     for file in folder.glob("*.safetensors"):
-        try:
-            with safe_open(file, "pt"):
-                pass
-        except (SafetensorError, OSError):
-            raise UserError(f"{file}: is not whole; name another checkpoint.") from None
+        if reason := files.damage(file):
+            raise UserError(f"{file}: is not whole ({reason}); name another checkpoint.")
     for index in folder.glob("*.index.json"):
         shard_names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         if outside := [name for name in shard_names if Path(str(name)).name != name]:
@@ -218,7 +213,7 @@ def _check_base(saved: Saved, base: Path, place: str) -> None:
         )
     folders = [saved.folder, *reversed(run_folder.checkpoints(saved.run).values())] if saved.run else [saved.folder]
     known = next((facts for folder in folders if (facts := read_facts(folder))), {})
-    if known and _comparable(saved) and known["fingerprints"]["model"] != model_fingerprint(_as_settings(saved, base)):
+    if known and _comparable(saved) and known["fingerprints"]["model"] != _fingerprint(saved, base):
         raise UserError(
             f"{place}: is not the model that this adapter was trained on (its hash is another); name it with --base."
         )
@@ -244,8 +239,9 @@ def _comparable(saved: Saved) -> bool:
     return local and saved.facts.get("versions", {}).get("transformers") == __version__
 
 
-def _as_settings(saved: Saved, base: Path) -> SimpleNamespace:
-    return SimpleNamespace(model=str(base), model_revision=None, trust_remote_code=saved.remote, random_init=False)
+def _fingerprint(saved: Saved, base: Path) -> str:
+    values = {"model": str(base), "model_revision": None, "trust_remote_code": saved.remote, "random_init": False}
+    return model_fingerprint(Settings(program.recipe_of(program.DEFAULT), values, {}, 1))
 
 
 # --- loading ---
@@ -291,8 +287,7 @@ def load_base(saved: Saved, device: str = "cpu"):
     """Load an adapter's base, with embedding rows for the adapter's tokens."""
     dtype, options = saved.base_dtype or "auto", {}
     if saved.bits:
-        values = {f"load_in_{saved.bits}bit": True}
-        options["quantization_config"] = quantization.config(SimpleNamespace(values=values), dtype)
+        options["quantization_config"] = quantization.config(saved.bits, dtype)
     model = _model(Path(saved.base), saved, dtype, device, **options)
     if saved.bits:
         quantization.keep_layout(model)

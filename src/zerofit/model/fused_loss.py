@@ -252,7 +252,8 @@ def logit_form(base, head) -> tuple[float, float | None]:
 
     The layers return zeros and the head test logits from -60 to 60; the loss function must receive cap tanh(scale x /
     cap). A second run with logits of width 0 must give the same loss, which shows that only the loss function reads
-    them. No weight is used, so the model may be on the meta device or sharded by ZeRO-3.
+    them. No weight is used, so the model may be on the meta device or sharded by ZeRO-3. (The keys of config.json do
+    not tell: Granite divides by `logits_scaling`, HyperCLOVA X multiplies by it.)
     Raises: NotFused if the forward does anything else.
     """
     grid = torch.linspace(-60, 60, 2 * head.out_features, dtype=torch.float64).view(1, 2, -1)

@@ -6,7 +6,6 @@ import json
 import math
 import os
 import re
-import struct
 from pathlib import Path
 
 from zerofit.base import hub
@@ -221,8 +220,8 @@ def _load_weights(settings, dtype, kwargs: dict):
     place, folder = f"--model {settings.model}", weight_files(settings)
     unpacked = complete.unpacked(load_config(settings))
     kwargs |= unpacked
-    if quantization.bits(settings):
-        kwargs["quantization_config"] = quantization.config(settings, dtype)
+    if bits := quantization.bits(settings):
+        kwargs["quantization_config"] = quantization.config(bits, dtype)
     try:
         with complete.without_report():
             model, info = _load(
@@ -330,9 +329,7 @@ def verify_saved(folder: Path, numel: int) -> None:
     """
     saved = 0
     for file in sorted(Path(folder).glob("*.safetensors")):
-        with file.open("rb") as f:
-            header = json.loads(f.read(struct.unpack("<Q", f.read(8))[0]))
-        for name, entry in header.items():
+        for name, entry in files.read_header(file).items():
             size = 0 if name == "__metadata__" else math.prod(entry["shape"])
             if name != "__metadata__" and size == 0:
                 raise RuntimeError(f"{file}: {name} was saved empty.")

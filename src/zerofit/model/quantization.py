@@ -52,15 +52,15 @@ def resolve_for_model(settings, config) -> None:
     settings.decisions.append("base weights: the files are MXFP4, unpacked for training to about 4 times their size")
 
 
-def config(settings, dtype):
+def config(width: int, dtype):
     """Return the BitsAndBytesConfig: NF4 with double quantization, or LLM.int8.
 
-    Args: dtype: of the matrix products, and of the storage of packed weights: ZeRO-3 partitions these only in the
-        dtype of the other parameters.
+    Args: width: 4 or 8 bits; dtype: of the matrix products, and of the storage of packed weights: ZeRO-3 partitions
+        these only in the dtype of the other parameters.
     """
     from transformers import BitsAndBytesConfig
 
-    if bits(settings) == 8:
+    if width == 8:
         return BitsAndBytesConfig(load_in_8bit=True)
     return BitsAndBytesConfig(
         load_in_4bit=True,

@@ -171,7 +171,10 @@ def _choose_unlisted(settings, name: str) -> None:
         )
     if settings.zero != 0:
         listed = ", ".join(n for n, e in OPTIMIZERS.items() if str(settings.zero) in e.stages)
-        raise UserError(f"--optim {name}: is not tested with ZeRO stage {settings.zero}; tested are {listed}.")
+        raise UserError(
+            f"--optim {name}: ZeRO stage {settings.zero} hands an optimizer flat slices of its parameters, and whether "
+            f"this one computes the same with them is not known; use --zero 0, or {listed}."
+        )
     settings.decisions.append(f"optim {name}: transformers knows it, but it is not tested here")
 
 

@@ -44,7 +44,7 @@ CONFLICTS = (
         "no rank has the whole model to generate with",
         "use --num_samples 0 (`zerofit chat` later)",
     ),
-    Conflict("push_to_hub", (True,), "the stages write their files by themselves", "push with `zerofit export --push`"),
+    Conflict("push_to_hub", (True,), "the stages write their files by themselves", "upload it with `hf upload`"),
     Conflict("label_smoothing_factor", None, "the last stage computes the plain loss", "leave it out"),
     Conflict("neftune_noise_alpha", None, "its hook needs the embedding, which one stage has", "leave it out"),
     Conflict(

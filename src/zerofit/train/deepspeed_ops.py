@@ -102,22 +102,16 @@ def _make(folder: Path) -> None:
 def clear_stale_lock(folder: Path, ours: bool) -> None:
     """Delete the `lock` file of a build that was killed, which PyTorch would wait for forever.
 
-    In zerofit's own folder every builder holds an operating-system lock first, so the file is stale. Elsewhere it is
-    stale if it is a minute old and no process has the folder as its working directory.
-    Raises: UserError when another program may still be building there.
+    In zerofit's own folder every builder holds an operating-system lock first, so the file is stale.
+    Raises: UserError in another folder, where a program may still be building.
     """
-    import psutil
-
     lock = folder / "lock"
     if not lock.exists():
         return
-    building = []
-    for process in [] if ours else psutil.process_iter(["pid", "cwd"]):
-        if process.info["cwd"] == str(folder.resolve()):
-            building.append(process.info["pid"])
-    if building:
-        raise UserError(f"{lock}: process {building[0]} is compiling there; wait for it, or set TORCH_EXTENSIONS_DIR.")
-    if not ours and time.time() - lock.stat().st_mtime < 60:
-        raise UserError(f"{lock}: another program may have just begun to compile; try again in a minute.")
+    if not ours:
+        raise UserError(
+            f"{lock}: another program compiles there, or one that was killed has left it, for which PyTorch would wait "
+            "forever: remove it if none does, or leave TORCH_EXTENSIONS_DIR out."
+        )
     lock.unlink(missing_ok=True)
     print(f"removed {lock}: a build that was killed left it, and every later start would wait for it", flush=True)

@@ -75,6 +75,7 @@ def _by_headers(folder: Path, place: str, remote: bool) -> Names | None:
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+    from transformers.modeling_utils import str_to_torch_dtype
 
     unset_hf_deepspeed_config()  # one of an earlier run in this process would shard the model
     try:
@@ -82,7 +83,7 @@ def _by_headers(folder: Path, place: str, remote: bool) -> Names | None:
         with torch.device("meta"):
             model_class = type(AutoModelForCausalLM.from_config(config, trust_remote_code=remote))
             tensors = {
-                name: torch.empty(entry["shape"], dtype=_dtype(entry["dtype"]))
+                name: torch.empty(entry["shape"], dtype=str_to_torch_dtype.get(entry["dtype"], torch.uint8))
                 for file in files.of_model(folder, place)
                 for name, entry in files.read_header(file).items()
                 if name != "__metadata__"
@@ -100,16 +101,6 @@ def _by_headers(folder: Path, place: str, remote: bool) -> Names | None:
     except Exception:  # a conversion that needs values, or a class that cannot be built so: loading itself decides
         return None
     return of_loaded(model, info)
-
-
-def _dtype(name: str):
-    """Return torch's dtype of a safetensors header; of one that torch does not have, bytes."""
-    import torch
-
-    names = {"F64": "float64", "F32": "float32", "F16": "float16", "BF16": "bfloat16", "F8_E4M3": "float8_e4m3fn",
-             "F8_E5M2": "float8_e5m2", "I64": "int64", "I32": "int32", "I16": "int16", "I8": "int8",
-             "BOOL": "bool"}  # fmt: skip
-    return getattr(torch, names.get(name, "uint8"))
 
 
 def unpacked(config) -> dict:
