@@ -194,7 +194,7 @@ def test_what_a_site_edits_in_the_template_is_in_every_manifest(monkeypatch, tmp
     monkeypatch.setattr(kubernetes, "PROJECT", tmp_path)
     found = json.dumps(rendered(capsys, "--nodes", "2", "recipes/sft.py"))
     assert '"--output_dir", "/ckpt/demo"' in found and found.count('"claimName": "claim"') == 1
-    assert found.count('"name": "keys"') == 3 and found.count('"nodeSelector": {"pool": "gpu"}') == 1
+    assert found.count('"name": "keys"') == 2 and found.count('"nodeSelector": {"pool": "gpu"}') == 1
 
 
 def test_the_cpu_needs_no_gpu(capsys):

@@ -144,7 +144,7 @@ def test_the_words_reach_every_machine_as_they_were(printed, bash, tmp_path):
     assert code == 0
     assert json.loads(output) == [
         "-m", "zerofit", "launch", "--node_rank", "1", "--gpus", "4", "--nnodes", "2", "--master_addr", "node7",
-        "--port", "20014", "--join_timeout", "600", "--interface", "", str(ROOT / RECIPE), "--zero", "3",
+        "--port", "20014", "--join_timeout", "600", str(ROOT / RECIPE), "--zero", "3",
         "--run_name", odd, "--output_dir", str(tmp_path / odd), "--resume_from_checkpoint", "auto",
     ]  # fmt: skip
     srun = next(words for words in said if words[0] == "srun")
