@@ -525,6 +525,7 @@ def pipeline_seconds(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> flo
 def checkpoint_bytes(trainable: int, parameters: int) -> float:
     """Return the bytes of one checkpoint of all ranks.
 
-    16-bit weights (an adapter's without its base), and fp32 master and Adam's two states of the trainable
-    parameters."""
+    16-bit weights (an adapter's without its base), and fp32 master and Adam's two states of the trainable parameters.
+    An upper bound for full fine-tuning at ZeRO-3, which writes 16-bit weights into few checkpoints (save.py).
+    """
     return 2.0 * (parameters if trainable == parameters else trainable) + 12.0 * trainable
