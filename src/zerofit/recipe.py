@@ -96,7 +96,8 @@ def start_processes(settings: Settings, train_set, eval_set):
     nvme.reserve_folder(settings)
     if distributed.rank() == 0 and not rank_status.folder():  # else the supervisor has locked it
         run_folder.claim_folder(settings)
-    settings.started_by, folder = restart.starters(), None
+    settings.started_by = restart.starters()
+    folder = None
     if distributed.rank() == 0:
         restart.go_on(settings)
         upload.fetch(settings)

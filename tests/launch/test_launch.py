@@ -556,7 +556,7 @@ def test_the_arguments_are_shown_by_group(tmp_path):
     )
     lines = text.splitlines()
     headings = [line.strip() for line in lines if line.startswith(" ") and not line.startswith("  ")]
-    assert headings == ["run", "supervision", "offload", "model", "data", "memory", "optimizer", "lora", "transformers"]
+    assert headings == ["run", "supervision", "model", "data", "memory", "optimizer", "lora", "transformers"]
     assert re.search(r"^  warmup_steps +0\.03 of all steps +default$", text, re.M)
     assert re.search(r"^  effective_batch_size +32 +default$", text, re.M)
     assert f"  note: --data {missing}: no such file or folder." in lines

@@ -297,8 +297,7 @@ def test_eager_is_refused_for_packed_rows():
 
 @pytest.mark.parametrize("name", ["flex_attention", "flash_attention_3"])
 def test_dropout_is_never_left_out(name):
-    found = settings()
-    found.attn_implementation = name
+    found = settings().replace(attn_implementation=name)
     attention.resolve_for_model(found, LlamaConfig(**SHAPE))
     with pytest.raises(UserError, match=r"has no dropout, and the model's config.json has attention_dropout 0.1"):
         attention.resolve_for_model(found, LlamaConfig(**SHAPE, attention_dropout=0.1))

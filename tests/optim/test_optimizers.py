@@ -440,9 +440,9 @@ def test_skipped_steps_of_stage_0_reach_the_log():
     )  # fmt: skip
     reporter = progress.Reporter(trainer)
     args, state = SimpleNamespace(save_strategy="no"), SimpleNamespace(global_step=1, max_steps=9)
-    reporter.on_step_end(args, state, SimpleNamespace())
+    reporter.on_step_end(args, state, SimpleNamespace(should_log=False))
     trainer.accelerator.optimizer_step_was_skipped = False
-    reporter.on_step_end(args, state, SimpleNamespace())
+    reporter.on_step_end(args, state, SimpleNamespace(should_log=False))
     assert reporter.skipped_steps == 1
 
 

@@ -1476,7 +1476,7 @@ def test_a_launch_recomputes_no_more_than_it_must(sizes, flags, expandable, monk
     assert chosen == flags and plan["peak_bytes"] <= plan["limit_bytes"]
     said = capsys.readouterr().out
     assert ("(--gradient_checkpointing true) would take about 1." in said) is bool(flags) and "plan: fits" in said
-    words = command_line.put(on_a_gpu(*SMALL_ROWS).flags, **chosen)
+    words = command_line.put(on_a_gpu(*SMALL_ROWS).request.flags(), **chosen)
     settings = resolve.resolve_settings("sft", words, 8, GPU)
     assert settings.source["gradient_checkpointing"] == ("plan" if flags else "default")
     assert any("by simulation; recomputing" in sentence for sentence in settings.decisions) is bool(flags)
