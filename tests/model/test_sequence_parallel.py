@@ -1,7 +1,6 @@
 """--sp_size: ranks that split rows compute what one rank computes for whole rows."""
 
 import json
-from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,10 +11,8 @@ from zerofit.base.errors import UserError
 from zerofit.checkpoint import next_settings
 from zerofit.commands import resume
 from zerofit.config import parse, resolve
-from zerofit.data.batches import EpochSampler
 from zerofit.model import attention
 from zerofit.parallel import sequence_parallel
-from zerofit.train import nan_guard
 
 # --- the whole runs ---
 
@@ -231,16 +228,6 @@ def test_what_is_refused_before_anything_loads(flags, said):
     with pytest.raises(UserError) as error:
         settings_of(*flags, recipe="lora" if "--adapter" in flags else "sft")
     assert str(error.value).startswith(said) and str(error.value).count(". ") == 0
-
-
-def test_rows_of_a_step_are_shared_by_a_group():
-    trainer = SimpleNamespace(
-        tokens=SimpleNamespace(stream=None), args=SimpleNamespace(per_device_train_batch_size=1, world_size=4),
-        settings=SimpleNamespace(data_rank=lambda rank: rank // 2, data_ranks=2),
-        train_sampler=EpochSampler(4, 4, None),
-        train_dataset=SimpleNamespace(sequences=range(4)), state=SimpleNamespace(global_step=1),
-    )  # fmt: skip
-    assert nan_guard.rows_of_step(trainer) == [[[0], [2]], [[0], [2]], [[1], [3]], [[1], [3]]]
 
 
 def test_a_resumed_run_keeps_its_effective_batch():

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world
+from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world, runs_slow, slow_but
 
 from zerofit.checkpoint import background, integrity, pickles
 from zerofit.checkpoint.facts import ASIDE, read_facts
@@ -25,13 +25,15 @@ KINDS = {
     "1": ("sft", ["--zero", "1"]), "2": ("sft", ["--zero", "2", "--bf16", "true"]), "3": ("sft", ["--zero", "3"]),
     "lora": ("lora", ["--zero", "3", "--bf16", "true"]), "offload": ("sft", ["--zero", "2", "--offload", "optimizer"]),
 }  # fmt: skip
+SHORT = ("3",)  # without slow tests
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(request, tmp_path_factory):
     """Two ranks: without, with, and gone on from a checkpoint that a thread has written."""
     folder, cases = tmp_path_factory.mktemp("background"), {}
-    for name, (recipe, more) in KINDS.items():
+    for name in KINDS if runs_slow(request) else SHORT:
+        recipe, more = KINDS[name]
         cases[name] = recipe, [*FLAGS, *more]
         cases[f"{name}-on"] = recipe, [*FLAGS, *more, *ON]
         resumed = ["--resume_from_checkpoint", str(folder / f"{name}-on" / "checkpoint-6")]
@@ -47,7 +49,7 @@ def tensors_of(value, place: str = "") -> dict[str, torch.Tensor]:
     return {name: t for key, entry in entries for name, t in tensors_of(entry, f"{place}/{key}").items()}
 
 
-@pytest.mark.parametrize("name", KINDS)
+@pytest.mark.parametrize("name", slow_but(KINDS, SHORT))
 def test_the_same_is_saved_and_trained(runs, name):
     plain, written = runs[name], runs[f"{name}-on"]
     assert written.losses == plain.losses and runs[f"{name}-resumed"].losses == plain.losses[6:]
