@@ -38,8 +38,8 @@ EVERY_N = [2**i for i in range(13)]
 MODELS = {"8B": "llama3.1-8b", "70B": "llama3.1-70b"}
 WAYS = {"ZeRO-2": (2, 1), "ZeRO-3": (3, 1), "ZeRO-3 + hpZ": (3, NODE)}  # (stage, ranks of the second copy)
 SIMULATED = {  # numbers of GPUs that are simulated; the others are closed forms
-    ("8B", "ZeRO-2"): [2, 8, 64, 1024], ("8B", "ZeRO-3"): EVERY_N[:9], ("8B", "ZeRO-3 + hpZ"): [16, 64],
-    ("70B", "ZeRO-2"): [], ("70B", "ZeRO-3"): [8, 64], ("70B", "ZeRO-3 + hpZ"): [64],
+    ("8B", "ZeRO-2"): [2, 8, 64, 1024], ("8B", "ZeRO-3"): EVERY_N[:11], ("8B", "ZeRO-3 + hpZ"): [16, 64],
+    ("70B", "ZeRO-2"): [], ("70B", "ZeRO-3"): [8, 64, 512, 1024], ("70B", "ZeRO-3 + hpZ"): [64],
 }  # fmt: skip
 LINKS = [50, 25, 12.5, 6.25, 3.125, 1.5625]  # GB/s of a GPU to other nodes: 400 to 12.5 Gbit/s
 NETWORK_N = [16, 64, 1024]
@@ -226,7 +226,7 @@ def published() -> list[dict]:
 
 def published_table(rows: list[dict]) -> list[str]:
     several = [row["off"] for row in rows if int(row["gpus"]) > NODE]
-    lines = ["## Published runs on several nodes", "",
+    lines = ["# Published runs on several nodes", "",
              f"FSDP's full sharding, {len(several)} runs on 16 to 128 GPUs and {len(rows) - len(several)} on one node "
              "(`published/multi_node.csv` has the sources). Tokens a second of a GPU by the formula, against the "
              f"published: on several nodes median {statistics.median(several):+.0%}, from {min(several):+.0%} to "
@@ -405,7 +405,7 @@ def markdown(record: dict, gpu, about: list[str]) -> list[str]:
         calls = ", ".join(f"{n} {kind}" for kind, (n, _) in sorted(row["calls"].items()))
         cells = [f"{row['formula'] / GIB:.2f}", f"{row['sent'] / GIB:.2f}", f"{row['formula_calls']:.0f}", calls]
         lines.append(f"| {row['model']} {row['way']} | {row['gpus']} | {row['accumulation']} | {' | '.join(cells)} |")
-    lines += ["", *published_table(record["published"])]
+    lines.append("\nPublished runs on several nodes: [scaling-published.md](scaling-published.md).")
     pairs = [row for row in record["rows"] if row["by"] == "simulation"]
     worst = max(pairs, key=lambda row: abs(row["formula_bytes"] / row["peak_bytes"] - 1), default=None)
     if worst:
@@ -427,7 +427,8 @@ def main() -> None:
     given = parser.parse_args()
     gpu = plan_command._with_node_link(hardware.find(given.gpu_type), given.node_link_gbs)
     if given.published:
-        print("\n".join(published_table(published())))
+        rows = published()
+        save("scaling-published", published_table(rows), {"machine": facts(), "rows": rows})
         return
     if given.count:
         counts(gpu)
@@ -435,7 +436,7 @@ def main() -> None:
     machine = facts()
     answers = {} if given.no_simulations else simulations(gpu, given.gpu_type)
     record = {"machine": machine, "gpu": given.gpu_type, "node_gbs": gpu.node_gbs, "rows": measure(gpu, answers),
-              "published": published(), "networks": networks(gpu), "across": across_nodes(gpu), "strong": strong(gpu),
+              "networks": networks(gpu), "across": across_nodes(gpu), "strong": strong(gpu),
               "counted": [] if given.no_simulations else counts(gpu), "simulations": answers}  # fmt: skip
     lines = markdown(record, gpu, describe(machine, {"zerofit": versions()}))
     if given.no_simulations:

@@ -1,8 +1,8 @@
 """Exchange whole layers in one call, at ZeRO-3 on many ranks, where the latency of a call outweighs its bytes.
 
 transformers' "auto" makes buckets of hidden_size^2 numbers, so that each matrix of a layer has calls of its own. A
-decoder layer that is a leaf module is gathered at once, and a bucket of its size is reduced at once: about a quarter of
-the calls (docs/scaling.md).
+decoder layer that is a leaf module is gathered at once, and a bucket of its size is reduced at once: less than a
+third of the calls (docs/scaling.md).
 """
 
 from zerofit.job.settings import merge_json
