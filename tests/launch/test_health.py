@@ -16,7 +16,7 @@ def machine(tmp_path, monkeypatch):
     for device, state in (("mlx5_0", "4: ACTIVE\n"), ("mlx5_1", "1: DOWN\n")):
         (tmp_path / device / "ports" / "1").mkdir(parents=True)
         (tmp_path / device / "ports" / "1" / "state").write_text(state)
-    monkeypatch.setattr(health, "PORTS", tmp_path)
+    monkeypatch.setattr(health, "INFINIBAND", tmp_path)
     gpus = [dict(zip(health.FIELDS, cells, strict=True)) for cells in (("0", "H100", "2"), ("1", "H100", "[N/A]"))]
     monkeypatch.setattr(hardware, "nvidia_smi", lambda fields: gpus)
     return gpus, tmp_path / "mlx5_0" / "ports" / "1" / "state"

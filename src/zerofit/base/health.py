@@ -7,7 +7,7 @@ from zerofit.base import hardware
 
 FIELDS = ("index", "name", "ecc.errors.uncorrected.volatile.total")
 
-PORTS = Path("/sys/class/infiniband")
+INFINIBAND = Path("/sys/class/infiniband")  # has an entry for each InfiniBand and RoCE device
 
 
 @dataclass(frozen=True)
@@ -21,7 +21,7 @@ class Health:
 def look() -> Health:
     """Return how this node's GPUs and ports are; nothing of those that it has not."""
     counts = {f"GPU {row['index']} ({row['name']})": row[FIELDS[2]] for row in hardware.nvidia_smi(FIELDS)}
-    states = {file: file.read_text(encoding="utf-8") for file in PORTS.glob("*/ports/*/state")}
+    states = {file: file.read_text(encoding="utf-8") for file in INFINIBAND.glob("*/ports/*/state")}
     return Health(
         {gpu: int(count) if count.isdigit() else 0 for gpu, count in counts.items()},  # [N/A]: no error correction
         frozenset(f"{file.parts[-4]} port {file.parts[-2]}" for file, state in states.items() if "ACTIVE" in state),

@@ -28,7 +28,9 @@ LOOK_SECONDS = 1.0  # between looks at the clock
 
 KEPT = 30  # of a group's latest collectives, in the record of a rank that hung
 
-SUSPENDED_SECONDS = 5.0  # a look that comes this late: the process was suspended, and the clock ran on
+# A look that comes this late: the process was suspended (SIGSTOP: SLURM's gang scheduling, `docker pause`). The clock
+# of a machine runs on meanwhile, so that all its ranks would seem to hang.
+SUSPENDED_SECONDS = 5.0
 
 
 class Phases:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerofit.base import distributed
+from zerofit.base.health import INFINIBAND
 from zerofit.launch.cluster import node_options
 
 
@@ -71,7 +72,7 @@ def interfaces() -> Iterator[Finding]:
 
 def infiniband() -> list[str]:
     """Return the names of this node's InfiniBand and RoCE devices."""
-    devices = Path("/sys/class/infiniband")
+    devices = INFINIBAND
     return sorted(device.name for device in devices.iterdir()) if devices.is_dir() else []
 
 

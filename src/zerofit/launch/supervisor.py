@@ -15,6 +15,7 @@ from pathlib import Path
 
 from zerofit.base import health, rank_status
 from zerofit.base.errors import EXIT_CODES, BrokenLinks
+from zerofit.base.phases import SUSPENDED_SECONDS
 from zerofit.checkpoint import next_settings, resumable
 from zerofit.checkpoint.facts import ASIDE
 from zerofit.job import run_folder
@@ -27,10 +28,6 @@ from zerofit.report import run_page
 from zerofit.train import network_check
 
 POLL_SECONDS = 0.5
-
-# A poll that comes this late: the job was suspended (SIGSTOP: SLURM's gang scheduling, `docker pause`). The clock of a
-# machine runs on meanwhile, so that all its ranks would seem to hang.
-SUSPENDED_SECONDS = 5.0
 
 
 @dataclass

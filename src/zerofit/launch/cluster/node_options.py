@@ -10,6 +10,7 @@ from pathlib import Path
 
 from zerofit.base import distributed
 from zerofit.base.errors import UserError
+from zerofit.base.health import INFINIBAND
 
 
 def port_of(text: str) -> int:
@@ -24,8 +25,6 @@ def port_of(text: str) -> int:
 
 
 JOIN_TIMEOUT = "600"  # seconds, as torchrun's: nodes that import from one file server differ by minutes
-
-INFINIBAND = Path("/sys/class/infiniband")  # has an entry for each InfiniBand and RoCE device
 
 SITE_CONF = Path("/etc/nccl.conf")  # read by NCCL, after ~/.nccl.conf or NCCL_CONF_FILE
 
