@@ -128,7 +128,8 @@ def _watch(connection: socket.socket) -> None:
         _become(**json.loads(request))
     for stream in streams:
         os.close(stream)
-    connection.sendall(f"{program}\n".encode())
+    with suppress(BrokenPipeError):  # the client was killed meanwhile; the loop finds that out
+        connection.sendall(f"{program}\n".encode())
     connection.setblocking(False)
     while True:
         done, status = os.waitpid(program, os.WNOHANG)

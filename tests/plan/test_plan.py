@@ -580,6 +580,22 @@ def test_a_disk_is_used_when_host_memory_is_short(monkeypatch):
     assert plan.chosen is None and "of a node's host memory, of 8; --offload_path" in answer_text.nothing_fits(plan)
 
 
+def test_the_copies_of_a_save_in_the_background_are_in_host_memory(monkeypatch):
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 6))
+    flags = [*FLAGS_1B, "--per_device_train_batch_size", "1", "--zero", "3", "--offload", "none"]
+    host = {}
+    for copied in ("false", "true"):
+        for gpus in (4, 16):  # on one and on two nodes
+            asked = job([*flags, "--save_in_background", copied, "--effective_batch_size", "16"])
+            host[copied, gpus] = search.search(["sft"], asked, gpus, GPU).chosen
+    trained = host["true", 4].shape.trainable
+    for gpus, part in ((4, 1), (16, 2)):
+        more = host["true", gpus].host_of_a_node - host["false", gpus].host_of_a_node
+        assert more == pytest.approx(12 * trained / part, rel=1e-6)
+    asked = job([*flags, "--save_in_background", "true", "--effective_batch_size", "16"])
+    assert search.search(["sft"], asked, 4, GPU, host_limit=8 * 2**30).chosen is None  # 11.5 GiB
+
+
 NVME = {"device": "nvme", "nvme_path": "/fast/disk", "buffer_count": 5}
 
 

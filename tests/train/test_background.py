@@ -6,6 +6,7 @@ import subprocess
 import sys
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -14,6 +15,7 @@ from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world, run
 from zerofit.checkpoint import background, integrity, pickles
 from zerofit.checkpoint.facts import ASIDE, read_facts
 from zerofit.job import run_folder
+from zerofit.plan import formulas
 
 FLAGS = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "48", "--effective_batch_size", "8", "--num_samples", "0",
@@ -64,6 +66,14 @@ def test_the_same_is_saved_and_trained(runs, name):
             assert found.keys() == expected.keys() and expected
             assert all(torch.equal(found[place], tensor) for place, tensor in expected.items()), file
     assert sorted(run_folder.checkpoints(written.folder)) == [6, 8]
+
+
+def test_the_plan_counts_what_is_copied(runs):
+    trained = runs["3-on"].json("result.json")["trainable_parameters"]
+    setting = formulas.Setting(zero=3, offload="none", every=0, micro=1, tokens=1, accumulation=1, ranks=2)
+    states = (runs["3-on"].folder / "checkpoint-8").rglob("*_states.pt")
+    copied = sum(t.nbytes for file in states for t in tensors_of(pickles.load(file)).values())
+    assert formulas.saved_by_a_node(SimpleNamespace(trainable=trained), setting) == pytest.approx(copied, rel=0.01)
 
 
 @pytest.mark.fault

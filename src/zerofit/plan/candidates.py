@@ -100,13 +100,18 @@ class Candidate:
 
     @property
     def host_of_a_node(self) -> int:
-        """Return the bytes of host memory that a node's ranks need: for offloaded states, or to load split matrices."""
+        """Return the bytes of host memory that a node's ranks need.
+
+        They are for offloaded states or the loading of split matrices, and for the copies of --save_in_background.
+        """
         # fp32 weights, gradients and Adam's states, and a 16-bit buffer (stage_1_and_2.py, stage3.py); 16-bit weights
         each = {"none": 0, "optimizer": 18, "all": 20}[self.setting.offload] * self.shape.trainable / self.setting.ranks
         each = self.answer["host"] if self.answer else each
         if self.setting.tp > 1:  # each rank loads the whole model before DeepSpeed cuts it
             each = max(each, self.shape.frozen_bytes * self.shape.parameters)
-        return 0 if self.setting.nvme else int(each * self.setting.of_a_node)
+        held = 0 if self.setting.nvme else int(each * self.setting.of_a_node)
+        copies = formulas.saved_by_a_node(self.shape, self.setting) if self.setting.background_save else 0
+        return held + int(copies)
 
     @property
     def tokens_per_second(self) -> float:
@@ -540,6 +545,7 @@ def setting_of(settings, node: int | None = None) -> Setting:
         whole_layers=many_ranks.applies(settings),
         selective=checkpointing.selective,
         offload_streams=settings.activation_offload_streams,
+        background_save=settings.save_in_background,
         groups=tuple(groups.in_use(settings.values)),
     )
 

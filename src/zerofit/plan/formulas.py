@@ -138,6 +138,7 @@ class Setting:
     whole_layers: bool = False  # stage 3 gathers and reduces a dense layer in one call (parallel/many_ranks.py)
     selective: bool = False  # checkpointed layers keep the results of matrix products and attention
     offload_streams: bool = False  # offloaded inputs are copied beside the arithmetic
+    background_save: bool = False  # a node's part of a checkpoint is copied to host memory, from where it is written
     # The ways in which ranks share rows, each with the ranks of a group.
     groups: tuple[tuple[Parallel, int], ...] = ()
 
@@ -529,3 +530,11 @@ def checkpoint_bytes(trainable: int, parameters: int) -> float:
     An upper bound for full fine-tuning at ZeRO-3, which writes 16-bit weights into few checkpoints (save.py).
     """
     return 2.0 * (parameters if trainable == parameters else trainable) + 12.0 * trainable
+
+
+def saved_by_a_node(s: Shape, setting: Setting) -> float:
+    """Return the bytes of DeepSpeed's states that the ranks of the first node save.
+
+    fp32 masters and Adam's two states of each rank's share, and below stage 3 the 16-bit weights that train.
+    """
+    return 12.0 * s.trainable / setting.ranks * setting.of_a_node + (2.0 * s.trainable if setting.zero < 3 else 0.0)
