@@ -120,6 +120,24 @@ def test_a_failure_is_said_and_tried_again_at_the_next_save(tmp_path, there, mon
     assert {name.partition("/")[0] for name in there.files()} == {"checkpoint-3", "checkpoint-6"}
 
 
+def test_the_end_of_a_run_says_what_it_waits_for(tmp_path, there, monkeypatch, capsys):
+    slow, original = threading.Event(), upload.Place.put
+
+    def put(place, folder, name):
+        slow.wait(30)
+        original(place, folder, name)
+
+    monkeypatch.setattr(upload.Place, "put", put)
+    monkeypatch.setattr(upload, "TELL_SECONDS", 0.05)
+    uploads = upload.Uploads(there.url, tmp_path)
+    (tmp_path / "final").mkdir()
+    (tmp_path / "final" / "model.safetensors").write_text("all")
+    threading.Timer(0.5, slow.set).start()
+    uploads.finish(tmp_path / "final")
+    assert "waiting for the upload to memory://run" in capsys.readouterr().out
+    assert there.files() == ["final/model.safetensors"]
+
+
 def test_the_same_checkpoint_is_copied_once_and_a_new_one_of_its_name_replaces_it(tmp_path, there, monkeypatch):
     copied = []
     place = upload.Place(there.url)

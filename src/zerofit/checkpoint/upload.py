@@ -2,7 +2,7 @@
 
 import os
 import shutil
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 
 from transformers import TrainerCallback
@@ -12,6 +12,8 @@ from zerofit.checkpoint.facts import ASIDE, FACTS
 from zerofit.job import run_folder
 
 LINKED = ".uploading"  # folder in the run folder with hard links to what is uploaded: older checkpoints are deleted
+
+TELL_SECONDS = 60  # between lines about an upload for which the end of a run waits
 
 OF_RUN = ("*.json", "*.jsonl", "*.md", "*.html", "*.png")  # small files of the run folder that go along
 
@@ -126,7 +128,9 @@ class Uploads(TrainerCallback):
     def finish(self, *more: Path) -> None:
         """Wait until everything is uploaded, also further folders and the records of the run."""
         left = [self.run / name for name in sorted(self.names) if (self.run / name).is_dir()]
-        self.thread.submit(self._upload, [*left, *more], self.run / LINKED)
+        last = self.thread.submit(self._upload, [*left, *more], self.run / LINKED)
+        while not wait([last], timeout=TELL_SECONDS).done:
+            print(f"note: trained; waiting for the upload to {self.place.url}", flush=True)
         self.thread.shutdown()
 
     def _upload(self, folders: list[Path], links: Path) -> None:
