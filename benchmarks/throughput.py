@@ -1,6 +1,7 @@
-"""Measure the real tokens a second of a training step: the recipe, TRL, transformers' Trainer and a hand-written loop.
+"""Measure the real tokens a second of a training step: the recipe, other kits, and a hand-written loop.
 
     python benchmarks/throughput.py --peers .venv-peers/bin/python        # `make bench-peers`; without: no TRL
+    python benchmarks/throughput.py --llama_factory .venv-llama-factory/bin/python --swift .venv-swift/bin/python
     python benchmarks/throughput.py --only 'zerofit.*bf16' --rounds 1 --more
     python benchmarks/throughput.py --model 1b/config.json --micro 8      # on a GPU, which is used where there is one
 
@@ -12,6 +13,7 @@ are interleaved; each is a process. Writes benchmarks/results/throughput.{json,m
 """
 
 import argparse
+import functools
 import json
 import os
 import random
@@ -23,6 +25,7 @@ import tempfile
 import time
 from pathlib import Path
 
+import kits
 import machine
 
 SHAPE = {
@@ -41,11 +44,15 @@ SYSTEMS = {  # the ways of batching that each has
     "zerofit": ("padded", "padding-free", "by length", "packed"),
     "transformers Trainer": ("padded",),
     "TRL": ("padded", "packed"),
+    "LLaMA-Factory": ("padded",),
+    "ms-swift": ("padded",),
 }
 
+PYTHONS = {"TRL": "peers", "LLaMA-Factory": "llama_factory", "ms-swift": "swift"}  # the option with each one's Python
 
-def cases(peers: str | None) -> list[str]:
-    systems = [name for name in SYSTEMS if name != "TRL" or peers]
+
+def cases(options) -> list[str]:
+    systems = [name for name in SYSTEMS if name not in PYTHONS or getattr(options, PYTHONS[name])]
     return [f"{s}, {mode}, {p}" for p in ("fp32", "bf16") for s in systems for mode in SYSTEMS[s]]
 
 
@@ -66,15 +73,20 @@ def write_model(folder: Path, config: str) -> None:
 
 
 def write_rows(file: Path, count: int) -> None:
-    """Write rows of random tokens with the lengths of gsm8k, of which a tokenizer of 8,192 words makes 166 on average.
+    """Write rows of random words with the lengths of gsm8k, of which a tokenizer of 8,192 words makes 166 on average.
 
-    gsm8k's questions and answers have log-normal lengths; a chat template adds some ten tokens.
+    gsm8k's questions and answers have log-normal lengths; a chat template adds some ten tokens. Each word is a token,
+    with its space, so that the text of a row has the row's tokens again.
     """
-    draw = random.Random(0)
+    from transformers import AutoTokenizer
+
+    tokenizer, draw = AutoTokenizer.from_pretrained(machine.TINY_MODEL), random.Random(0)
+    texts = {i: tokenizer.decode([i]) for i in range(len(tokenizer))}
+    words = [i for i, text in texts.items() if text[0] == " " and tokenizer.encode(text) == [i]]
     with file.open("w") as out:
         for _ in range(count):
             question, answer = (int(draw.lognormvariate(mean, sd)) for mean, sd in ((4.12, 0.38), (4.35, 0.49)))
-            ids = draw.choices(range(3, 500), k=min(LENGTH, question + answer + 10))
+            ids = draw.choices(words, k=min(LENGTH, question + answer + 10))
             labels = [-100] * (question + 8) + ids[question + 8 :]
             out.write(json.dumps({"input_ids": ids, "labels": labels[: len(ids)]}) + "\n")
 
@@ -115,6 +127,7 @@ class Meter:
                 if "loss" in logs:
                     meter.losses.append(logs["loss"])
 
+        @functools.wraps(build)  # ms-swift looks at its parameters
         def built(trainer, *args, **kwargs):
             build(trainer, *args, **kwargs)
             trainer.add_callback(Steps())
@@ -221,7 +234,11 @@ def train_loop(job: dict, meter: Meter) -> None:
         meter.step()
 
 
-TRAIN = {"zerofit": train_zerofit, "transformers Trainer": train_transformers, "TRL": train_trl}
+TRAIN = {
+    "zerofit": train_zerofit, "transformers Trainer": train_transformers, "TRL": train_trl,
+    "LLaMA-Factory": lambda job, meter: kits.train_llama_factory(job, meter, shared_arguments(job)),
+    "ms-swift": lambda job, meter: kits.train_swift(job, meter, shared_arguments(job)),
+}  # fmt: skip
 
 
 def worker(job: dict) -> None:
@@ -260,13 +277,13 @@ def measure(case: str, options, folder: Path) -> dict:
     system, mode, precision = case.split(", ")
     job = {
         "system": system, "mode": mode, "precision": precision, "model": str(folder / "model"),
-        "rows": str(folder / "rows.jsonl"), "steps": options.warm_up + options.steps,
+        "rows": str(folder / "rows.jsonl"), "steps": options.warm_up + options.steps, "length": LENGTH,
         **{name: getattr(options, name) for name in ("warm_up", "micro", "packs", "accumulation")},
     }  # fmt: skip
     with tempfile.TemporaryDirectory(dir=folder) as cache:
         job["folder"] = f"{cache}/run"
-        python = options.peers if system == "TRL" else sys.executable
-        env = machine.environment(cache, ours=system != "TRL") | {"OMP_NUM_THREADS": str(THREADS)}
+        python = getattr(options, PYTHONS[system]) if system in PYTHONS else sys.executable
+        env = machine.environment(cache, ours=system not in PYTHONS) | {"OMP_NUM_THREADS": str(THREADS)}
         words = [python, str(Path(__file__).resolve()), "--worker", json.dumps(job)]
         process = subprocess.run(words, env=env, capture_output=True, text=True, cwd=machine.ROOT)
     if process.returncode:
@@ -286,6 +303,8 @@ def flops_per_token(config: dict) -> int:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--peers", help="python of an environment with TRL")
+    parser.add_argument("--llama_factory", help="python of an environment with LLaMA-Factory (kits.py)")
+    parser.add_argument("--swift", help="python of an environment with ms-swift (kits.py)")
     parser.add_argument("--model", type=Path, help="config.json of the shape; default: a Llama of 12 M parameters")
     parser.add_argument("--rounds", type=int, default=3)
     parser.add_argument("--only", default="", help="regular expression of the cases, e.g. 'zerofit, packed'")
@@ -310,11 +329,12 @@ def main() -> None:
         write_model(folder / "model", json.dumps(config))
         count = (options.warm_up + options.steps) * options.accumulation * max(options.micro, 8 * options.packs)
         write_rows(folder / "rows.jsonl", count)
-        chosen = [case for case in cases(options.peers) if re.search(options.only, case)]
+        chosen = [case for case in cases(options) if re.search(options.only, case)]
         for number in range(options.rounds):
             for case in chosen:
                 result = measure(case, options, folder)
-                record["versions"]["TRL" if case.startswith("TRL") else "zerofit"] = result.pop("versions")
+                system = case.split(", ")[0]
+                record["versions"][system if system in PYTHONS else "zerofit"] = result.pop("versions")
                 record["cases"].setdefault(case, []).append(result)
                 print(f"round {number + 1}, {case}: {result['tokens_per_second']:,.0f} tok/s", flush=True)
                 machine.save(options.name, report(record), record, quiet=True)

@@ -15,7 +15,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, run_python, run_world, slow_but
+from conftest import ROOT, TINY, run_python, run_world
 from safetensors.torch import load_file, save_file
 
 from zerofit.base.errors import UserError
@@ -465,7 +465,8 @@ print("grown", peak[0] - start[0])
 
 
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
-@pytest.mark.parametrize("merged", slow_but([False, True], [True]))
+@pytest.mark.slow
+@pytest.mark.parametrize("merged", [False, True])
 def test_writing_holds_one_file_not_the_model(tmp_path, merged):
     from peft import LoraConfig, get_peft_model
     from transformers import LlamaConfig, LlamaForCausalLM

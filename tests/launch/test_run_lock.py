@@ -88,6 +88,7 @@ def assert_goes_on(folder) -> None:
     assert not (folder / run_lock.FILE).exists()
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 @pytest.mark.bad_input
 def test_of_two_launches_one_trains_and_a_resume_of_it_is_refused(tmp_path):

@@ -76,6 +76,7 @@ def test_the_plan_counts_what_is_copied(runs):
     assert formulas.saved_by_a_node(SimpleNamespace(trainable=trained), setting) == pytest.approx(copied, rel=0.01)
 
 
+@pytest.mark.slow  # as kills of all kinds, in test_kills.py
 @pytest.mark.fault
 def test_a_kill_during_the_writing_keeps_the_newest_one(runs, tmp_path):
     folder, flags = tmp_path / "run", [*FLAGS, "--zero", "3", *ON]
