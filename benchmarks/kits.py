@@ -51,8 +51,9 @@ def train_swift(job: dict, meter, arguments: dict) -> None:
             file.write(json.dumps({"messages": turns}) + "\n")
     arguments = arguments | {
         "model": job["model"], "model_type": "llama", "template": "dummy", "tuner_type": "full", "dataset": str(texts),
-        "max_length": job["length"], "attn_impl": "sdpa", "torch_dtype": "float32", "dataset_shuffle": False,
-        "train_dataloader_shuffle": False, "split_dataset_ratio": 0, "eval_strategy": "no", "dataloader_num_workers": 0,
+        "max_length": job["length"], "attn_impl": "sdpa", "torch_dtype": "float32", "fp16": False,
+        "dataset_shuffle": False, "train_dataloader_shuffle": False, "split_dataset_ratio": 0, "eval_strategy": "no",
+        "dataloader_num_workers": 0,
     }  # fmt: skip
     sys.argv = sys.argv[:1]
     sft_main([word for name, value in arguments.items() for word in (f"--{name}", str(value))])
