@@ -279,22 +279,21 @@ def test_two_jobs_on_the_same_machines(hosts, tmp_path, undisturbed, on_one_mach
     """Each with its own port; a job that is started with the port of another is refused, and disturbs it not."""
     bed = hosts(2)
     long, short = ([*flags, "--zero", "2", "--output_dir"] for flags in (LONG, SHORT))
-    first = [launch(host, rank, "sft", [*long, str(tmp_path / "first")]) for rank, host in enumerate(bed)]
+
+    def started(name, flags, more=()):
+        where = [*flags, str(tmp_path / name)]
+        return [launch(host, rank, "sft", where, more=more, log=f"{name}.txt") for rank, host in enumerate(bed)]
+
+    first, second = started("first", long), started("second", short, ["--port", "29600"])
     wait_for(is_at(tmp_path / "first", 3))
-    refused = [
-        launch(host, rank, "sft", [*short, str(tmp_path / "refused")], log="refused.txt")
-        for rank, host in enumerate(bed)
-    ]
+    refused = started("refused", short)
+    wait_for(is_at(tmp_path / "second", 1))
+    assert first[0].poll() is None, "both are to train at once"
     assert ends(*refused, seconds=60) == [2, 2]
     assert "PORT=29500 is in use on this machine" in bed[0].text("refused.txt")
     assert "NODE_RANK=1 is taken by node 1 (host1)" in bed[1].text("refused.txt")
-    second = [
-        launch(host, rank, "sft", [*short, str(tmp_path / "second")], more=["--port", "29600"], log="second.txt")
-        for rank, host in enumerate(bed)
-    ]
     assert ends(*second) == [0, 0], bed[0].text("second.txt")
-    assert first[0].poll() is None, "the first job is to train while the second does"
-    assert ends(*first) == [0, 0], bed[0].text()
+    assert ends(*first) == [0, 0], bed[0].text("first.txt")
     assert curve(tmp_path / "first") == pytest.approx(curve(undisturbed.folder), rel=1e-4)
     assert not (tmp_path / "first" / "report.json").exists()  # its only attempt
     assert Run(tmp_path / "second").losses == on_one_machine["sft2"].losses
