@@ -47,7 +47,6 @@ CONFLICTS = (
         "leave it out (metrics.jsonl has tokens_per_second)",
     ),
     Conflict("torch_compile", None, "the exchange between the ranks cannot be traced", "leave it out"),
-    Conflict("use_liger_kernel", None, "its loss has not been tested with it", "leave it out"),
 )
 
 
