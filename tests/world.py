@@ -131,6 +131,8 @@ def record(trainer: RecordingTrainer) -> None:
 
 
 def main() -> None:
+    if os.environ.get("ZEROFIT_TEST_AS_ON_A_GPU"):
+        import as_on_a_gpu  # noqa: F401
     write_result = run.write_result
     if os.environ.get("ZEROFIT_TEST_NAN_BASE"):
         import nan_base  # noqa: F401

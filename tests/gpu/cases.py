@@ -209,7 +209,7 @@ KILLED = Case("killed", f"{LONG} --max_steps 60 --save_steps {SAVED_STEP} --cana
 STOPPED = Case("stopped", f"{LONG} --max_steps 20000 --save_steps 10000 --canary false --zero 2", by="launcher",
                interrupt="SIGTERM", exit_code=75)  # fmt: skip
 CANARY = Case("canary", f"{LONG} --max_steps 6 --save_steps 3 --eval_data examples/tiny/eval.jsonl --canary true",
-              by="launcher", must_print=("canary: all well",))  # fmt: skip
+              by="launcher", must_print=("canary passed",))  # fmt: skip
 USER_COMMANDS = [Case(f"make-{verb}", recipe=verb, by="make") for verb in ("sft", "lora")]
 SAVED, RESUMED = resumes()
 SETTINGS = [

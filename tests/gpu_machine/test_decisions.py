@@ -280,7 +280,7 @@ def test_without_nvidia_smi_the_whole_gpu_is_planned_for(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", "/nowhere")
     (device,) = hardware.visible()
     assert device.free_bytes is None and device.usable_bytes == device.total_bytes
-    assert "what is free is not known" in next(doctor.gpus()).text
+    assert "free memory unknown" in next(doctor.gpus()).text
 
 
 def test_a_mig_slice_has_its_own_memory_and_no_known_peak(tmp_path, monkeypatch):

@@ -22,7 +22,7 @@ def check_same_as_without(tmp_path, zero, recipe, more=()):
     plain = launch(tmp_path / "plain", *more, zero=zero, recipe=recipe)
     done = launch(tmp_path / "run", *more, "--canary", "true", zero=zero, recipe=recipe)
     assert plain.returncode == done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    assert "canary: all well" in done.stdout and "to the same loss" in done.stdout
+    assert "canary passed" in done.stdout and "to the same loss" in done.stdout
     assert Run(tmp_path / "run").losses == Run(tmp_path / "plain").losses  # bit for bit
     found = Run(tmp_path / "run").json("run.json")["canary"]
     saved = tmp_path / "run" / "checkpoint-6"
@@ -66,7 +66,7 @@ def test_out_of_memory_is_met_before_the_run(tmp_path):
     fault = {"what": "oom", "where": "backward", "step": 0}
     done = launch(tmp_path / "run", "--canary", "true", fault=fault)
     assert done.returncode == 0, done.stderr
-    assert "once more with micro batch 2 instead of 4" in done.stdout and "canary: all well" in done.stdout
+    assert "retrying with micro batch 2 instead of 4" in done.stdout and "canary passed" in done.stdout
     assert Run(tmp_path / "run").json("run.json")["arguments"]["per_device_train_batch_size"]["value"] == 2
     assert not (tmp_path / "run" / "attempts").exists()  # nothing was lost
 
@@ -95,7 +95,7 @@ def test_when_it_is_on(flag, planned, steps, expected):
 @pytest.mark.fault
 def test_a_disk_that_is_too_small(tmp_path):
     found = {"checkpoint_bytes": 2**60, "checkpoints": 3, "final_bytes": 2**40}
-    with pytest.raises(UserError, match=r"3 checkpoints and final/ will take .* GB, the disk has .*--save_total_limit"):
+    with pytest.raises(UserError, match=r"3 checkpoints and final/ need .* GB, the disk has .*--save_total_limit"):
         canary._check_disk(found, SimpleNamespace(ignore_plan=False), tmp_path / "run")
     canary._check_disk(found, SimpleNamespace(ignore_plan=True), tmp_path / "run")
 
@@ -128,7 +128,7 @@ def test_what_it_says():
              "tokens_per_second": 12345.6, "checkpoint_bytes": 112e9, "save_seconds": 31.0,
              "load_seconds": 40.0, "reloaded": True}  # fmt: skip
     text = "\n".join(canary.sentences(found, {"peak_bytes": 59 * 2**30, "limit_bytes": 76 * 2**30}, 95.0))
-    assert "peak 60.00 GiB a rank; the plan said 59.00; 16.00 GiB are left" in text
+    assert "peak 60.00 GiB a rank; predicted by the plan: 59.00; 16.00 GiB free" in text
     assert "12,346 tokens/s" in text and "2,000 steps take at most 2:13:20" in text and "112 GB in 31.0 s" in text
     assert json.dumps(found)
 

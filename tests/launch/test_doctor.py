@@ -102,7 +102,7 @@ def test_compilers_that_are_missing(monkeypatch):
 def test_variables(monkeypatch):
     from zerofit.base import distributed
 
-    for name in (*doctor.CHANGES_BEHAVIOUR, "OMP_NUM_THREADS"):
+    for name in (*doctor.CHANGES_BEHAVIOR, "OMP_NUM_THREADS"):
         monkeypatch.delenv(name, raising=False)
     assert none(doctor.variables())
     monkeypatch.setattr(distributed, "cores", lambda: 16)

@@ -38,8 +38,8 @@ def test_a_restart_says_what_became_worse(machine):
     lost = postmortem.Outcome("lost rank", 1)
     following = supervisor._next_attempt(job, supervisor.Attempt(settings, None), lost, 0)
     assert following.change == (
-        "the same again (1 of 3 restarts); on this node GPU 1 (H100) does not answer any more, GPU 0 (H100) has 3 more "
-        "memory errors that were not corrected, mlx5_0 port 1 is down"
+        "the same settings (restart 1 of 3); on this node GPU 1 (H100) does not answer any more, GPU 0 (H100) has 3 "
+        "more memory errors that were not corrected, mlx5_0 port 1 is down"
     )
 
 

@@ -56,7 +56,7 @@ def test_the_project_is_found_from_its_folder_and_its_recipes(tmp_path, monkeypa
 @pytest.mark.bad_input
 def test_a_recipe_of_another_project_is_refused(tmp_path):
     init.main([str(tmp_path / "new")])
-    with pytest.raises(UserError, match=f"is of another project; start it in {tmp_path / 'new'}"):
+    with pytest.raises(UserError, match=f"belongs to another project; start it in {tmp_path / 'new'}"):
         launch.main(["--show", str(tmp_path / "new" / "recipes" / "sft.py")])
 
 

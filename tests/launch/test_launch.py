@@ -488,7 +488,7 @@ def test_interrupt_leaves_no_process_and_says_how_to_go_on(tmp_path):
     assert job.returncode == 130
     lines = [line for line in err.splitlines() if "it/s" not in line and line.strip()]
     assert re.fullmatch(
-        r"zerofit: interrupted at step \d+; saved up to step \d+\. Go on: make resume RUN='.*/my run'", lines[-1]
+        r"zerofit: interrupted at step \d+; saved up to step \d+\. Continue: make resume RUN='.*/my run'", lines[-1]
     )
     assert "death signal" not in err and "Traceback" not in err and err.count("interrupted") == 1, err
     assert Run(out).json("result.json")["status"] == "interrupted"

@@ -116,7 +116,7 @@ def test_out_of_memory_brings_back_the_checkpointing_that_a_plan_left_out(undist
     done = launch(folder, "--gradient_checkpointing", "false", fault=fault)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "attempt 2, from checkpoint-2: gradient checkpointing of every layer" in done.stderr
-    assert "gradient_checkpointing false of the checkpoint is true here: this run's is taken" in done.stdout
+    assert "gradient_checkpointing false of the checkpoint is true here: this run's is used" in done.stdout
     first, second = (json.loads((f / "run.json").read_text()) for f in (folder / "attempts" / "1", folder))
     assert first["arguments"]["gradient_checkpointing"] == {"value": False, "source": "plan"}
     assert chosen["why"] in first["decisions"] and chosen["why"] not in second["decisions"]
@@ -131,7 +131,7 @@ def test_a_killed_rank_is_started_again(undisturbed, tmp_path):
     done = launch(folder, fault={"what": "kill", "where": "step"})
     first = assert_recovered(done, folder, undisturbed)
     assert (first["kind"], first["rank"], first["signal"]) == ("lost rank", 1, "SIGKILL")
-    assert "the same again (1 of 3 restarts)" in done.stderr
+    assert "the same settings (restart 1 of 3)" in done.stderr
 
 
 @pytest.mark.slow
@@ -589,7 +589,7 @@ def test_the_canary_too_is_tried_without_peer_to_peer(tmp_path, capfd, monkeypat
         canary.run(job, None)
     assert job.env["NCCL_P2P_DISABLE"] == "1"
     said = capfd.readouterr()
-    assert said.out.count("once more: the same with NCCL_P2P_DISABLE=1") == 1
+    assert said.out.count("retrying: the same with NCCL_P2P_DISABLE=1") == 1
     assert "the canary failed: rank 0 ended: " in said.err and "so they are not the cause" in said.err
 
 

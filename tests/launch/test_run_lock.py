@@ -146,7 +146,7 @@ def test_whichever_process_is_killed_nothing_is_left(tmp_path, who, launcher):
     if who == "supervisor":
         assert job.returncode == -signal.SIGKILL
     else:
-        assert job.returncode == 137 and f"Go on: make resume RUN={folder}" in said, said
+        assert job.returncode == 137 and f"Continue: make resume RUN={folder}" in said, said
     assert_goes_on(folder)
 
 
@@ -163,7 +163,7 @@ def test_a_recipe_without_a_supervisor_has_the_folder_too(tmp_path):
     assert f"process {live.pid} on" in again(folder).stderr
     live.send_signal(signal.SIGINT)
     said = live.communicate(timeout=60)[1]
-    assert live.returncode == 130 and f"Go on: make resume RUN={folder}" in said
+    assert live.returncode == 130 and f"Continue: make resume RUN={folder}" in said
     assert not (folder / run_lock.FILE).exists()
 
 
@@ -481,11 +481,11 @@ def test_the_next_command_is_true(tmp_path):
     folder.mkdir()
     assert (
         checkpoint_resume.how_to_go_on("interrupted", folder, None)
-        == "interrupted; no run was begun. Give the same command again"
+        == "interrupted; no run was started. Repeat the command"
     )
     (folder / "run.json").write_text("{}")
     quoted = f"'{tmp_path}/it'\"'\"'s a run'"
-    assert checkpoint_resume.next_command(folder) == f"nothing is saved yet. Begin again: make resume RUN={quoted}"
+    assert checkpoint_resume.next_command(folder) == f"nothing is saved yet. Start again: make resume RUN={quoted}"
     saved = Path(folder / "checkpoint-4")
     saved.mkdir()
     (saved / "trainer_state.json").write_text('{"global_step": 4}')
@@ -494,4 +494,4 @@ def test_the_next_command_is_true(tmp_path):
     assert "checkpoint-4 holds the model without optimizer states" in said and "make export RUN=" in said
     for name in ("optimizer.pt", "scheduler.pt", "rng_state.pth"):
         torch.save({"a": torch.ones(3)}, saved / name)
-    assert checkpoint_resume.next_command(folder) == f"saved up to step 4. Go on: make resume RUN={quoted}"
+    assert checkpoint_resume.next_command(folder) == f"saved up to step 4. Continue: make resume RUN={quoted}"

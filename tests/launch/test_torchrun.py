@@ -81,7 +81,7 @@ def test_a_killed_rank_is_started_again_by_the_agent(undisturbed, tmp_path):
     ranks = [p for p in psutil.Process(job.pid).children() if p.environ().get("RANK") == "1"]
     ranks[0].send_signal(signal.SIGKILL)
     said = job.communicate(timeout=200)[0]
-    assert job.returncode == 0 and "the job was started again: it goes on in" in said, said
+    assert job.returncode == 0 and "the job was restarted and continues in" in said, said
     assert "step 5/60" not in said.partition("goes on in")[2] and Run(folder).losses == undisturbed.losses
 
 

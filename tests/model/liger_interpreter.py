@@ -1,7 +1,8 @@
 """Run Liger's kernels on a CPU in Triton's interpreter, in a process of its own: python liger_interpreter.py llama ...
 
 Prints JSON: {model_type: {dtype: liger.errors(...)}}, and for llama the errors of the inputs' gradient with selective
-checkpointing, {"selective": {"rope": with the rotary kernel, "no rope": without}}.
+checkpointing, {"selective": {"rope": with the rotary kernel, "no rope": without}}. With the word "split", on two ranks
+of torchrun, it prints {"split": error of the gradients of rows that both split, against whole rows without Liger}.
 
 The interpreter passes floats to a kernel as they are and lacks libdevice, so both are replaced here. It has no
 arithmetic in bf16 (numpy has none): fp16 stands for both half precisions.
@@ -19,11 +20,11 @@ import torch
 import triton
 import triton.language as tl
 from liger_kernel.ops import geglu, rms_norm
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.liger import apply_liger_kernel
 from triton.runtime import interpreter
 
-from zerofit.model import gradient_checkpointing, liger
+from zerofit.model import attention, gradient_checkpointing, liger
 
 SMALL = {
     "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -65,9 +66,38 @@ def selective_error(config, kernels: dict) -> float:
     return ((found - expected).norm() / expected.norm()).item()
 
 
+def error_of_split_rows() -> float:
+    """Return the relative error of a model's gradients with Liger's kernels on packed rows that two ranks split."""
+    import torch.distributed as dist
+    from sequence_parallel_ranks import gradients, rows
+
+    from zerofit.data.batches import PackedCollator
+    from zerofit.parallel import sequence_parallel
+
+    def model(implementation: str):
+        torch.manual_seed(0)
+        config = AutoConfig.for_model("llama", **SMALL | {"vocab_size": 64, "use_cache": False})
+        return AutoModelForCausalLM.from_config(config, attn_implementation=implementation)
+
+    dist.init_process_group("gloo")
+    attention.register()
+    sequence_parallel.register()
+    ranks = SimpleNamespace(sp_size=2, ranks_per_row=2, world_size=2, data_ranks=1, data_rank=lambda rank: 0)
+    group, batch = sequence_parallel.SequenceParallel(ranks), PackedCollator(0, 2)(rows())
+    expected, net = gradients(model(attention.NAME), batch), model(sequence_parallel.NAME)
+    apply_liger_kernel(net, liger.NO_LOSS)
+    with group.split(batch) as mine:
+        found = gradients(net, mine)
+    dist.all_reduce(found, group=group.group)
+    return ((found - expected).norm() / expected.norm()).item()
+
+
 def main() -> None:
     interpreter._implicit_cvt, rms_norm.rsqrt, geglu.tanh = convert_floats, rsqrt, tanh
     liger.TOKENS = 12
+    if sys.argv[1:] == ["split"]:
+        print("answer", json.dumps({"split": error_of_split_rows()}))
+        return
     answer = {}
     for model_type in sys.argv[1:]:
         config = AutoConfig.for_model(model_type, **SMALL)

@@ -10,6 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
+from conftest import TINY, run_world
 from torch.autograd.graph import save_on_cpu
 from torch.utils._python_dispatch import TorchDispatchMode, _disable_current_modes
 from torch.utils._pytree import tree_leaves
@@ -345,7 +346,6 @@ def test_streams_are_off_unless_asked_for():
     ("flags", "why"),
     [
         (("--activation_offload_streams", "true"), "with --activation_offload false: .*use --activation_offload true"),
-        ((*ON, "--torch_compile", "true"), "--activation_offload_streams with --torch_compile true: "),
         ((*ON, "--gradient_checkpointing", "false"), "--activation_offload with --gradient_checkpointing false: "),
     ],
 )
@@ -369,6 +369,19 @@ def test_a_model_on_a_gpu_saves_its_inputs_in_streams(monkeypatch):
         way = {"use_cpu": False, "activation_offload": True, "activation_offload_streams": streams}
         llama(way)(input_ids=torch.ones(1, 4, dtype=torch.long))
         assert used == wanted
+
+
+@pytest.mark.slow
+def test_compiled_layers_are_offloaded_in_streams(tmp_path):
+    flags = ["--data", str(TINY / "train.jsonl"), "--max_samples", "18", "--max_steps", "3", "--logging_steps", "1",
+             "--num_samples", "0", "--save_strategy", "no", "--learning_rate", "1e-3", "--zero", "2"]  # fmt: skip
+    compiled = ["--torch_compile", "true", "--torch_compile_backend", "aot_eager", *ON]
+    runs = run_world(
+        1, {"plain": ("sft", flags), "compiled": ("sft", [*flags, *compiled])}, tmp_path, ZEROFIT_TEST_AS_ON_A_GPU="1"
+    )
+    assert runs["compiled"].json("result.json")["offloaded"] > 0 == runs["plain"].json("result.json")["offloaded"]
+    assert runs["compiled"].losses == pytest.approx(runs["plain"].losses, rel=1e-5)
+    assert runs["compiled"].grad_norms == pytest.approx(runs["plain"].grad_norms, rel=1e-5)
 
 
 def proven(monkeypatch, context):

@@ -44,6 +44,8 @@ def test_liger_is_on_where_a_gpu_and_the_model_have_it():
     assert "use_liger_kernel True: norms, rotary embeddings and MLPs of llama (off: --use_liger_kernel false)" in said(
         settings
     )
+    for flags in ((), ("--use_liger_kernel", "true", "--fused_loss", "false")):
+        assert resolved("--sp_size", "2", *flags, ranks=2).liger_kernel_config == liger.NO_LOSS  # its loss shifts rows
     off = resolved("--use_liger_kernel", "false")
     assert off.use_liger_kernel is False and not said(off)
 
@@ -55,7 +57,8 @@ def test_liger_is_on_where_a_gpu_and_the_model_have_it():
         ((), {"config": AutoConfig.for_model("gpt_neox", vocab_size=512)}, "not tested with gpt_neox"),
         (("--torch_compile", "true"), {}, "--torch_compile fuses"),
         (("--tiled_mlp", "2"), {}, "--tiled_mlp replaces the MLPs"),
-        (("--sp_size", "2"), {"ranks": 2}, "not tested with --sp_size"),
+        (("--tp_size", "2", "--zero", "2"), {"ranks": 2}, "--tp_size: DeepSpeed replaces the layers that it patches"),
+        (("--pp_size", "2"), {"recipe": "pipeline", "ranks": 2}, "--pp_size: transformers applies its kernels to"),
         (("--full_determinism", "true"), {}, "--full_determinism"),
         (("--adapter", "ln_tuning"), {"recipe": "lora"}, "--adapter ln_tuning: Liger's norms would use the frozen"),
     ],
@@ -205,6 +208,17 @@ def test_the_rotary_kernel_overwrites_what_selective_checkpointing_keeps(interpr
     """When it no longer does, liger.resolve_for_model need not turn it off."""
     errors = interpreted["selective"]
     assert errors["rope"] > 0.05 and errors["no rope"] < 1e-5
+
+
+@pytest.mark.slow
+@pytest.mark.oracle
+def test_ranks_that_split_rows_compute_what_one_does_without_liger():
+    program = Path(__file__).with_name("liger_interpreter.py")
+    env = os.environ | {"PYTHONPATH": os.pathsep.join(filter(None, sys.path)), "OMP_NUM_THREADS": "1"}
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc_per_node", "2"]
+    done = subprocess.run([*launcher, str(program), "split"], env=env, capture_output=True, text=True)
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert json.loads(done.stdout.partition("answer ")[2].splitlines()[0])["split"] < 1e-5
 
 
 def test_ligers_norms_would_use_the_frozen_weights_of_ln_tuning():

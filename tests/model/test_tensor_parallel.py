@@ -22,7 +22,8 @@ COMMON = [
     "--learning_rate", "1e-4", "--save_strategy", "no",
 ]  # fmt: skip
 # {kind of model: further flags}
-MODELS = {"tied": [], "untied": [], "qwen3": [], "packed": ["--packing", "true", "--max_length", "64"]}
+MODELS = {"tied": [], "untied": [], "qwen3": [], "packed": ["--packing", "true", "--max_length", "64"],
+          "tokens": ["--new_tokens", "<a>", "<b>"]}  # fmt: skip
 
 
 def save_model(kind: str, folder) -> str:
@@ -32,7 +33,7 @@ def save_model(kind: str, folder) -> str:
     """
     from transformers import AutoConfig, AutoModelForCausalLM
 
-    if kind in ("tied", "packed"):
+    if kind in ("tied", "packed", "tokens"):
         return str(TINY / "model")
     torch.manual_seed(0)
     config = AutoConfig.from_pretrained(TINY / "model", tie_word_embeddings=False, dtype="float32")
@@ -51,10 +52,12 @@ def case(model: str, zero: str, tp_size: int, micro: int, *more: str) -> tuple[s
                    "--per_device_train_batch_size", str(micro), *more]  # fmt: skip
 
 
-# {ranks: {name: (model, stage, tp_size, micro batch)}}
+# {ranks: {name: (model, stage, tp_size, micro batch, further flags)}}
 CASES = {
     2: {f"{model}-{zero}-tp2": (model, zero, 2, micro)
-        for model, zero, micro in [("tied", "1", 4), ("untied", "2", 2), ("qwen3", "2", 4)]},
+        for model, zero, micro in [("tied", "1", 4), ("untied", "2", 2), ("qwen3", "2", 4), ("tokens", "2", 4)]}
+       | {f"{model}-{zero}-tp2-offload": (model, zero, 2, 2, "--offload", "optimizer")
+          for model, zero in [("tied", "1"), ("untied", "2")]},
     4: {f"{model}-{zero}-tp{size}-4ranks": (model, zero, size, micro)
         for model, zero, size, micro in [("tied", "2", 2, 2), ("packed", "1", 2, 1)]},
 }  # fmt: skip
@@ -86,6 +89,18 @@ def test_losses_norms_evaluation_and_saved_weights_are_those_of_one_rank(runs, n
     assert saved.keys() == whole.keys()
     for tensor, value in whole.items():
         assert (saved[tensor] - value).abs().max() <= 1e-6, tensor
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("streams", ["false", "true"])
+def test_activations_of_split_layers_are_offloaded(tmp_path, streams):
+    flags = ["--activation_offload", "true", "--activation_offload_streams", streams]
+    model = str(TINY / "model")
+    expected = run_world(1, {"one": case(model, "0", 1, 4)}, tmp_path)["one"]
+    run = run_world(2, {"two": case(model, "2", 2, 4, *flags)}, tmp_path, ZEROFIT_TEST_AS_ON_A_GPU="1")["two"]
+    assert run.json("result.json")["offloaded"] > 0
+    assert run.losses == pytest.approx(expected.losses, rel=1e-5)
+    assert run.grad_norms == pytest.approx(expected.grad_norms, rel=1e-5)
 
 
 # --- checkpoints ---
@@ -153,13 +168,11 @@ def test_the_batch_counts_data_ranks_and_the_overlay_is_merged():
         (["--tp_size", "2", "--zero", "0"], "--tp_size 2 with ZeRO stage 0: "),
         (["--tp_size", "2", "--zero", "3"], "--tp_size 2 with ZeRO stage 3: "),
         (["--tp_size", "2", "--sp_size", "2"], "--tp_size 2 with --sp_size 2: "),
-        (["--tp_size", "2", "--offload", "optimizer"], "--tp_size 2 with --offload optimizer: "),
         (["--tp_size", "2", "--optim", "muon"], "--tp_size 2 with --optim muon: "),
         (["--tp_size", "2", "--fused_loss", "true"], "--tp_size 2 with --fused_loss true: "),
         (["--tp_size", "2", "--tiled_mlp", "auto"], "--tp_size 2 with --tiled_mlp auto: "),
         (["--tp_size", "2", "--pure_bf16", "true"], "--tp_size 2 with --pure_bf16 true: "),
-        (["--tp_size", "2", "--activation_offload", "true"], "--tp_size 2 with --activation_offload true: "),
-        (["--tp_size", "2", "--new_tokens", "<a>"], "--tp_size 2 with --new_tokens <a>: "),
+        (["--tp_size", "2", "--node_local_storage", "true"], "--tp_size 2 with --node_local_storage true: "),
         (["--tp_size", "2", "--neftune_noise_alpha", "5"], "--tp_size 2 with --neftune_noise_alpha 5.0: "),
         (["--tp_size", "2", "--torch_compile", "true"], "--tp_size 2 with --torch_compile true: "),
         (["--tp_size", "2", "--adapter", "lora"], "--tp_size 2 with recipes/lora.py: "),
@@ -179,7 +192,7 @@ def test_what_is_refused_before_anything_loads(flags, says):
         ("llama3.1-8b", 16, "--tp_size 16: must divide the model's num_key_value_heads of 8; use a smaller one."),
         ("qwen3-moe-30b", 2, "--tp_size 2: it is a mixture of experts, which DeepSpeed cannot split"),
         ("gpt2", 2, "--tp_size 2: transformers has no tensor parallel plan for it"),
-        ("phi3-mini", 2, "--tp_size 2: its tensor parallel plan has "),
+        ("phi3-mini", 2, "--tp_size 2: its tensor parallel plan has rowwise_split_input layers, which DeepSpeed"),
     ],
 )
 def test_models_that_are_refused_by_their_config(name, size, says):
@@ -188,6 +201,14 @@ def test_models_that_are_refused_by_their_config(name, size, says):
     with pytest.raises(UserError) as error:
         resolve.resolve_for_model(settings)
     assert str(error.value).startswith(says)
+
+
+def test_deepspeed_has_these_ways_to_split_a_layer():
+    from deepspeed.module_inject.tp_plan_converter import SUPPORTED_STYLES, TPPlanConverter
+
+    assert {"colwise_rep", *tensor_parallel.PLANS} == SUPPORTED_STYLES  # its former name of colwise_gather_output
+    with pytest.raises(ValueError, match="unsupported partition style"):
+        TPPlanConverter.convert({"layers.*.mlp.down_proj": "rowwise_split_input"})
 
 
 @pytest.mark.bad_input

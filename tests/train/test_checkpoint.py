@@ -353,7 +353,7 @@ def test_damage_is_named_and_passed_over(copied, capsys, harm, name, says):
         with pytest.raises(UserError, match=rf"checkpoint-4: is no whole checkpoint: .*{says}"):
             found(str(copied / "checkpoint-4"), judge)
         assert found("auto", judge) == str(copied / "checkpoint-2")
-        assert "note: checkpoint-4 is passed over: " in capsys.readouterr().out
+        assert "note: skipping checkpoint-4: " in capsys.readouterr().out
     if harm is flip:  # a launcher leaves it to its ranks
         assert found("auto") == str(copied / "checkpoint-4")
 
@@ -378,7 +378,7 @@ def test_ranks_hash_each_file_once_and_fall_back(runs, tmp_path):
     cases.write_text(json.dumps([{"recipe": "sft", "flags": [*flags, "--resume_from_checkpoint", "auto"]}]))
     done = run_python([str(ROOT / "tests" / "world.py"), str(cases)], ranks=2, ZEROFIT_TEST_HASHES=str(notes))
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
-    assert done.stdout.count("note: checkpoint-4 is passed over: ") == 1 and "rank_1" in done.stdout
+    assert done.stdout.count("note: skipping checkpoint-4: ") == 1 and "rank_1" in done.stdout
     assert "checkpoints after step 2, where this run resumes, were moved to" in done.stdout
     assert Run(folder).losses == runs["2"].losses
     lines = [json.loads(line) for line in notes.read_text().splitlines()]
@@ -503,7 +503,7 @@ def test_all_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
 def test_a_checkpoint_of_a_newer_version_is_passed_over(copied):
     file = copied / "checkpoint-4" / FACTS
     file.write_text(json.dumps(json.loads(file.read_text()) | {"format": 99, "zerofit": "9.9"}))
-    assert "zerofit 9.9 saved it, in a form that" in integrity.find_corruption(copied / "checkpoint-4")
+    assert "zerofit 9.9 saved it, in a format that" in integrity.find_corruption(copied / "checkpoint-4")
     assert integrity.latest_valid_checkpoint(copied).name == "checkpoint-2"
 
 
@@ -582,7 +582,7 @@ def test_another_programs_checkpoint(copied):
     (["--max_length", "64"], "was saved with max_length 2048, this run has 64; use --max_length 2048"),
     (["--random_init", "true"], "another model than"),
     (["--effective_batch_size", "16"], "was saved with effective_batch_size 8, this run has 16: it would continue at "
-                                       "another place"),
+                                       "another position"),
 ])  # fmt: skip
 def test_another_run_is_refused(runs, tmp_path, more, says):
     saved = str(runs["2"].folder / "checkpoint-2")
@@ -597,12 +597,12 @@ def test_what_may_change_is_said(runs):
     """Which of the two values is taken was measured: the schedule's state has the rate, the optimizer's the decay."""
     flags = [*FLAGS, "--bf16", "true", "--resume_from_checkpoint", str(runs["2"].folder / "checkpoint-2")]
     more = ["--learning_rate", "1e-4", "--weight_decay", "0.5", "--max_steps", "6", "--lr_scheduler_type", "linear"]
-    for zero, taken in (("2", "the checkpoint's is kept"), ("3", "this run's is taken")):
+    for zero, taken in (("2", "the checkpoint's is kept"), ("3", "this run's is used")):
         said = check_same([*flags, *more, "--zero", zero])
         for start in (
             "learning_rate 0.001 of the checkpoint is 0.0001 here: the checkpoint's is kept",
-            "max_steps 4 of the checkpoint is 6 here: this run's is taken",
-            "lr_scheduler_type cosine of the checkpoint is linear here: this run's is taken",
+            "max_steps 4 of the checkpoint is 6 here: this run's is used",
+            "lr_scheduler_type cosine of the checkpoint is linear here: this run's is used",
             f"weight_decay 0.0 of the checkpoint is 0.5 here: {taken}",
         ):
             assert any(sentence.startswith(start) for sentence in said), said

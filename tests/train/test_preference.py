@@ -422,7 +422,7 @@ def test_batch_search_canary_and_export_as_for_other_recipes(folder, tmp_path):
     run = tmp_path / "run"
     words = ["-m", "zerofit", "launch", "--gpus", "1", str(ROOT / "recipes" / "dpo.py"), *small, *ADAPTER]
     done = run_python([*words, "--canary", "true", "--output_dir", str(run)])
-    assert done.returncode == 0 and "canary: all well" in done.stdout, done.stdout + done.stderr
+    assert done.returncode == 0 and "canary passed" in done.stdout, done.stdout + done.stderr
     exported = run_python(["-m", "zerofit", "export", "--merge", "--output_dir", str(tmp_path / "whole"), str(run)])
     assert exported.returncode == 0 and (tmp_path / "whole" / "model.safetensors").exists(), exported.stderr
 

@@ -308,9 +308,9 @@ def test_states_of_other_optimizers(tmp_path, optim):
     before = run_world(2, {"2": saving("sft", "2", *more)}, tmp_path)["2"]
     cases = {f"on-{z}": resuming(tmp_path / "2", "sft", z, *more) for z in "023"}
     for run in run_world(1, cases, tmp_path).values():
-        if optim == "adamw_8bit":  # its blocks are cut differently: states begin anew, which is said
+        if optim == "adamw_8bit":  # its blocks are cut differently: states are reset, which is reported
             assert (
-                "begin anew: state1 of adamw_8bit is not one number a weight"
+                "are reset: state1 of adamw_8bit is not one number a weight"
                 in (run.folder / "logs" / "rank0.log").read_text()
             )
         else:

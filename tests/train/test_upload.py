@@ -114,8 +114,8 @@ def test_a_failure_is_said_and_tried_again_at_the_next_save(tmp_path, there, mon
         saved(uploads, step)
     uploads.finish()
     assert capsys.readouterr().out == (
-        "WARNING: memory://run: checkpoint-3 is not uploaded (ConnectionError: the network is gone); the next save "
-        "tries it again\n"
+        "WARNING: memory://run: checkpoint-3 was not uploaded (ConnectionError: the network is gone); the next save "
+        "retries it\n"
     )
     assert {name.partition("/")[0] for name in there.files()} == {"checkpoint-3", "checkpoint-6"}
 
@@ -174,7 +174,11 @@ def test_the_newest_whole_one_is_fetched_where_there_is_none(tmp_path, there, ca
 @pytest.mark.parametrize(
     ("url", "resume", "sentence"),
     [
-        ("memory://run", None, "already holds a run; name another place, or go on with --resume_from_checkpoint auto"),
+        (
+            "memory://run",
+            None,
+            "already holds a run; name another place, or continue with --resume_from_checkpoint auto",
+        ),
         ("nonesuch://x", "auto", "--upload_to nonesuch://x: cannot be opened: "),
     ],
 )
@@ -195,7 +199,7 @@ def test_a_name_that_leads_out_of_the_run_folder_is_refused(tmp_path, there):
     there.fs.pipe_file(f"/run/checkpoint-3/{FACTS}", b"{}")
     place = upload.Place(there.url)
     place.files = SimpleNamespace(find=lambda path: ["/run/../outside"])
-    with pytest.raises(UserError, match="has a name that leads elsewhere"):
+    with pytest.raises(UserError, match="would be written outside of the folder"):
         place.get("/run/checkpoint-3", tmp_path / "new")
 
 

@@ -7,15 +7,15 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-PINNED_BYTES = 1 << 20  # of a tensor from which on its copy is pinned: smaller ones are too many
+PINNED_BYTES = 1 << 20  # smallest tensor whose copy is pinned: there are too many smaller ones
 
 
 class HostCopies:
-    """Copies of states in host memory, pinned where they come from a GPU; the next save takes the same memory again."""
+    """Copies of states in host memory, pinned for tensors of a GPU; each save reuses the memory of the last one."""
 
     def __init__(self):
         self.buffers, self.used = [], 0
-        self.seen = {}  # of the file that is copied: tensors that are one in memory stay one
+        self.seen = {}  # copies of the current file's tensors: those that share memory share their copy
 
     def of(self, states):
         """Return a copy of the content of a file, which training does not change."""
@@ -42,7 +42,7 @@ class HostCopies:
         return self.seen[identity]
 
     def _buffer(self, tensor: torch.Tensor) -> torch.Tensor:
-        """Return the next buffer, made or made anew where it does not fit."""
+        """Return the next buffer, allocated if it does not exist or has another shape or dtype."""
         if self.used == len(self.buffers):
             self.buffers.append(torch.empty(0))
         buffer = self.buffers[self.used]
@@ -54,7 +54,7 @@ class HostCopies:
 
 
 class Collector:
-    """A checkpoint engine of DeepSpeed that keeps copies of what it is to write."""
+    """A checkpoint engine of DeepSpeed that copies the files' content, to write it later."""
 
     def __init__(self, engine, copies: HostCopies):
         self.engine, self.copies = engine, copies
@@ -64,7 +64,7 @@ class Collector:
         self.files.append((self.copies.of(state_dict), path))
 
     def preserves_storage_sharing(self) -> bool:
-        """Return False: DeepSpeed need not clone the views that it saves, since the copies are none."""
+        """Return False: DeepSpeed need not clone the views that it saves, as they are copied anyway."""
         return False
 
     def __getattr__(self, name):
@@ -88,11 +88,11 @@ def collecting(trainer) -> Iterator[Callable[[], None]]:
     finally:
         engine.checkpoint_engine = plain
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # the copies are there before the next step changes what they are of
+        torch.cuda.synchronize()  # the copies must end before the next step changes their sources
 
 
 class Writing:
-    """A function that a thread runs; its error is kept for the thread that waits for it."""
+    """Run a function in a thread; keep its error for the thread that waits for it."""
 
     def __init__(self, work: Callable[[], None]):
         self.error = None

@@ -25,8 +25,8 @@ MEANING = ("lora_alpha", "use_rslora", "init_lora_weights", "load_in_4bit", "loa
            "label_smoothing", "label_smoothing_factor", "rpo_alpha", "simpo_gamma",
            "precompute_ref_log_probs")  # fmt: skip
 
-# Arguments that may change on resume, and whose value is used then.
-THIS_RUNS = "this run's is taken"
+# Arguments that may change on resume, and the value that is used then.
+THIS_RUNS = "this run's is used"
 
 CHECKPOINTS = "the checkpoint's is kept, with its optimizer states"
 
@@ -39,8 +39,8 @@ MAY_CHANGE = {
                      "gradient_checkpointing_policy"), THIS_RUNS),
 }  # fmt: skip
 
-# Arguments with which the same is trained, or that are compared by what they result in (data and model by fingerprints,
-# batch, optimizer, precision and the split over ranks by their own checks). Every other one that differs is said.
+# Arguments that do not change what is trained, or whose effect is compared instead (data and model by fingerprints,
+# batch, optimizer, precision and the split over ranks by their own checks). Every other difference is reported.
 DO_NOT_MATTER = set("""
     batch_eval_metrics bf16 config debug deepspeed disable_tqdm effective_batch_size fp16 greater_is_better
     hang_timeout ignore_plan ignore_resume_mismatch load_best_model_at_end local_rank metric_for_best_model num_samples
@@ -69,7 +69,7 @@ def record(settings) -> dict:
         arguments["data_seed"] = arguments["seed"]
     if not arguments["streaming"]:
         arguments["shuffle_buffer_size"] = None
-    return json.loads(json.dumps(arguments, default=str))  # as it will be read back from the file
+    return json.loads(json.dumps(arguments, default=str))  # as it is read from the file
 
 
 def check(settings, known: dict, where: str) -> None:
@@ -106,7 +106,7 @@ def _refusals(settings, known: dict, other: list[str], was: dict, now: dict):
             flag = f"--{saved} true" if name == "precision" and saved != "fp32" else f"--{name} {saved}"
             if name == "precision" and saved == "fp32":
                 flag = f"--{current} false"
-            reason = ": it would continue at another place of the data" if name == "effective_batch_size" else ""
+            reason = ": it would continue at another position in the data" if name == "effective_batch_size" else ""
             yield f"was saved with {name} {saved}, this run has {current}{reason}; use {flag}"
     for name in (name for name in (*ROWS, *MEANING) if name in other):
         yield _sentence(name, was[name], now[name])
@@ -114,7 +114,7 @@ def _refusals(settings, known: dict, other: list[str], was: dict, now: dict):
     meaning = {"data": f"data, tokenizer, template, {options}", "model": "model"}
     for name, fingerprint in known.get("fingerprints", {}).items():
         if fingerprint != settings.fingerprints[name]:
-            yield f"was saved with another {meaning[name]} than this run has; give it the same"
+            yield f"was saved with another {meaning[name]} than this run has; use the same"
 
 
 def _sentence(name: str, was, now) -> str:

@@ -25,7 +25,7 @@ def read_facts(checkpoint: Path) -> dict | None:
 
 
 def _are_facts(facts) -> bool:
-    """Return whether the fields that a resume reads are valid; of a newer format, only its number."""
+    """Return whether the fields that a resume reads are valid; a newer format is not checked further."""
     if not isinstance(facts, dict) or not isinstance(facts.get("format", 1), int):
         return False
     if facts.get("format", 1) > FORMAT:
@@ -40,7 +40,7 @@ def _are_facts(facts) -> bool:
 
 
 def digest_of(facts: dict) -> str:
-    """Return the checksum of zerofit.json's content that it holds itself."""
+    """Return the checksum of zerofit.json's content, which is stored in the file itself."""
     import xxhash
 
     content = {name: value for name, value in facts.items() if name != "digest"}

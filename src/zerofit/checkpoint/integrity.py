@@ -22,7 +22,7 @@ def latest_valid_checkpoint(folder: Path, hashes: bool = True) -> Path | None:
 
 
 def by_sizes(checkpoints: list[Path]) -> Iterator[tuple[Path, str]]:
-    """Yield each checkpoint with what `find_corruption` says of it without hashing any file."""
+    """Yield each checkpoint with the result of `find_corruption`, without hashing files."""
     for checkpoint in checkpoints:
         yield checkpoint, find_corruption(checkpoint, hashes=False)
 
@@ -51,7 +51,7 @@ def damage(checkpoint: Path, hashes: bool = True) -> str:
     if known is None and is_of_this_kit(checkpoint.parent):
         return f"its {FACTS} is missing"
     if known and known.get("format", 1) > FORMAT:
-        return f"zerofit {known.get('zerofit')} saved it, in a form that {__version__} does not know; update zerofit"
+        return f"zerofit {known.get('zerofit')} saved it, in a format that {__version__} cannot read; update zerofit"
     return (changed(checkpoint, known["files"], hashes) if known else "") or pickles.fault(checkpoint)
 
 
@@ -79,7 +79,7 @@ def changed(checkpoint: Path, files: dict[str, list], hashes: bool = True) -> st
 
 
 def _incomplete(checkpoint: Path) -> str:
-    """Return what a resume misses first in a checkpoint without zerofit.json; "" if it is complete."""
+    """Return the first thing missing in a checkpoint without zerofit.json; "" if it is complete."""
     from safetensors import SafetensorError, safe_open
 
     from zerofit.checkpoint import zero_shards

@@ -19,12 +19,12 @@ def next_smaller_setting(settings: Settings, resolve: Callable[[Request, int], S
     """Return the next setting with the same effective batch that needs less GPU memory.
 
     In this order: smaller micro batch (about half), gradient checkpointing of every layer (before it, where a plan has
-    chosen less), higher ZeRO stage, optimizer offload, offload of everything. A checkpoint can be resumed at each.
-    Evaluation takes neither of the first two: it gets a smaller batch of its own, which changes none of its numbers.
+    chosen fewer), higher ZeRO stage, optimizer offload, offload of everything. A checkpoint can be resumed at each.
+    For evaluation a smaller evaluation batch, which changes no results, replaces the first two.
 
     Args: resolve: (request, ranks) -> Settings; raises UserError for arguments that exclude each other, which are then
         skipped; phase: of errors.OutOfMemory.
-    Returns: (change in words, its Settings), or None.
+    Returns: (description of the change, its Settings), or None.
     """
     micro, effective_batch = settings.per_device_train_batch_size, settings.effective_batch_size
     kept = settings.request.drop("gradient_accumulation_steps", "search_batch_size")
@@ -44,7 +44,7 @@ def next_smaller_setting(settings: Settings, resolve: Callable[[Request, int], S
 
 
 def _smaller_evaluation(settings: Settings, kept: Request) -> list[tuple[str, Request]]:
-    """Return the change that makes evaluation smaller, as (words, request)."""
+    """Return the change that makes evaluation smaller, as (description, request)."""
     rows = settings.per_device_eval_batch_size
     if rows == 1:
         return []
@@ -53,7 +53,7 @@ def _smaller_evaluation(settings: Settings, kept: Request) -> list[tuple[str, Re
 
 
 def _smaller_steps(settings: Settings, kept: Request) -> list[tuple[str, Request]]:
-    """Return the changes that make a training step's activations smaller, as (words, request)."""
+    """Return the changes that make a training step's activations smaller, as (description, request)."""
     micro, tries = settings.per_device_train_batch_size, []
     per_rank = settings.effective_batch_size // settings.data_ranks
     half = max((n for n in range(1, micro // 2 + 1) if per_rank % n == 0), default=None)

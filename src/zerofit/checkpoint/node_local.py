@@ -1,8 +1,8 @@
 """--node_local_storage: each node keeps its ranks' part of a checkpoint on its own disk.
 
 Weights and trainer state are on node 0; the small files among them are copied to the other nodes, so that each node can
-resume from its own disk. To resume with another rank count or stage, first copy the parts into one folder (rsync);
-their names differ.
+resume from its own disk. To resume with another rank count or stage, copy the parts, whose names differ, into one
+folder first (rsync).
 """
 
 from pathlib import Path

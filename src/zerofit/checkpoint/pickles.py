@@ -36,7 +36,7 @@ def shards_folder(checkpoint: Path) -> Path:
 
 
 def fault(checkpoint: Path) -> str:
-    """Return why the checkpoint's pickles must not be loaded; "" if they may be."""
+    """Return the reason why the checkpoint's pickles must not be loaded; "" if they may be."""
     if link := _link_out_of(checkpoint):
         return f"{link.relative_to(checkpoint)} is a link that leads out of the checkpoint"
     files = {*checkpoint.rglob("*.pt"), *checkpoint.rglob("*.pth")}
@@ -106,7 +106,7 @@ def _allowed(names) -> list[tuple]:
 
 @contextlib.contextmanager
 def only_known():
-    """Restrict every torch.load in the body to the known names, DeepSpeed's with weights_only=False too."""
+    """Restrict every torch.load in the context to the known names, also DeepSpeed's with weights_only=False."""
     before = {name: os.environ.get(name) for name in (FORCE, "TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD")}
     os.environ.pop("TORCH_FORCE_NO_WEIGHTS_ONLY_LOAD", None)  # torch refuses both at once
     os.environ[FORCE] = "1"

@@ -1,6 +1,6 @@
 """Load a checkpoint's states into an engine of another ZeRO stage, rank count or offload.
 
-No converted copy is written: each rank reads from the shards what its own share needs. (DeepSpeed's universal
+No converted copy is written: each rank reads its own share from the shards. (DeepSpeed's universal
 checkpoint supports only Adam's states at stage 3, not stage 0, and writes 12 bytes per parameter, which it then reads
 again.)
 """
@@ -30,7 +30,7 @@ def load(trainer, checkpoint: Path) -> None:
 
 
 def load_weights(trainer, checkpoint: Path) -> None:
-    """Load the weights alone, for a model that trains no further. Collective.
+    """Load the weights without optimizer states, for a model that is not trained further. Collective.
 
     Raises: UserError as `load`.
     """
@@ -57,7 +57,7 @@ def _unwrapped(optimizer):
 
 
 def _fill(trainer, states, names, keys, step) -> None:
-    """Fill weights and the states `keys` of whichever engine trains."""
+    """Fill the weights and the states `keys`, in the way of the engine in use."""
     optimizer = _unwrapped(trainer.optimizer)
     if not trainer.is_deepspeed_enabled:
         _into_parameters(optimizer, states, names, keys, step)
@@ -130,7 +130,7 @@ def _kept(trainer, states: zero_shards.OptimizerStates) -> list[str]:
         reason = f"the checkpoint has those of {saved_optim}"
     if reason and trainer.args.process_index == 0:
         print(
-            f"WARNING: the states of {settings.optim} begin anew: {reason}; expect some steps of higher loss",
+            f"WARNING: the states of {settings.optim} are reset: {reason}; expect a few steps of higher loss",
             flush=True,
         )
     return [] if reason else states.keys()

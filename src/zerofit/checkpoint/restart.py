@@ -1,4 +1,4 @@
-"""Go on in the run folder when torchrun's agent or SLURM starts the same job again."""
+"""Continue in the run folder when torchrun's agent or SLURM restarts the job."""
 
 import hashlib
 import os
@@ -12,14 +12,14 @@ from zerofit.job import job, run_folder
 from zerofit.job.request import Request
 from zerofit.job.settings import Settings
 
-SMALLER = "next.json"  # of the run folder: what the next start does after out of memory
+SMALLER = "next.json"  # in the run folder: what the next start changes after out of memory
 
 
 def starters() -> list[str]:
     """Return an id of each node's agent, under which this job runs; [] without one. Collective.
 
     torchrun counts a restart (TORCHELASTIC_RESTART_COUNT) only on the node whose rank has failed, and none when a node
-    joins: the agent's process is what tells a restart from a new job.
+    joins, so a restart is recognized by the agent's process.
     """
     return [agent for agent in distributed.of_nodes(_agent()) if agent]
 
@@ -34,9 +34,9 @@ def _agent() -> str:
 
 
 def go_on(settings: Settings) -> None:
-    """Make --resume_from_checkpoint auto the default of a restart: the job goes on from its newest checkpoint.
+    """Make --resume_from_checkpoint auto the default of a restart, to continue from the newest checkpoint.
 
-    It is also instead of the checkpoint that the job began from, once the job has one of its own.
+    It also replaces the checkpoint that the job began from, once the job has saved one.
     """
     asked = settings.resume_from_checkpoint
     if job.running() is not None or not settings.output_dir or str(asked).lower() in ("false", "auto"):
@@ -45,12 +45,12 @@ def go_on(settings: Settings) -> None:
     known = run_folder.read_record(folder / "run.json")
     is_restart = set(known.get("started_by", [])) & set(settings.started_by) or distributed.queued_again()
     if known and is_restart and not run_folder.finished(folder) and (asked is None or run_folder.checkpoints(folder)):
-        print(f"note: the job was started again: it goes on in {folder}", flush=True)
+        print(f"note: the job was restarted and continues in {folder}", flush=True)
         settings.resume_from_checkpoint = "auto"
 
 
 def as_the_run_goes_on(settings: Settings) -> Settings:
-    """Return the settings with which a job goes on that torchrun's agent starts again.
+    """Return the settings of a job that torchrun's agent restarts.
 
     They are smaller after out of memory, and keep the run's effective batch on other ranks.
     Raises: UserError if the ranks do not divide it.
@@ -85,15 +85,15 @@ def _batch_of_run(folder: Path, settings: Settings, asked: Request) -> dict[str,
 
 
 def leave_smaller(settings: Settings, phase: str) -> None:
-    """Leave in the run folder what the restart by torchrun's agent does after this rank was out of memory.
+    """Write what a restart by torchrun's agent changes, after this rank was out of memory, to the run folder.
 
-    A supervisor decides it itself. Args: phase: of errors.OutOfMemory.
+    With a supervisor nothing is written: it chooses the change itself. Args: phase: of errors.OutOfMemory.
     """
     restarts = [int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS")]
     if rank_status.folder() or restarts[0] >= restarts[1] or settings.on_oom != "retry":
         return
-    if found := next_settings.next_smaller_setting(settings, resolve.resolve, phase):
-        change, smaller = found
+    if following := next_settings.next_smaller_setting(settings, resolve.resolve, phase):
+        change, smaller = following
         decided = next_settings.decisions(smaller.request)
         left = {"started_by": settings.started_by, "change": change, "decided": decided}
         run_folder.write_json(Path(settings.output_dir) / SMALLER, left)

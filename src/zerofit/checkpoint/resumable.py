@@ -32,7 +32,7 @@ def check_resumable(settings, train_set) -> None:
         raise UserError(f"{flag}: was saved by recipes/{known['recipe']}.py; resume it with that recipe.")
     if known.get("unsaved"):
         raise UserError(
-            f"{flag}: was saved with {known['unsaved']}, whose optimizer states DeepSpeed leaves out; begin anew from "
+            f"{flag}: was saved with {known['unsaved']}, whose optimizer states DeepSpeed leaves out; start again from "
             f"its weights with --model (recipes/lora.py: `zerofit export {requested} --merge` first)."
         )
     stretch = {"zero": known["zero"], "world_size": known["world_size"], "to_step": step_of(Path(requested))}
@@ -57,7 +57,7 @@ def check_split(settings, known: dict, where: str) -> None:
         raise UserError(
             f"{where}: --{name} can only be resumed as it was saved; use --{name} {saved} --zero {known['zero']} "
             f"--gpus {known['world_size']} --offload {known['offload']} --optim {known.get('optim', settings.optim)}, "
-            "or begin anew from its weights with --model."
+            "or start again from its weights with --model."
         )
 
 
@@ -79,14 +79,14 @@ def _check_schedule(settings, checkpoint: Path, known: dict, where: str) -> None
 def _facts_of_files(checkpoint: Path, settings, where: str) -> dict:
     """Infer from the files of another program's checkpoint how it was saved.
 
-    Raises: UserError for that of an adapter where the whole model trains, or the other way round.
+    Raises: UserError for a checkpoint of an adapter where the whole model is trained, or vice versa.
     """
     from zerofit.checkpoint import zero_shards
 
     of_adapter = (checkpoint / "adapter_config.json").exists()
     if of_adapter != settings.trains_adapter:
         trained, trains = ("an adapter", "the whole model") if of_adapter else ("a whole model", "an adapter")
-        raise UserError(f"{where}: holds {trained}, and this run trains {trains}; begin anew, or name another recipe.")
+        raise UserError(f"{where}: holds {trained}, and this run trains {trains}; start anew, or use another recipe.")
     facts = {"recipe": settings.recipe.name}
     if not zero_shards.is_deepspeed(checkpoint):
         rng_files = len(list(checkpoint.glob("rng_state_*.pth")))
@@ -118,10 +118,10 @@ def _decide_resharding(settings, known: dict, name: str) -> None:
             f"ZeRO {was['zero']}, {was['world_size']} rank{'s' * (was['world_size'] > 1)}, offload {was['offload']}"
         )
         settings.decisions.append(
-            f"{name} was saved with {saved_with}: weights, optimizer states, learning rate and place in the data are "
-            "kept"
-            + (", split anew" if settings.resharded else "")
-            + ("; dropout draws other numbers" if was["world_size"] != now["world_size"] else "")
+            f"{name} was saved with {saved_with}: weights, optimizer states, learning rate and position in the data "
+            "are kept"
+            + (", resharded" if settings.resharded else "")
+            + ("; dropout draws different numbers" if was["world_size"] != now["world_size"] else "")
         )
 
 
@@ -150,24 +150,24 @@ def how_to_go_on(ended: str, folder: Path, step: int | None) -> str:
 def next_command(folder: Path) -> str:
     """Return what is saved of a run that has ended, and the next command."""
     if not (folder / "run.json").exists():
-        return "no run was begun. Give the same command again"
+        return "no run was started. Repeat the command"
     resume = command_line.next_step("resume", folder)
     if saved := integrity.latest_valid_checkpoint(folder, hashes=False):
-        return f"saved up to step {saved.name.rpartition('-')[2]}. Go on: {resume}"
+        return f"saved up to step {saved.name.rpartition('-')[2]}. Continue: {resume}"
     models = [f for f in run_folder.checkpoints(folder).values() if not integrity.damage(f, hashes=False)]
     if models:
         return (
             f"{models[-1].name} holds the model without optimizer states (--save_only_model), so no run can continue "
-            f"from it. Keep it: {command_line.next_step('export', models[-1])}; or begin again: {resume}"
+            f"from it. Keep it: {command_line.next_step('export', models[-1])}; or start again: {resume}"
         )
-    return f"nothing is saved yet. Begin again: {resume}"
+    return f"nothing is saved yet. Start again: {resume}"
 
 
 def find_checkpoint(settings: Settings, folder: Path, judge=integrity.by_sizes) -> None:
     """Replace --resume_from_checkpoint (a path, or auto for the newest valid one) by a checkpoint's path.
 
     `auto` with no checkpoint starts from scratch, so a preempted job can rerun the same command.
-    Args: judge: yields each of the checkpoints that it is given with why it cannot be resumed, "" if it can.
+    Args: judge: yields each given checkpoint with the reason why it cannot be resumed, "" if it can.
     Raises: UserError when the named one is damaged, or `true` finds none.
     """
     value, settings.resume_from_checkpoint = settings.resume_from_checkpoint, None
@@ -180,12 +180,12 @@ def find_checkpoint(settings: Settings, folder: Path, judge=integrity.by_sizes) 
             return
         if not newest:
             raise UserError(f"--resume_from_checkpoint {value}: is no whole checkpoint: {reason}; name another one.")
-        _note(f"{checkpoint.name} is passed over: {reason}")
+        _note(f"skipping {checkpoint.name}: {reason}")
     if value.lower() != "auto":
         raise UserError(
-            f"--resume_from_checkpoint {value}: {folder} holds no checkpoint-<step> folder that is whole; name a path."
+            f"--resume_from_checkpoint {value}: {folder} holds no checkpoint that is complete; name a path."
         )
-    _note(f"{folder} holds no whole checkpoint: the run begins at the start")
+    _note(f"{folder} holds no complete checkpoint: the run starts from the beginning")
 
 
 def _note(sentence: str) -> None:

@@ -1,6 +1,6 @@
 """Write a checkpoint to a temporary folder, verify and sync it, then rename it and rotate older ones.
 
-Each holds zerofit.json, written last: what it was saved from, and size and hash of every file.
+Each has a zerofit.json, written last: the run that saved it, and size and hash of every file.
 """
 
 import contextlib
@@ -29,9 +29,9 @@ from zerofit.model.weights import stored
 
 @dataclass
 class Unpublished:
-    """A checkpoint in the temporary folder, of which this rank's files are written, or still being written."""
+    """A checkpoint in the temporary folder, whose files of this rank are written or being written."""
 
-    folder: Path  # that it will have
+    folder: Path  # its final one
     own: Path  # of this rank's files, until they are moved beside those of the others
     facts: dict  # of zerofit.json without the files; {} where this rank writes none
     shapes: dict[str, tuple]  # of the weights, if the shards alone hold them; else {}
@@ -49,7 +49,7 @@ class Unpublished:
         return self.writing is None or self.writing.ended
 
     def store(self) -> None:
-        """Check, sync, hash and move this rank's files, which are written. Raises: RuntimeError if one is not whole."""
+        """Check, sync, hash and move this rank's written files. Raises: RuntimeError for an incomplete one."""
         _check_own(self.own, self.shapes)
         self.hashes = _hashes(self.own)
         _move(self.own, self.aside)
@@ -58,7 +58,7 @@ class Unpublished:
 def save(trainer, write) -> None:
     """Save one checkpoint, with `write`, transformers' own saving, into trainer.saving_to. Collective.
 
-    Older checkpoints are deleted (save_total_limit) once this one is verified and renamed. Without room on the disk,
+    Older checkpoints are deleted (save_total_limit) once this one is verified and renamed. If the disk is too full,
     nothing is written, a warning is printed, and training continues. With --save_in_background the states are only
     copied here, and `publish` does the rest.
     Raises: RuntimeError when what was written is not what was trained; as `publish`.
@@ -117,7 +117,7 @@ def publish(trainer) -> None:
         facts = new.facts | {"files": hashes} | ({"elsewhere": elsewhere} if elsewhere else {})
         run_folder.write_json(new.aside / FACTS, facts | {"digest": digest_of(facts)})
         _publish(new.folder.parent, new.folder.name)
-    distributed.barrier()  # it is on every disk before older ones are deleted
+    distributed.barrier()  # older ones are deleted once it is on every disk
     if new.facts:
         best = trainer.state.best_model_checkpoint
         _rotate(new.folder.parent, new.folder.name, trainer.args.save_total_limit, best)
@@ -155,7 +155,7 @@ def _name_the_best(run: Path, state) -> None:
 
 
 def _has_room(run: Path) -> bool:
-    """Delete what a killed save left; return whether a checkpoint as large as the last one fits."""
+    """Delete the files of a killed save; return whether a checkpoint as large as the last one fits."""
     shutil.rmtree(run / ASIDE, ignore_errors=True)
     previous = list(run_folder.checkpoints(run).values())
     needed = size_of(previous[-1]) if previous else 0
@@ -163,7 +163,7 @@ def _has_room(run: Path) -> bool:
     if needed <= free:
         return True
     print(f"WARNING: no checkpoint is saved: the last one took {needed / 1e9:.3g} GB and the disk has {free / 1e9:.3g} "
-          f"left; {previous[-1].name} stays the newest", flush=True)  # fmt: skip
+          f"free; {previous[-1].name} stays the newest", flush=True)  # fmt: skip
     return False
 
 
@@ -336,15 +336,15 @@ def _facts(trainer) -> dict:
 # {environment variable of a job: its scheduler}
 SCHEDULERS = {"SLURM_JOB_ID": "SLURM", "KUBERNETES_SERVICE_HOST": "Kubernetes"}
 
-CLUSTER_MINUTES = 30.0  # between saves of a cluster's job, where the user has not said when to save
+CLUSTER_MINUTES = 30.0  # between saves of a job of a cluster, unless the user has chosen
 
 
 def choose_clock(settings) -> None:
     """Save by the clock in a job of a cluster: a lost node, a preemption or a time limit may end it within an epoch."""
     scheduler = next((name for variable, name in SCHEDULERS.items() if os.environ.get(variable)), "")
-    told = {"save_every_minutes", "save_strategy", "save_steps"} & {*settings.given}
+    chosen = {"save_every_minutes", "save_strategy", "save_steps"} & {*settings.given}
     never = settings.save_only_model or settings.save_strategy == "no"
-    if told or never or not (scheduler or distributed.several_nodes()):
+    if chosen or never or not (scheduler or distributed.several_nodes()):
         return
     settings.save_every_minutes = CLUSTER_MINUTES
     where = scheduler or "several nodes"

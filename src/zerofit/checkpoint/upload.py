@@ -15,14 +15,14 @@ LINKED = ".uploading"  # folder in the run folder with hard links to what is upl
 
 TELL_SECONDS = 60  # between lines about an upload for which the end of a run waits
 
-OF_RUN = ("*.json", "*.jsonl", "*.md", "*.html", "*.png")  # small files of the run folder that go along
+OF_RUN = ("*.json", "*.jsonl", "*.md", "*.html", "*.png")  # small files of the run folder, uploaded too
 
 
 class Place:
     """A folder of an fsspec file system: s3://bucket/run, gs://..., file:///disk/run."""
 
     def __init__(self, url: str):
-        """Open it. Raises: UserError for a protocol or a package that is not there."""
+        """Open it. Raises: UserError for an unknown protocol or a missing package."""
         import fsspec
         import fsspec.implementations.local
 
@@ -42,7 +42,7 @@ class Place:
         return {int(step): steps[step] for step in steps if step.isdecimal()}
 
     def put(self, folder: Path, name: str) -> None:
-        """Copy a folder to `name`, in place of what is there; nothing for a checkpoint that is there already."""
+        """Copy a folder to `name`, replacing what is there, unless it is the same checkpoint."""
         facts = f"{self.root}/{name}/{FACTS}"
         is_checkpoint = (folder / FACTS).exists()
         if is_checkpoint and self.files.exists(facts) and self.files.cat_file(facts) == (folder / FACTS).read_bytes():
@@ -68,7 +68,7 @@ class Place:
         for file in self.files.find(path):
             target = folder / os.path.relpath(file, path)
             if not target.resolve().is_relative_to(folder.resolve()):
-                raise UserError(f"{self.url}: {file}: has a name that leads elsewhere.")
+                raise UserError(f"{self.url}: {file}: would be written outside of the folder.")
             target.parent.mkdir(parents=True, exist_ok=True)
             self.files.get_file(file, str(target))
 
@@ -88,7 +88,7 @@ def fetch(settings) -> None:
         steps = place.steps()
         if how == "false" and (steps or place.files.exists(f"{place.root}/final")):
             raise UserError(
-                f"--upload_to {place.url}: already holds a run; name another place, or go on with "
+                f"--upload_to {place.url}: already holds a run; name another place, or continue with "
                 "--resume_from_checkpoint auto."
             )
         if how not in ("auto", "true", "last") or not steps or run_folder.checkpoints(run):
@@ -108,9 +108,9 @@ def fetch(settings) -> None:
 
 
 class Uploads(TrainerCallback):
-    """Upload each checkpoint that has been saved, in a thread of rank 0: training goes on.
+    """Upload each saved checkpoint in a thread of rank 0, while training continues.
 
-    What fails is said, and tried again at the next save if it is still there.
+    A failure is reported, and retried at the next save if the folder still exists.
     """
 
     def __init__(self, url: str, run: Path):
@@ -142,9 +142,9 @@ class Uploads(TrainerCallback):
             name = "its records"
             self.place.put_small_files(self.run)
             self.place.prune(self.run)
-        except Exception as error:  # each file system has errors of its own; training goes on
-            print(f"WARNING: {self.place.url}: {name} is not uploaded ({type(error).__name__}: {error}); the next save "
-                  "tries it again", flush=True)  # fmt: skip
+        except Exception as error:  # each file system has errors of its own; training continues
+            print(f"WARNING: {self.place.url}: {name} was not uploaded ({type(error).__name__}: {error}); the next "
+                  "save retries it", flush=True)  # fmt: skip
         shutil.rmtree(links, ignore_errors=True)
 
 

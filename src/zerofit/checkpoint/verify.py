@@ -1,4 +1,4 @@
-"""Verify the checkpoint to resume from with all ranks: each hashes a share of its files, once in a start."""
+"""Verify the checkpoint to resume from on all ranks: each hashes a share of its files, once in a start."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,10 +9,10 @@ from zerofit.checkpoint.facts import read_facts
 
 
 def by_hashes(checkpoints: list[Path], local: bool) -> Iterator[tuple[Path, str]]:
-    """Yield each of rank 0's checkpoints with why no run can resume from it; "" if one can. Collective.
+    """Yield each of rank 0's checkpoints with the reason why no run can resume from it; "" if one can. Collective.
 
-    One rank of a disk compares names and sizes first, which takes no time. In the hashing no rank waits for another
-    longer than about the largest file takes, which is all that --ddp_timeout must allow.
+    One rank of a disk compares names and sizes first, which takes no time. While hashing, a rank
+    waits for others about as long as the largest file takes, which --ddp_timeout must allow.
     Args: local: each node has a disk of its own (--node_local_storage).
     """
     place, first = "", distributed.rank() == 0

@@ -36,20 +36,20 @@ class OptimizerStates:
         return self.part(name, key, 0, math.prod(self.shapes[name])).view(self.shapes[name])
 
     def part(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
-        """Return a range of the numbers of a flat state, which ends where the parameter does; no others are read.
+        """Read a range of a flat state and no other numbers; it ends where the parameter does.
 
         Raises: UserError if the shards are too short for the parameter.
         """
-        pieces, numel, offset, found = self.pieces[name].get(key, []), math.prod(self.shapes[name]), 0, []
+        pieces, numel, offset, parts = self.pieces[name].get(key, []), math.prod(self.shapes[name]), 0, []
         if (held := sum(piece.numel() for piece in pieces)) < numel:
             raise UserError(
                 f"{name}: the shards hold {held:,} of the {numel:,} numbers of its {key}; the checkpoint is not whole."
             )
         for piece in pieces:
-            found.append(piece[max(0, start - offset) : max(0, min(stop, numel) - offset)])
+            parts.append(piece[max(0, start - offset) : max(0, min(stop, numel) - offset)])
             offset += piece.numel()
-        found = [piece for piece in found if piece.numel()] or [torch.empty(0)]
-        return found[0] if len(found) == 1 else torch.cat(found)
+        parts = [part for part in parts if part.numel()] or [torch.empty(0)]
+        return parts[0] if len(parts) == 1 else torch.cat(parts)
 
 
 def is_deepspeed(checkpoint: Path) -> bool:
@@ -100,7 +100,7 @@ def _shapes(model_states: dict) -> dict[str, tuple[int, ...]]:
 
 
 def check_share(checkpoint: Path, shapes: dict[str, tuple[int, ...]], ranks: int) -> None:
-    """Check that what one rank of stage 3 has saved holds its share of every parameter, by the files' headers.
+    """Check by the files' headers that one rank of stage 3 has saved its share of every parameter.
 
     Raises: UserError.
     """

@@ -28,7 +28,7 @@ MARGIN = 0.08  # fraction of device memory kept free: fragmentation, and rows th
 
 @dataclass
 class SearchResult:
-    """The result of a search. size: the micro batch; tried: {size: its record, or None if it did not fit}."""
+    """The result of a search. size: the largest that fits; tried: {size: its record, None if it did not fit}."""
 
     size: int
     limit_bytes: int
@@ -85,7 +85,7 @@ def search(settings) -> SearchResult:
     per_rank = settings.effective_batch_size // settings.data_ranks
     sizes = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
     print(
-        f"probe: micro batches up to {per_rank} within {memory_report.size(limit)} a rank ({MARGIN:.0%} left free)",
+        f"batch search: up to {per_rank} rows within {memory_report.size(limit)} a rank ({MARGIN:.0%} left free)",
         flush=True,
     )
     tried: dict[int, dict | None] = {}
@@ -134,7 +134,7 @@ def limit_bytes(settings) -> int:
     if settings.memory_limit:
         usable_bytes = settings.memory_limit * 2**30
     elif settings.use_cpu:
-        raise UserError("a probe needs a GPU, or --memory_limit GiB to search within.")
+        raise UserError("a batch search needs a GPU, or --memory_limit GiB to search within.")
     else:
         usable_bytes = hardware.tightest(min(settings.world_size, torch.cuda.device_count()))[0].usable_bytes
     return int(usable_bytes * (1 - MARGIN))
@@ -165,14 +165,14 @@ def _run(settings, ladder: list[int], limit: int) -> dict[int, dict]:
         if not failed and len(sizes) < len(ladder):
             lines = completed.stderr.strip().splitlines() or ["no message"]
             cause = next((line for line in lines if line.startswith("zerofit: error: ")), lines[-1])
-            raise UserError(f"the probe's steps failed: {cause.removeprefix('zerofit: error: ')}")
+            raise UserError(f"the steps of the batch search failed: {cause.removeprefix('zerofit: error: ')}")
         return {
             size: max((by_size[size] for by_size in records), key=lambda record: record["peak_bytes"]) for size in sizes
         }
 
 
 def _trial(settings, folder: Path) -> Settings:
-    """Return the settings of the steps that are tried.
+    """Return the settings of the trial steps.
 
     Two micro batches per step: the gradients accumulated from the first one are part of the peak.
     """
@@ -188,7 +188,7 @@ def _trial(settings, folder: Path) -> Settings:
     return tried
 
 
-# Variables of an enclosing launch, which its processes must not inherit.
+# Variables of an enclosing launch, which the trial processes must not inherit.
 _RANK_VARIABLES = (
     "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "GROUP_WORLD_SIZE",
     "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE",

@@ -40,7 +40,7 @@ def wanted(settings, planned: dict | None, steps: int | None) -> bool:
 def run(job: supervisor.Job, planned: dict | None) -> Settings:
     """Run the canary; after an out-of-memory error try smaller settings, if --on_oom allows.
 
-    GPUs that do not answer each other are tried without direct copies, as in the run itself (supervisor.py).
+    If GPUs do not answer each other, the canary is repeated without direct copies, as the run would be (supervisor.py).
 
     Returns: the settings of the attempt that succeeded.
     Raises: SystemExit with the failed attempt's exit code, its cause printed; UserError if the disk is too small.
@@ -57,7 +57,7 @@ def run(job: supervisor.Job, planned: dict | None) -> Settings:
         if last.kind == "finished" and measured:
             break
         if change := supervisor.without_copies_between_gpus(job, last, settings):
-            print(f"canary: {last.sentence}; once more: {change}", flush=True)
+            print(f"canary: {last.sentence}; retrying: {change}", flush=True)
             continue
         smaller = None
         if last.kind == "out of memory" and settings.on_oom != "fail":
@@ -65,7 +65,7 @@ def run(job: supervisor.Job, planned: dict | None) -> Settings:
         if smaller is None:
             print(f"zerofit: the canary failed: {last.sentence}", file=sys.stderr)
             raise SystemExit(last.code or 1)
-        print(f"canary: {last.sentence}; once more with {smaller[0]}", flush=True)
+        print(f"canary: {last.sentence}; retrying with {smaller[0]}", flush=True)
         _, settings = smaller
     for line in sentences(measured, planned, time.perf_counter() - began):
         print(line, flush=True)
@@ -87,38 +87,38 @@ def _attempt(job: supervisor.Job, settings: Settings, folder: Path) -> tuple[pos
 
 
 def _request(asked: Request, folder: Path) -> Request:
-    """Return what the canary asks for: as the run, but own folder, no resume, nothing to the Hub or a tracker."""
+    """Return the run's request with a folder of its own, and without resume, Hub and trackers."""
     return asked.put(**trial.NOTHING_OUTSIDE, resume_from_checkpoint="false", output_dir=str(folder))
 
 
-def sentences(found: dict, planned: dict | None, seconds: float) -> list[str]:
+def sentences(measured: dict, planned: dict | None, seconds: float) -> list[str]:
     """Return the canary's measurements as lines to print. seconds: wall time of the canary."""
-    lines = [f"canary: all well, {seconds:.0f} s"]
-    peak = f"  peak {found['peak_bytes'] / GIB:.2f} GiB a rank"
-    if found["device"] == "cpu":
+    lines = [f"canary passed in {seconds:.0f} s"]
+    peak = f"  peak {measured['peak_bytes'] / GIB:.2f} GiB a rank"
+    if measured["device"] == "cpu":
         peak += " (resident)"
     elif planned:
-        room = planned["limit_bytes"] - found["peak_bytes"]
-        peak += f"; the plan said {planned['peak_bytes'] / GIB:.2f}; {room / GIB:.2f} GiB are left"
+        room = planned["limit_bytes"] - measured["peak_bytes"]
+        peak += f"; predicted by the plan: {planned['peak_bytes'] / GIB:.2f}; {room / GIB:.2f} GiB free"
     lines.append(peak)
-    hours, rest = divmod(int(found["step_seconds"] * found["steps"]), 3600)
+    hours, rest = divmod(int(measured["step_seconds"] * measured["steps"]), 3600)
     lines.append(
-        f"  {found['tokens_per_second']:,.0f} tokens/s on the longest rows; {found['steps']:,} steps take at most "
-        f"{hours}:{rest // 60:02}:{rest % 60:02}, evaluation and saving apart"
+        f"  {measured['tokens_per_second']:,.0f} tokens/s on the longest rows; {measured['steps']:,} steps take at "
+        f"most {hours}:{rest // 60:02}:{rest % 60:02}, evaluation and saving apart"
     )
     lines.append(
-        f"  a save is {found['checkpoint_bytes'] / 1e9:.3g} GB in {found['save_seconds']:.1f} s"
-        + (f", read back in {found['load_seconds']:.1f} s to the same loss" if found["reloaded"] else "")
+        f"  a save is {measured['checkpoint_bytes'] / 1e9:.3g} GB in {measured['save_seconds']:.1f} s"
+        + (f", read back in {measured['load_seconds']:.1f} s to the same loss" if measured["reloaded"] else "")
     )
     return lines
 
 
-def _check_disk(found: dict, settings, folder: Path) -> None:
+def _check_disk(measured: dict, settings, folder: Path) -> None:
     free = shutil.disk_usage(nearest_existing(folder)).free
-    needed = found["checkpoint_bytes"] * found["checkpoints"] + found["final_bytes"]
+    needed = measured["checkpoint_bytes"] * measured["checkpoints"] + measured["final_bytes"]
     if needed > free and not settings.ignore_plan:
         raise UserError(
-            f"--output_dir {folder}: {found['checkpoints']} checkpoints and final/ will take {needed / 1e9:.3g} GB, "
-            f"the disk has {free / 1e9:.3g}; set --save_total_limit, or name a folder on another disk (--ignore_plan "
+            f"--output_dir {folder}: {measured['checkpoints']} checkpoints and final/ need {needed / 1e9:.3g} GB, the "
+            f"disk has {free / 1e9:.3g} free; set --save_total_limit, or name a folder on another disk (--ignore_plan "
             "true starts anyway)."
         )

@@ -31,8 +31,8 @@ from zerofit.launch.doctor_nodes import Finding, fail, ok, warn
 
 GIB = 2**30
 
-# ({package: versions} with a problem together, its symptom and thread, the fix), beside pyproject's ranges and what
-# a library's own import refuses.
+# ({package: versions} with a problem together, its symptom and thread, the fix), in addition to pyproject's ranges and
+# what a library's own import refuses.
 RULES = (
     (
         {"flash-attn": "<=2.7.4.post1", "torch": ">=2.7"},
@@ -42,19 +42,19 @@ RULES = (
     ),
     (
         {"nvidia-nccl-cu13": "==2.29.2"},
-        "this NCCL release hangs: a regression that 2.29.3 takes back (https://github.com/pytorch/pytorch/pull/174338)",
+        "this NCCL release hangs: a regression that 2.29.3 reverts (https://github.com/pytorch/pytorch/pull/174338)",
         "pip install 'nvidia-nccl-cu13>=2.29.3'",
     ),
 )
 
 # {environment variable that changes how a job runs: its effect}
-CHANGES_BEHAVIOUR = {
-    "CUDA_LAUNCH_BLOCKING": "every kernel is waited for: training is several times slower",
-    "NCCL_P2P_DISABLE": "GPUs of a node talk through host memory: slower collectives",
-    "NCCL_IB_DISABLE": "nodes talk over TCP: slower collectives",
-    "DS_ACCELERATOR": "DeepSpeed uses this accelerator whatever the machine has",
-    "DS_SKIP_CUDA_CHECK": "ops are compiled though nvcc and torch are of different CUDA versions",
-    "TORCH_EXTENSIONS_DIR": "compiled ops are taken from here, also when another machine made them",
+CHANGES_BEHAVIOR = {
+    "CUDA_LAUNCH_BLOCKING": "the CPU waits for every kernel: training is several times slower",
+    "NCCL_P2P_DISABLE": "GPUs of a node communicate through host memory: slower collectives",
+    "NCCL_IB_DISABLE": "nodes communicate over TCP: slower collectives",
+    "DS_ACCELERATOR": "DeepSpeed uses this accelerator, even if the machine has another",
+    "DS_SKIP_CUDA_CHECK": "ops are compiled even if nvcc and torch have different CUDA versions",
+    "TORCH_EXTENSIONS_DIR": "compiled ops are loaded from here, also those of another machine",
     "DEEPSPEED_TIMEOUT": "minutes after which DeepSpeed's collectives give up",
     "HF_HUB_OFFLINE": "nothing is downloaded",
     "TRANSFORMERS_OFFLINE": "nothing is downloaded",
@@ -67,10 +67,10 @@ def main(argv: list[str]) -> None:
     """`zerofit doctor`: see --help. Exits with 0, or with 1 if a check fails."""
     parser = argparse.ArgumentParser(prog="zerofit doctor", allow_abbrev=False, description=__doc__)
     parser.add_argument("--json", action="store_true", help="findings as JSON on standard output, nothing else")
-    parser.add_argument("--gpus", default="", help="processes that shall exchange a tensor (default: GPUs, else 2)")
+    parser.add_argument("--gpus", default="", help="processes that exchange a tensor (default: one per GPU, else 2)")
     parser.add_argument("--output_dir", default="runs", help="folder that runs will be written to")
-    parser.add_argument("--port", default="", help="port of the rendezvous to look at")
-    parser.add_argument("--nodes", default="1", help="nodes of the job: looks at what several need")
+    parser.add_argument("--port", default="", help="port of the rendezvous to check")
+    parser.add_argument("--nodes", default="1", help="nodes of the job; above 1, also check what several nodes need")
     given = parser.parse_args(argv)
     if given.gpus and (not given.gpus.isdecimal() or not int(given.gpus)):
         raise UserError(f"--gpus {given.gpus}: must be a whole number from 1.")
@@ -93,7 +93,7 @@ def main(argv: list[str]) -> None:
 
 
 def _checks(given) -> dict:
-    """Return {name: (check, what is right where it finds nothing)}, in their order; a check returns findings."""
+    """Return {name: (check, text of an ok where it has no findings)}, in the order in which they run."""
     nodes, folder = int(given.nodes), Path(given.output_dir)
     checks = {
         "packages": (python_and_packages, _versions()),
@@ -112,8 +112,8 @@ def _checks(given) -> dict:
     return checks
 
 
-def _print(found: list[Finding]) -> None:
-    for finding in found:
+def _print(findings: list[Finding]) -> None:
+    for finding in findings:
         print(f"{finding.level:<5} {finding.name}: {finding.text}", flush=True)
         if finding.fix and finding.level != "ok":
             print(f"      -> {finding.fix}", flush=True)
@@ -224,9 +224,9 @@ def variables() -> Iterator[Finding]:
 
     cores, threads = distributed.cores(), os.environ.get("OMP_NUM_THREADS")
     if threads == "1" and cores > 2:
-        text = f"1 of {cores} cores: the offloaded optimizer crawls"
+        text = f"1 of {cores} cores: the offloaded optimizer is very slow"
         yield warn("OMP_NUM_THREADS", text, "unset OMP_NUM_THREADS (make sets cores / processes)")
-    for name, effect in CHANGES_BEHAVIOUR.items():
+    for name, effect in CHANGES_BEHAVIOR.items():
         if os.environ.get(name, "0") not in ("0", "", allocator.default()):
             yield warn(name, f"is {os.environ[name]}: {effect}", f"unset {name}")
 
@@ -260,7 +260,7 @@ def _runs_on(arch: str, major: int, minor: int) -> bool:
 
 
 def _of_gpu(device, architectures: list[str]) -> Finding:
-    """Report one GPU. architectures: those that torch was built for (sm_90, compute_120); none: not known."""
+    """Report one GPU. architectures: those that torch was built for (sm_90, compute_120); []: unknown."""
     name, (major, minor) = f"GPU {device.index}", device.capability
     known = [arch for arch in architectures if re.fullmatch(r"(sm|compute)_\d+[af]?", arch)]
     if known and not any(_runs_on(arch, major, minor) for arch in known):
@@ -271,13 +271,13 @@ def _of_gpu(device, architectures: list[str]) -> Finding:
         )
         newer = "a newer torch, built for this GPU (make install; pytorch.org/get-started)"
         return fail(name, text, newer if is_newer else "another GPU, or a torch build for CUDA 12")
-    free = "what is free is not known (no nvidia-smi, or a slice)"
+    free = "free memory unknown (no nvidia-smi, or a MIG slice)"
     if device.free_bytes is not None:
         free = f"{device.free_bytes / GIB:.1f} of {device.total_bytes / GIB:.1f} GiB free"
     text = f"{device.name}, {free}" + ("" if major >= 8 else "; no bf16, fp16 is used")
     text += "; only one process may use it (EXCLUSIVE_PROCESS)" * device.exclusive
     is_busy = device.usable_bytes < device.total_bytes
-    return warn(name, text, "nvidia-smi shows who holds it") if is_busy else ok(name, text)
+    return warn(name, text, "nvidia-smi lists the processes that use it") if is_busy else ok(name, text)
 
 
 def host_memory(nvme: bool = False, nodes: int = 1) -> Iterator[Finding]:
@@ -382,18 +382,18 @@ def exchange(count: int) -> Iterator[Finding]:
     if count == 1:
         return
     backend, fix = ("NCCL", "NCCL_DEBUG=INFO make doctor") if cuda else ("gloo", "GLOO_SOCKET_IFNAME=lo make doctor")
-    said = _exchanged(count)
-    if said is None:
+    answer = _exchanged(count)
+    if answer is None:
         text = f"{count} processes exchanged nothing over {backend} in {EXCHANGE_SECONDS:.0f} s"
-        yield fail("exchange", text, "the machine is busy or its disk slow: again when it is idle")
-    elif said.startswith("exchanged "):
-        yield ok("exchange", f"{count} processes over {backend}, {said.removeprefix('exchanged ')}")
+        yield fail("exchange", text, "the machine is busy or its disk slow; repeat this when it is idle")
+    elif answer.startswith("exchanged "):
+        yield ok("exchange", f"{count} processes over {backend}, {answer.removeprefix('exchanged ')}")
     else:
-        yield fail("exchange", f"{count} processes over {backend}: {said}", fix)
+        yield fail("exchange", f"{count} processes over {backend}: {answer}", fix)
 
 
 def _exchanged(count: int) -> str | None:
-    """Return what processes that exchange numbers said: the speed, or the error of one; None on a timeout."""
+    """Start processes that exchange numbers; return the speed or the first error, None after a timeout."""
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
     env = {name: value for name, value in os.environ.items() if name != hardware.NVML_CHECK}
     env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGE.parent), env.get("PYTHONPATH")]))
@@ -474,9 +474,9 @@ def of_job(settings, net) -> list[Finding]:
     return findings
 
 
-def raise_or_warn(found: list[Finding]) -> list[str]:
+def raise_or_warn(findings: list[Finding]) -> list[str]:
     """Return the warnings as sentences. Raises: UserError for the first finding that fails."""
-    for finding in found:
+    for finding in findings:
         if finding.level == "fail":
             raise UserError(f"{finding.name}: {finding.text}; {finding.fix}.")
-    return [f"{finding.name}: {finding.text}; {finding.fix}" for finding in found if finding.level == "warn"]
+    return [f"{finding.name}: {finding.text}; {finding.fix}" for finding in findings if finding.level == "warn"]

@@ -37,7 +37,7 @@ def fail(name: str, text: str, fix: str) -> Finding:
 # File systems that several nodes can mount at the same path.
 SHARED = frozenset("nfs nfs4 lustre beegfs gpfs ceph cifs smb3 afs glusterfs 9p wekafs pvfs2 orangefs".split())
 
-# {command that must be on PATH: the way to start several nodes that needs it}
+# {command on PATH: the way to start several nodes that needs it}
 STARTERS = {"sbatch": "make slurm", "ssh": "HOSTS=hostfile", "kubectl": "zerofit kubernetes"}
 
 
@@ -64,7 +64,7 @@ def interfaces() -> Iterator[Finding]:
         if n != "lo" and not address.startswith(("127.", "169.254."))
     }
     if not outward:
-        yield fail("interface", "this machine has no network but itself", "bring an interface up (ip link)")
+        yield fail("interface", "no network interface except loopback", "enable one (ip link set NAME up)")
         return
     fast = f"InfiniBand or RoCE {', '.join(infiniband())}" if infiniband() else "no InfiniBand"
     yield ok("interface", f"{', '.join(f'{name} {address}' for name, address in outward.items())}; {fast}")
@@ -82,9 +82,9 @@ def name_of_node() -> Finding:
     try:
         address = socket.gethostbyname(name)
     except OSError:
-        return warn("name", f"{name} is no name that can be looked up", "MASTER_ADDR by address, not by name")
+        return warn("name", f"{name} cannot be resolved", "MASTER_ADDR by address, not by name")
     if address.startswith("127."):
-        text = f"{name} is {address} here: the others would look for it on themselves"
+        text = f"{name} is {address} here: other nodes would connect to themselves"
         return warn("name", text, "MASTER_ADDR by address, or fix /etc/hosts")
     return ok("name", f"{name} is {address}")
 

@@ -11,7 +11,7 @@ from pathlib import Path
 from zerofit.base import command_line, rank_status
 from zerofit.launch import postmortem
 
-END_SECONDS = 30.0  # for the ranks to end, once one has failed, before they are killed; torchrun's
+END_SECONDS = 30.0  # after which ranks are killed that have not ended after one has failed; as torchrun
 
 _TORCHRUN = ["-m", "zerofit.launch.torchrun"]
 
@@ -27,12 +27,12 @@ class Job:
     port: str = ""
 
 
-class _Signalled(Exception):
-    """A signal asks this process to end its ranks."""
+class _Signaled(Exception):
+    """Raised when this process receives a signal that ends its ranks."""
 
 
 def of_command(command: list[str]) -> Job | None:
-    """Return the job of a command of launch/prepare.py; None if other programs start its ranks."""
+    """Return the job of a command of launch/prepare.py; None if another program starts its ranks."""
     words = command[1:]
     if words[0].endswith(".py"):
         return Job(words[0], words[1:])
@@ -61,7 +61,7 @@ def run(job: Job) -> None:
     try:
         exits = _until_one_fails(running)
         _end(running, rank_status.ENDS_RANKS, exits)
-    except _Signalled as error:
+    except _Signaled as error:
         (number,) = error.args
         _end(running, number, {})
         raise SystemExit(128 + number) from None
@@ -72,7 +72,7 @@ def run(job: Job) -> None:
 
 
 def _become_rank(job: Job, rank: int, parent: int) -> None:
-    """Set what torchrun sets for a rank, in a session of its own."""
+    """Start a new session and set the environment variables that torchrun sets for a rank."""
     os.setsid()
     rank_status.end_with_parent(parent)
     ranks = str(job.ranks)
@@ -88,7 +88,7 @@ def _become_rank(job: Job, rank: int, parent: int) -> None:
 def _run_script(job: Job) -> None:
     """Run the recipe as `python recipe.py flags` would. Raises: SystemExit at its end."""
     threads = os.environ.get("OMP_NUM_THREADS", "").partition(",")[0]
-    if threads.isdigit():  # OpenMP has read the launcher's at import
+    if threads.isdigit():  # OpenMP read the launcher's value when it was imported
         import torch
 
         torch.set_num_threads(int(threads))
@@ -107,11 +107,11 @@ def _until_one_fails(running: dict[int, int]) -> dict[int, int]:
     """Wait until a rank fails or all have ended; return {rank: exit code} of the one that failed.
 
     Args: running: {process id: rank}; ranks that have ended are removed.
-    Raises: _Signalled for a signal that asks this process to end.
+    Raises: _Signaled for a signal that asks this process to end.
     """
 
     def end(number, _frame):
-        raise _Signalled(number)
+        raise _Signaled(number)
 
     for number in (signal.SIGINT, signal.SIGHUP, signal.SIGQUIT):
         signal.signal(number, end)

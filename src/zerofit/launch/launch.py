@@ -61,7 +61,7 @@ def _launch(args, program: Program, asked: Request, count: int) -> None:
 
 
 def _launch_on_one_node(args, program: Program, asked: Request, count: int) -> None:
-    """Check everything, then run the job. count: its processes."""
+    """Check and run a job of one node. count: its processes."""
     if asked.get("zero") == "auto":
         asked = _chosen_by_plan(asked, count)
     asked = asked.put(gpus=count)
@@ -116,12 +116,12 @@ def _planned(settings: Settings, train_set, eval_set) -> tuple[dict | None, Requ
 
 
 def _chosen_by_plan(asked: Request, ranks: int, **more) -> Request:
-    """Return what the plan of --zero auto asks for. Errors: as of preflight.chosen_request."""
+    """Return the request that the plan of --zero auto chooses. Raises: as preflight.chosen_request."""
     return preflight.chosen_request(asked, ranks, **more)
 
 
 def _launch_as_leader(coordinator: Coordinator, args, program: Program, asked: Request, count: int) -> None:
-    """Run the job as node 0, which decides: the nodes, the run folder, each attempt. count: processes of this node."""
+    """Run the job as node 0, which chooses nodes, run folder and attempts. count: processes of this node."""
     coordinator.meet()
     nodes, asked = _choose_nodes(coordinator, asked)
     coordinator.begin_with(nodes, asked)
@@ -131,7 +131,7 @@ def _launch_as_leader(coordinator: Coordinator, args, program: Program, asked: R
     run_folder.claim_folder(settings)
     preflight.prestart(settings)
     folder, train_set, eval_set = prepare.prepare(settings)
-    planned, asked = _planned(settings, train_set, eval_set)  # the other nodes learn it with the first attempt's order
+    planned, asked = _planned(settings, train_set, eval_set)  # sent to the other nodes with the first attempt's order
     preflight.publish(planned)
     coordinator.wait_until_ready()
     folder = folder.absolute()
@@ -177,14 +177,14 @@ def _settings(asked: Request, ranks: int) -> Settings:
 
 
 def _resolved(asked: Request, ranks: int) -> Settings:
-    """Return the settings that ranks train with: of the model too, so that no rank decides anything again."""
+    """Return the settings that ranks train with, also resolved for the model, so that ranks resolve nothing again."""
     settings = resolve.resolve(asked, ranks)
     resolve.resolve_for_model(settings)
     return settings
 
 
 def _settings_on_nodes(asked: Request, ranks: int) -> Settings:
-    """Resolve a request for `ranks` ranks on several nodes. Raises: UserError also for what works on one only."""
+    """Resolve a request for `ranks` ranks on several nodes. Raises: UserError also for what needs a single node."""
     settings = _settings(asked.put(gpus=ranks), ranks)
     if settings.search_batch_size:
         raise UserError(prepare.SEARCHES_ON_ONE_NODE)
@@ -198,8 +198,8 @@ def _environment(settings: Settings, count: int) -> dict[str, str]:
 def _choose_nodes(coordinator: Coordinator, asked: Request) -> tuple[dict[int, int], Request]:
     """Return the nodes that the job begins with, {node rank: processes}, and the request with --zero auto resolved.
 
-    They are the most of the nodes present among which the batch can be divided evenly.
-    Raises: UserError if that is not possible with the minimum of nodes either.
+    These are as many of the present nodes as divide the effective batch evenly.
+    Raises: UserError if even the minimum of nodes does not.
     """
     nodes = coordinator.processes()
     while True:

@@ -1,4 +1,4 @@
-"""Reject make variables that no verb reads, or none of the verbs that were asked for.
+"""Reject make variables that no verb reads, or none of the requested verbs.
 
 Standard library only: it runs before the installation.
 """
@@ -31,7 +31,7 @@ SYNONYMS = {
     "PP": "PP_SIZE PIPELINE_PARALLEL PIPELINE_PARALLEL_SIZE STAGES",
 }
 
-# {what is no variable, but a flag: its names}
+# {flag: names of make variables that users try for it}
 FLAGS = {
     "--effective_batch_size N": "BATCH BATCH_SIZE BS",
     "--learning_rate N": "LR LEARNING_RATE",
@@ -42,7 +42,7 @@ FLAGS = {
     "--seed N": "SEED",
 }
 
-# {a variable that is read only beside another: the other}
+# {variable: the one without which it is not read}
 NEEDS = {
     "INCLUDE": "HOSTS",
     "EXCLUDE": "HOSTS",
@@ -52,7 +52,7 @@ NEEDS = {
     "INTERFACE": "NODES",
 }
 
-SHOWN = 6  # verbs that read a variable, named for one that does not; where more do, it is one of training
+SHOWN = 6  # most verbs that a message lists; a variable that more of them read belongs to training
 
 
 def suggestion(name: str, known: list[str]) -> str:
@@ -68,12 +68,12 @@ def suggestion(name: str, known: list[str]) -> str:
 
 
 def instead(name: str, asked: list[str], readers: list[tuple[str, str]]) -> str:
-    """Return what to do about a variable that the verbs asked for do not read. readers: (verb, what it reads)."""
+    """Return the fix for a variable that the requested verbs do not read. readers: (verb, variable that it reads)."""
     read = {variable for verb, variable in readers if verb in asked}
     if name == "SEQ":
         return 'it is a flag: ARGS="--max_length N".'
-    if NEEDS.get(name) in read and "LAUNCHER" in read:  # a verb that places ranks itself
-        return f"it goes with {NEEDS[name]}=."
+    if NEEDS.get(name) in read and "LAUNCHER" in read:  # a verb that starts ranks
+        return f"it is read only with {NEEDS[name]}=."
     if os.environ.get("HOSTS") and "HOSTS" in read and name in ("NODES", "NODE_RANK", "LAUNCHER"):
         return "HOSTS= decides it."
     others = sorted(verb for verb, variable in readers if variable == name)
@@ -83,7 +83,7 @@ def instead(name: str, asked: list[str], readers: list[tuple[str, str]]) -> str:
 
 
 def main() -> None:
-    """Print one line per name that is refused and exit with 2; the Makefile sets them in the environment."""
+    """Print a line for each refused name and exit with 2; the Makefile passes the names in the environment."""
     known = [*os.environ["VARIABLES"].split(), "PYTHON", "ENV"]
     asked = os.environ["ASKED"].split()
     readers = [tuple(pair.split(":")) for pair in os.environ["READ_BY"].split()]

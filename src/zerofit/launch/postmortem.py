@@ -44,7 +44,7 @@ class Outcome:
 
 @dataclass
 class Evidence:
-    """What an attempt has left behind.
+    """What is known of an attempt after its end.
 
     code: exit code of the launcher; signals: those that the supervisor received; hung: the rank furthest behind when no
     rank made a step for `limit` seconds; host_kills: processes that the kernel killed for lack of memory; where: the
@@ -111,13 +111,13 @@ def _finished(evidence: Evidence) -> Outcome | None:
 
 def _hung(evidence: Evidence) -> Outcome | None:
     """Recognize a hang, ended by the supervisor or by the ranks themselves (base/phases.py)."""
-    told = [record["error"] for record in evidence.own_records[:1] if record["kind"] == "hang"]
-    if evidence.hung is None and not told:
+    reported = [record["error"] for record in evidence.own_records[:1] if record["kind"] == "hang"]
+    if evidence.hung is None and not reported:
         return None
     rank = _rank_not_waiting(evidence)
     phase = rank_status.phases(evidence.where).get(rank)
     within = f", at a {phase}" if phase else ""
-    error = told[0] if told else f"no step for {evidence.limit:.0f} s{within}"
+    error = reported[0] if reported else f"no step for {evidence.limit:.0f} s{within}"
     error += f"{_missing(evidence.records)}; the stacks of all ranks are in stack<rank>.txt"
     return Outcome("hang", EXIT_CODES["hang"], rank, error, step=evidence.steps.get(rank, evidence.step))
 
@@ -125,7 +125,7 @@ def _hung(evidence: Evidence) -> Outcome | None:
 def _missing(records: list[dict]) -> str:
     """Return which collective some ranks have begun and others have not, by what torch recorded in each; "" if none.
 
-    A group counts that a rank has used before: which groups it is in is not recorded by all backends.
+    Only groups that a rank has used count: not all backends record which groups a rank is in.
     """
     of_ranks = {record["rank"]: record.get("collectives", {}) for record in records}
     for group in dict.fromkeys(group for groups in of_ranks.values() for group in groups):
@@ -142,7 +142,7 @@ def _missing(records: list[dict]) -> str:
 def _rank_not_waiting(evidence: Evidence) -> int | None:
     """Return the rank with the fewest steps whose stack does not show it waiting for the others.
 
-    All ranks hang in the same step, and ended the one before within milliseconds: which was first says nothing.
+    All ranks hang in the same step and ended the one before within milliseconds, so its order tells nothing.
     """
     fewest = min(evidence.steps.values(), default=0)
     ranks = [rank for rank, step in sorted(evidence.steps.items()) if step == fewest]
@@ -202,7 +202,7 @@ CLASSIFIERS = (_stopped, _interrupted, _finished, _hung, _killed, _lost_connecti
 def lost_node(who: str, where: Path) -> Outcome:
     """Return the outcome of an attempt that lost a node. who: its name; where: the attempt's folder."""
     step = max((step for _, step, _ in rank_status.heartbeats(where).values()), default=None)
-    error = f"lost: {who} is gone: it has left, sends no heartbeat or was started again"
+    error = f"lost: {who} left, restarted, or stopped sending heartbeats"
     return Outcome("lost rank", 1, None, error, step=step)
 
 
@@ -266,13 +266,12 @@ def advice(last: Outcome, folder: Path, settings, smaller: tuple | None) -> str:
     from zerofit.checkpoint import resumable
 
     if last.kind == "out of memory":
-        plan = "`make plan` with the same arguments: it finds the setting that fits, or says what is missing"
+        plan = "`make plan` with the same arguments, which finds a setting that fits or prints what is missing"
         return plan if smaller is None else f"{smaller[0]}{_effect(settings, smaller[2])}; or {plan}"
     action = {
-        "hang": "look where the ranks stand in attempts/*/stack*.txt: the one in another place than the rest holds "
-        "them up",
-        "lost rank": "look into the kernel's log of that node (dmesg -T | tail): its memory, its GPU (Xid), or "
-        "somebody's kill",
+        "hang": "compare the stacks in attempts/*/stack*.txt: the others wait for the rank whose stack differs",
+        "lost rank": "check the kernel log of that node (dmesg -T | tail) for GPU errors (Xid) and processes that "
+        "were killed for lack of memory",
         "disk full": "make room",
         "crash": "read the traceback in report.md",
     }.get(last.kind)

@@ -25,7 +25,7 @@ SEARCHES_ON_ONE_NODE = (
 
 
 def without_a_launchers_variables() -> None:
-    """Remove variables that a Kubernetes operator or another launcher has set: the ranks get their own."""
+    """Remove the variables of a Kubernetes operator or another launcher: the ranks get their own."""
     for name in list(os.environ):
         if name in distributed.LAUNCHER_SETS or name.startswith("PET_"):
             del os.environ[name]
@@ -45,7 +45,7 @@ def check_for_nodes(flags: list[str], launcher: str = "torchrun") -> None:
     if command_line.value_of(expanded, ("--search_batch_size",)) not in (None, "false"):
         raise UserError(SEARCHES_ON_ONE_NODE)
     if command_line.value_of(expanded, ("--on_oom",)) == "ask":
-        raise UserError("--on_oom ask: there is no one terminal on several nodes; use retry or fail.")
+        raise UserError("--on_oom ask: several nodes have no common terminal; use retry or fail.")
     if command_line.value_of(expanded, ("--canary",)) == "true":
         raise UserError("--canary true works on one node only; leave it out, or try with --max_steps 3 first.")
 
@@ -63,8 +63,8 @@ def add_placement(parser: argparse.ArgumentParser, gpus: str) -> None:
 def launch_arguments(argv: list[str]) -> tuple[argparse.Namespace, Program, list[str], int]:
     """Return the options of `zerofit launch`, the recipe and its flags, and the number of processes of this node.
 
-    It refuses a mistake within a second: neither torch nor transformers' models are imported.
-    Raises: UserError for a recipe or launcher that there is not, and as parse.command_line.
+    A mistake is refused within a second, as neither torch nor transformers' models are imported.
+    Raises: UserError for an unknown recipe or launcher, and as parse.command_line.
     """
     description = "`zerofit launch`: check a job, then start its processes and supervise them."
     parser = argparse.ArgumentParser(prog="zerofit launch", allow_abbrev=False, description=description)
@@ -79,7 +79,7 @@ def launch_arguments(argv: list[str]) -> tuple[argparse.Namespace, Program, list
     project = folder.parent
     if folder.name == "recipes" and is_project(project) and project != PROJECT.resolve():
         raise UserError(
-            f"{args.recipe}: is of another project; start it in {project}, whose deepspeed_configs it reads."
+            f"{args.recipe}: belongs to another project; start it in {project}, whose deepspeed_configs it reads."
         )
     if args.launcher not in LAUNCHERS:
         raise UserError(f"LAUNCHER={args.launcher}: must be one of {', '.join(LAUNCHERS)}.")

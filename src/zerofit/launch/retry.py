@@ -1,4 +1,4 @@
-"""Archive the attempt of a job that has ended, before the next one."""
+"""Archive an attempt that has ended before the next one starts."""
 
 import itertools
 import shutil
@@ -11,7 +11,7 @@ from zerofit.job.run_folder import checkpoints, keep_metrics
 
 
 def archive_attempt(folder: Path, records: Path) -> Path | None:
-    """Archive the attempt that has ended; return the latest valid checkpoint or None.
+    """Archive the last attempt; return the latest valid checkpoint, None if there is none.
 
     With a checkpoint, run.json, job.json, metrics.jsonl (lines up to its step) and deepspeed.json stay. Later
     checkpoints are archived too: they cannot be resumed.
@@ -35,7 +35,7 @@ def archive_attempt(folder: Path, records: Path) -> Path | None:
 def archive_records(folder: Path, records: Path) -> Path:
     """Move an attempt's records to a new folder attempts/<n>; return it.
 
-    n counts on over the jobs of a run folder: a resumed job has a first attempt too.
+    Numbers continue across the jobs of a run folder: a resumed job has a first attempt too.
     """
     numbers = (folder / "attempts" / str(number) for number in itertools.count(1))
     archive = next(name for name in numbers if not name.exists())

@@ -1,8 +1,8 @@
-"""Run the ranks in forks of the launcher, which has the libraries loaded, so that no rank imports them again.
+"""Run the ranks in forks of the launcher, which has imported the libraries already.
 
 Imports take seconds of a core in every process, and minutes where eight ranks read them from a busy file server. The
 launcher calls `prefork` once it has imported them and before it uses a device, a thread or a file of the run. The fork
-imports what ranks need besides and waits, until `popen` makes it the one rank of a job, or the parent of its ranks
+imports what else ranks need and waits until `popen` makes it the only rank of a job, or the parent of its ranks
 (launch/forked_ranks.py). Where a fork would not be safe, `popen` starts a fresh interpreter.
 """
 
@@ -22,16 +22,16 @@ from pathlib import Path
 from zerofit.base import rank_status
 from zerofit.launch import forked_ranks
 
-# Environment variable. 0: every rank starts in an interpreter of its own. 1: forks on GPUs too, where nobody has
-# tried them yet. Default: forks where torch sees no GPU.
+# Environment variable. 0: every rank starts in an interpreter of its own. 1: forks on GPUs too, which no test covers.
+# Default: forks where torch sees no GPU.
 FORKS = "ZEROFIT_FORK"
 
 POLL_SECONDS = 0.02
 
-# What launcher and ranks import later, so that it is loaded once.
+# Modules that launcher and ranks import later; loaded once, before the fork.
 OF_BOTH = ("datasets", "transformers.modeling_utils")
 
-# What a rank imports beside the launcher.
+# Modules that ranks import and the launcher does not.
 OF_RANKS = ("transformers.trainer", "zerofit.recipe", "zerofit.train.run", "zerofit.train.trainer")
 
 _waiting: list["Standby"] = []  # at most one
@@ -93,7 +93,7 @@ def prefork() -> None:
 
 
 def _gpus_are_visible() -> bool:
-    """Return whether the machine has NVIDIA GPUs that ranks may use; asked without libraries or a driver."""
+    """Return whether the machine has NVIDIA GPUs that ranks may use, without loading libraries or a driver."""
     return os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and any(Path("/dev").glob("nvidia[0-9]*"))
 
 
@@ -139,7 +139,7 @@ os.register_at_fork(after_in_child=_forget)  # else a child could keep the waiti
 def _wait_and_run(connection: socket.socket, launcher: int) -> None:
     """Wait for a command and run it. Raises: SystemExit at its end."""
     os.setsid()
-    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup is meant for the supervisor, which ends ranks with SIGHUP
+    signal.signal(signal.SIGHUP, signal.SIG_DFL)  # nohup is for the supervisor, which ends ranks with SIGHUP
     rank_status.end_with_parent(launcher)
     for name in OF_RANKS:
         with contextlib.suppress(Exception):  # the rank reports it
@@ -164,7 +164,7 @@ def _wait_and_run(connection: socket.socket, launcher: int) -> None:
 
 
 def _may_become_ranks(env: dict[str, str]) -> bool:
-    """Return whether forks of this process can train: no threads, no CUDA driver, and libraries that see their GPUs.
+    """Return whether forks of this process can train: no threads, no CUDA driver, and unchanged GPUs.
 
     env: of the ranks. Libraries, DeepSpeed among them, may have looked for GPUs when they were imported.
     """
@@ -177,4 +177,4 @@ def _may_become_ranks(env: dict[str, str]) -> bool:
     if not torch.backends.cuda.is_built():
         return True
     unchanged = all(env.get(name) == os.environ.get(name) for name in ("CUDA_VISIBLE_DEVICES", "DS_ACCELERATOR"))
-    return unchanged and not _driver_is_loaded()  # the question above may have loaded it
+    return unchanged and not _driver_is_loaded()  # the check above may have loaded it

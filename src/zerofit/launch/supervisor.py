@@ -52,7 +52,7 @@ class Job:
 
 @dataclass
 class Attempt:
-    """One attempt to start. change: from the one before."""
+    """One attempt to start. change: what differs from the previous one."""
 
     settings: Settings
     change: str = ""
@@ -131,7 +131,7 @@ def _watch(job: Job, settings: Settings, records: Path) -> tuple[int, list[int],
 
 
 def _next_attempt(job: Job, attempt: Attempt, last: postmortem.Outcome, restarts: int) -> Attempt | None:
-    """Return the attempt to make after one that ended like `last`; None to end the job."""
+    """Return the attempt that follows one that ended like `last`; None to end the job."""
     settings = attempt.settings
     if last.kind == "out of memory" and settings.on_oom != "fail":
         smaller = next_settings.next_smaller_setting(settings, job.resolve, last.phase)
@@ -143,13 +143,13 @@ def _next_attempt(job: Job, attempt: Attempt, last: postmortem.Outcome, restarts
     if last.kind == "stopped" and job.coordinator and (change := job.coordinator.attempt.change):
         return replace(attempt, change=change, is_restart=False)
     if last.kind in ("lost rank", "hang") and restarts < settings.max_restarts:
-        change = f"the same again ({restarts + 1} of {settings.max_restarts} restarts){_damage(job)}"
+        change = f"the same settings (restart {restarts + 1} of {settings.max_restarts}){_damage(job)}"
         return replace(attempt, change=change, is_restart=True)
     return None
 
 
 def _damage(job: Job) -> str:
-    """Return what has become worse on this node since the job began, for the report; a restart may work or not."""
+    """Return what has degraded on this node since the job began, as a part of a sentence; "" for nothing."""
     worse = health.worse(job.healthy, health.look()) if job.healthy else ""
     return f"; on this node {worse}" if worse else ""
 
@@ -168,7 +168,7 @@ def without_copies_between_gpus(job: Job, last: postmortem.Outcome, settings: Se
 
 
 def _on_present_nodes(job: Job, attempt: Attempt) -> Attempt | None:
-    """Return the attempt on the nodes present now, with the same effective batch; None if they are too few."""
+    """Return the attempt on the present nodes, with the same effective batch; None if they are too few."""
     nodes = job.coordinator.next_nodes()
     if not nodes:
         return None
@@ -185,10 +185,12 @@ def _on_present_nodes(job: Job, attempt: Attempt) -> Attempt | None:
 
 
 def _resumed(settings: Settings, checkpoint: Path | None, job: Job) -> Settings:
-    """Return the settings of an attempt that goes on from a checkpoint; None: there is none."""
+    """Return the settings of an attempt that continues from a checkpoint; None: from the start."""
     requested = job.settings.resume_from_checkpoint  # the user's flag; its checkpoint may have been archived
     if checkpoint is not None:
-        asked = settings.request.put(resume_from_checkpoint="auto")  # the ranks hash it, and may pass it over
+        asked = settings.request.put(
+            resume_from_checkpoint="auto"
+        )  # ranks verify its hashes, and may take an older one
     elif requested and requested.lower() not in next_settings.NEWEST and not Path(requested).exists():
         asked = settings.request.drop("resume_from_checkpoint")
     else:
@@ -198,7 +200,7 @@ def _resumed(settings: Settings, checkpoint: Path | None, job: Job) -> Settings:
 
 def _agreed(last, what: str) -> bool:
     if not sys.stdin.isatty():
-        print("zerofit: --on_oom ask: there is no terminal to ask at", file=sys.stderr)
+        print("zerofit: --on_oom ask: no terminal to ask on", file=sys.stderr)
         return False
     return input(f"{last.sentence}\nstart again with {what}? [y/N] ").strip().lower() in ("y", "yes")
 
@@ -207,7 +209,7 @@ def _end_job(job: Job, attempt: Attempt, endings: list[postmortem.Outcome], reco
     """End the job after its last attempt, on the other nodes too; return its exit code."""
     last = endings[-1]
     if last.kind == "stopped" and attempt.settings.save_only_model:
-        last.code = EXIT_CODES["interrupted"]  # with 75, SLURM would requeue it for ever
+        last.code = EXIT_CODES["interrupted"]  # with 75, SLURM would requeue it forever
     _write_report(job, attempt, endings, records, opened)
     if opened:
         run_page.write(job.folder, told=last.kind not in ("finished", "out of memory", "diverged"))
@@ -250,7 +252,7 @@ def _write_report(job: Job, attempt: Attempt, endings: list[postmortem.Outcome],
 
 
 def _cause(last: postmortem.Outcome, alone: bool) -> str:
-    """Return why the job ended; of what rank 0 has printed on this terminal only that it ended."""
+    """Return why the job ended, without the cause if rank 0 has already printed it on this terminal."""
     kinds = ("out of memory", "disk full", "diverged")
     if alone and last.rank == 0 and last.kind in kinds and not last.signal:
         return last.sentence.partition(":")[0]
@@ -260,7 +262,7 @@ def _cause(last: postmortem.Outcome, alone: bool) -> str:
 def _tell_interrupted(folder: Path, last: postmortem.Outcome, opened: bool) -> None:
     """Print how to resume, and write "interrupted" into result.json.
 
-    The ranks may not have written it: one that waited for another saw a broken connection first, or was killed.
+    The ranks may not have written it: some end with a broken connection, others are killed.
     """
     ended = "interrupted" if last.signal == "SIGINT" else f"stopped by {last.signal}"
     print(f"zerofit: {resumable.how_to_go_on(ended, folder, last.step)}", file=sys.stderr)
@@ -377,7 +379,7 @@ def _hung(records: Path, limit: float, count: int, awake: float = 0.0) -> int | 
 
 
 def _leave_terminal() -> None:
-    """Write to nowhere from now on, if the terminal is gone: each line would be an error."""
+    """Redirect output to /dev/null if the terminal is gone: each line would be an error."""
     for descriptor in (1, 2):
         if stat.S_ISCHR(os.fstat(descriptor).st_mode) and not os.isatty(descriptor):
             os.dup2(os.open(os.devnull, os.O_WRONLY), descriptor)

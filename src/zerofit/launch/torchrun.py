@@ -40,7 +40,7 @@ def main() -> None:
 
 
 def _for_a_supervisor() -> list[str]:
-    """Ignore the signals that ask for a save and return the matching torchrun options.
+    """Ignore the signals that request a save; return the matching torchrun options.
 
     SLURM sends them to every process of a job; the supervisor handles them. Training ranks save at SIGTERM
     (rank_status.StopRequest), so torchrun ends them with rank_status.ENDS_RANKS.

@@ -378,9 +378,6 @@ TECHNIQUES = (
             Conflict(
                 "activation_offload", (False,), "an offload that is off has no streams", "use --activation_offload true"
             ),
-            Conflict(
-                "torch_compile", (True,), "it has not been tested with compiled layers", "leave one of the two out"
-            ),
         ),
     ),
 )

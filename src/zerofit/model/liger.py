@@ -63,10 +63,12 @@ def resolve_for_model(settings, config) -> None:
     if not settings.use_liger_kernel:
         return
     kernels = {}
-    if unset or settings.fused_loss:  # Liger's chunks are far smaller
+    if unset or settings.fused_loss or settings.sp_size > 1:  # Liger's loss has far smaller chunks
         kernels |= NO_LOSS
         if settings.fused_loss:
             settings.decisions.append("the loss is the kit's, not Liger's")
+        elif not unset:
+            settings.decisions.append("the loss is transformers', not Liger's, which was compared on whole rows only")
     if settings.gradient_checkpointing and settings.gradient_checkpointing_policy == "selective":
         # It would turn them once more in the recomputation.
         kernels["rope"] = False
@@ -81,14 +83,19 @@ def _why_not(settings, config) -> str | None:
     """Return why Liger's kernels are not the default for this run; None if they are."""
     planned = settings.planned_gpu
     has_bf16 = planned.bf16 if planned else torch.cuda.is_bf16_supported(including_emulation=False)
-    split = next((way.flag for way, _ in groups.in_use(settings.values)), None)
+    excluded = (
+        f"--{way.flag}: {conflict.why}"
+        for way, _ in groups.in_use(settings.values)
+        for conflict in way.conflicts
+        if conflict.argument == "use_liger_kernel"
+    )
+    split = next(excluded, None)
     reasons = {
         "liger-kernel is not installed": importlib.util.find_spec("liger_kernel") is None,
         f"not tested with {config.model_type}": config.model_type not in TESTED or attention.class_of(config) is None,
         "Triton has no kernels for GPUs before Ampere": not has_bf16,
         f"--adapter ln_tuning: {FROZEN_NORMS}": settings.values.get("adapter") == "ln_tuning",
-        f"not tested with --{split}": split,
-        "not tested with recipes/pipeline.py": settings.recipe.stages,
+        split: split,
         "--tiled_mlp replaces the MLPs": settings.tiled_mlp != 1,
         "--torch_compile fuses the same operations": settings.torch_compile,
         "--full_determinism": settings.full_determinism,

@@ -1,7 +1,7 @@
 """Check what a pipeline (--pp_size, recipes/pipeline.py) can train: arguments, and models by their config.json.
 
 Each stage is a rank, or several with different rows, and holds some of the layers; micro batches pass through the
-stages one behind the other. The cut is in pipeline_layers.py, the training in train/pipeline_trainer.py.
+stages one after the other. The cut is in pipeline_layers.py, the training in train/pipeline_trainer.py.
 """
 
 from zerofit.base.errors import UserError
@@ -22,19 +22,18 @@ CONFLICTS = (
         "weights in bf16",
         "use --zero 1, which shards nothing over one data rank",
     ),
-    Conflict("zero", (2,), "DeepSpeed's pipeline sums the gradients of a step on the rank", "use --zero 1"),
-    Conflict("zero", (3,), "a stage holds its layers whole", "use --zero 1, or recipes/sft.py with --zero 3"),
-    Conflict("sp_size", None, "their groups would cross", "use one of the two"),
-    Conflict("tp_size", None, "their groups would cross", "use one of the two"),
-    Conflict("offload", ("optimizer", "all"), "DeepSpeed's pipeline runs without it", "leave it out"),
+    Conflict("zero", (2,), "DeepSpeed's pipeline keeps whole gradients on each rank", "use --zero 1"),
+    Conflict(
+        "zero", (3,), "each rank of a stage holds its whole layers", "use --zero 1, or recipes/sft.py with --zero 3"
+    ),
+    Conflict("sp_size", None, "their groups of ranks cannot be combined", "use one of the two"),
+    Conflict("tp_size", None, "their groups of ranks cannot be combined", "use one of the two"),
+    Conflict("offload", ("optimizer", "all"), "DeepSpeed's pipeline does not support it", "leave it out"),
     Conflict(
         "optim", ("sophia", "muon"), "it needs the whole model or whole matrices on a rank", "use adamw_torch_fused"
     ),
-    Conflict("pure_bf16", (True,), "it has not been tested with stages", "leave it out"),
-    Conflict("fp16", (True,), "its loss scale has not been tested with stages", "use --bf16 true"),
     Conflict("random_init", (True,), "the weights would depend on the cut", "name a folder with weights"),
     Conflict("new_tokens", None, "stages read their weights from files, which have no rows for them", "leave it out"),
-    Conflict("activation_offload", (True,), "it moves nothing on a CPU, where stages were compared", "leave it out"),
     Conflict("memory_report", (True,), "it does not follow DeepSpeed's schedule", "leave it out"),
     Conflict("search_batch_size", (True,), "its trial steps need the whole model on a rank", "name a micro batch"),
     Conflict("canary", (True,), "its trial steps need the whole model on a rank", "leave it out"),
@@ -44,7 +43,7 @@ CONFLICTS = (
         "no rank has the whole model to generate with",
         "use --num_samples 0 (`zerofit chat` later)",
     ),
-    Conflict("push_to_hub", (True,), "the stages write their files by themselves", "upload it with `hf upload`"),
+    Conflict("push_to_hub", (True,), "each stage writes its own files", "upload it with `hf upload`"),
     Conflict("label_smoothing_factor", None, "the last stage computes the plain loss", "leave it out"),
     Conflict("neftune_noise_alpha", None, "its hook needs the embedding, which one stage has", "leave it out"),
     Conflict(
@@ -55,9 +54,13 @@ CONFLICTS = (
     ),
     Conflict("average_tokens_across_devices", (False,), "the loss is that of all ranks", "leave it out"),
     Conflict("torch_empty_cache_steps", None, "a step is one schedule of DeepSpeed's", "leave it out"),
-    Conflict("node_local_storage", (True,), "it has not been tested with stages", "leave it out"),
-    Conflict("torch_compile", (True,), "it has not been tested with stages", "leave it out"),
-    Conflict("use_liger_kernel", (True,), "it needs a GPU, and stages were compared on CPUs", "leave it out"),
+    Conflict(
+        "node_local_storage",
+        (True,),
+        "DeepSpeed then writes the states of each node's first rank only, and no checkpoint could be resumed",
+        "leave it out",
+    ),
+    Conflict("use_liger_kernel", (True,), "transformers applies its kernels to whole models only", "leave it out"),
 )
 
 
@@ -91,15 +94,10 @@ def resolve(settings) -> None:
     size, micro_batches = settings.pp_size, settings.gradient_accumulation_steps
     if size == 1:
         return
-    if section := next((key for key in ("optimizer", "scheduler") if key in settings.deepspeed), None):
-        raise UserError(
-            f"--pp_size {size} with --deepspeed {settings.values.get('deepspeed')}: its {section} section has not been "
-            "tested with stages; use the flags instead."
-        )
     if micro_batches < size:
         raise UserError(
-            f"--pp_size {size} with --gradient_accumulation_steps {micro_batches}: stages would have nothing to do for "
-            f"most of a step; use {size} or more, better {4 * size} (a smaller --per_device_train_batch_size)."
+            f"--pp_size {size} with --gradient_accumulation_steps {micro_batches}: stages would be idle for most of a "
+            f"step; use {size} or more, better {4 * size} (a smaller --per_device_train_batch_size)."
         )
     settings.decisions.append(
         f"pp_size {size}: with {micro_batches} micro batches a step each stage waits (P - 1) / (M + P - 1) = "
@@ -131,6 +129,11 @@ def resolve_for_model(settings, config) -> None:
         )
     if why := attention.cannot_pack(config, attention.NAME, settings.max_length):
         raise UserError(f"--pp_size {size}: {why}; use recipes/sft.py with --zero 3.")
+    if settings.pure_bf16 and config.tie_word_embeddings:
+        raise UserError(
+            f"--pp_size {size} with --pure_bf16 true: the head is the embedding, and its copies on the first and the "
+            "last stage would be rounded differently; leave it out, or use recipes/sft.py."
+        )
     if size > layers:
         raise UserError(f"--pp_size {size}: the model has {layers} layers; use a smaller one.")
 

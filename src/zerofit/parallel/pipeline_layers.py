@@ -83,7 +83,7 @@ class Norm(Part):
 
 
 class Head(Part):
-    """Passes the hidden states on: the loss function multiplies them with the head's weight."""
+    """Return the hidden states unchanged: the loss function multiplies them with the head's weight."""
 
     def forward(self, hidden):
         return hidden
@@ -172,14 +172,14 @@ def build(settings, tokenizer) -> Pipeline:
 def _read_weights(pipeline: Pipeline, folder: Path, settings) -> None:
     """Read the weights of this rank's parts. Raises: UserError if one of any stage is missing or of another shape."""
     weights = stored.Weights(folder)
-    shapes, held = pipeline.shapes, weights.where.keys()  # of all stages, so that no rank waits for one that has raised
+    shapes, held = pipeline.shapes, weights.where.keys()  # of all stages, so that all ranks raise or none
     names = complete.Names(
         total=len(shapes),
         missing=tuple(sorted(shapes.keys() - held)),
         mismatched=tuple(
-            (name, found, list(shape))
+            (name, stored_shape, list(shape))
             for name, shape in shapes.items()
-            if name in held and (found := list(weights.shape(name))) != list(shape)
+            if name in held and (stored_shape := list(weights.shape(name))) != list(shape)
         ),
         unexpected=tuple(sorted(held - shapes.keys() - {f"{HEAD}.weight"})),  # a tied head may be saved as well
         loaded_as=pipeline.architecture,

@@ -3,9 +3,9 @@
 All ranks of a group load the same rows, and each computes the layers for its slice of the tokens. Around the attention
 an all-to-all exchanges slices of tokens for slices of heads, so the kernel sees whole documents; the backward is the
 opposite exchange. A rank's loss is the sum over its slice / supervised tokens of the step x all ranks. The mean of the
-gradients over all ranks, which DDP and each ZeRO stage compute anyway, is then the gradient of the step: neither knows
-of the groups, and states are sharded over all ranks. (DeepSpeed's own Ulysses gives each rank the loss of its group,
-which scales the gradients by sp_size at stages 1 and 2: DeepSpeed issues 5248 and 7837.)
+gradients over all ranks, which DDP and each ZeRO stage compute anyway, is then the gradient of the step, so they need
+no change for groups, and states are sharded over all ranks. (DeepSpeed's own Ulysses gives each rank the loss of its
+group, which scales the gradients by sp_size at stages 1 and 2: DeepSpeed issues 5248 and 7837.)
 """
 
 import contextlib
@@ -47,7 +47,6 @@ CONFLICTS = (
         "leave it out (metrics.jsonl has tokens_per_second)",
     ),
     Conflict("torch_compile", None, "the exchange between the ranks cannot be traced", "leave it out"),
-    Conflict("use_liger_kernel", None, "its loss has not been tested with it", "leave it out"),
 )
 
 
@@ -221,10 +220,10 @@ class SequenceParallel:
         whole = {name: value for name, value in inputs.items() if name not in ("labels", "attention_mask")}
         expected = model(**whole, use_cache=False).logits
         with self.split(inputs) as mine:
-            found = model(input_ids=mine["input_ids"], position_ids=mine["position_ids"], use_cache=False).logits
+            logits = model(input_ids=mine["input_ids"], position_ids=mine["position_ids"], use_cache=False).logits
         model.train(training)
         expected = expected.chunk(self.size, 1)[self.index].float()
-        return max(distributed.all_gather(((found.float() - expected).abs().max() / expected.abs().max()).item()))
+        return max(distributed.all_gather(((logits.float() - expected).abs().max() / expected.abs().max()).item()))
 
 
 def supervised(inputs: dict, first: int = 1) -> torch.Tensor:

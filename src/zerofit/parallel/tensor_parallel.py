@@ -21,17 +21,14 @@ CONFLICTS = (
         "weights in bf16",
         "use --zero 1, which shards nothing over one data rank",
     ),
-    Conflict("zero", (3,), "transformers cannot load a model that both split", "use --zero 2"),
+    Conflict("zero", (3,), "transformers cannot load a model that both of them split", "use --zero 2"),
     Conflict("adapter", None, "DeepSpeed would replace the layers that peft has wrapped", "use recipes/sft.py"),
-    Conflict("sp_size", None, "their groups would cross", "use one of the two"),
-    Conflict("offload", ("optimizer", "all"), "it has not been tested with split matrices", "leave it out"),
+    Conflict("sp_size", None, "their groups of ranks cannot be combined", "use one of the two"),
     Conflict("optim", ("sophia", "muon"), "it makes its own groups of whole matrices", "use adamw_torch_fused"),
     Conflict("pure_bf16", (True,), "its random rounding would differ within a group", "leave it out"),
     Conflict("fp16", (True,), "the ranks of a group could skip different steps", "use --bf16 true"),
     Conflict("fused_loss", (True,), "DeepSpeed replaces the head that it computes with", "use --fused_loss false"),
     Conflict("tiled_mlp", AllBut(1), "DeepSpeed replaces the layers that it tiles", "use --tiled_mlp 1"),
-    Conflict("activation_offload", (True,), "it has not been tested with split matrices", "leave it out"),
-    Conflict("new_tokens", None, "it has not been tested with a split embedding", "leave it out"),
     Conflict("neftune_noise_alpha", None, "its noise would differ within a group", "leave it out"),
     Conflict(
         "include_num_input_tokens_seen",
@@ -39,13 +36,18 @@ CONFLICTS = (
         "it would count a row once for each rank of its group",
         "leave it out (metrics.jsonl has tokens_per_second)",
     ),
-    Conflict("node_local_storage", (True,), "it has not been tested with split matrices", "leave it out"),
+    Conflict(
+        "node_local_storage",
+        (True,),
+        "DeepSpeed then writes the first rank's matrices only, and no checkpoint could be resumed",
+        "leave it out",
+    ),
     Conflict("torch_compile", (True,), "DeepSpeed's split layers cannot be traced", "leave it out"),
     Conflict("use_liger_kernel", (True,), "DeepSpeed replaces the layers that it patches", "leave it out"),
 )
 
-# Ways to split a layer that were compared with one rank.
-PLANS = ("colwise", "rowwise", "replicated_with_grad_allreduce")
+# Ways to split a layer that DeepSpeed has; each was compared with one rank.
+PLANS = ("colwise", "colwise_gather_output", "rowwise", "replicated_with_grad_allreduce", "embedding_rowwise")
 
 
 def check_recipe(settings) -> None:
@@ -72,12 +74,10 @@ def resolve_for_model(settings, config) -> None:
                if getattr(text, name, 0)]  # fmt: skip
     if experts.count(config):
         why = "it is a mixture of experts, which DeepSpeed cannot split when transformers has fused the experts"
-    elif text is not config:
-        why = "it has parts beside the language model, which were not tested"
     elif not plan:
         why = "transformers has no tensor parallel plan for it"
     elif others := sorted({str(way) for way in plan.values()} - set(PLANS)):
-        why = f"its tensor parallel plan has {others[0]} layers, which were not tested"
+        why = f"its tensor parallel plan has {others[0]} layers, which DeepSpeed cannot split"
     elif dropout:
         why = f"its {dropout[0]} of {getattr(text, dropout[0])} would draw other numbers on each rank of a group"
     if why:

@@ -24,7 +24,7 @@ GRACE_SECONDS = 5.0  # for ranks to end by themselves after those of another nod
 
 @dataclass
 class AttemptState:
-    """What a supervisor knows of the running attempt; the next attempt gets a new one."""
+    """A supervisor's state of the running attempt; the next attempt gets a new one."""
 
     order: Order = field(default_factory=lambda: Order(nodes={}, decided={}, folder=""))
     killed: bool = False  # this supervisor has ended its ranks
@@ -57,7 +57,7 @@ class Coordinator:
         return self
 
     def __exit__(self, kind, error, _traceback) -> None:
-        """Leave the job; tell the other nodes an error that ends this one."""
+        """Leave the job; send the other nodes an error that ends this one."""
         sentence = str(error) if isinstance(error, UserError) else "was ended"
         if self.leads and not self._has_ended:
             code = error.code if isinstance(error, SystemExit) else rank_status.exit_code(rank_status.kind(error))
@@ -72,7 +72,7 @@ class Coordinator:
     # --- rounds ---
 
     def meet(self) -> None:
-        """Come to the next round. Raises: UserError if too few nodes come in time; SystemExit if the job has ended."""
+        """Join the next round. Raises: UserError if too few nodes join in time; SystemExit if the job has ended."""
         while True:
             if self.round:
                 self.round.close()
@@ -103,13 +103,13 @@ class Coordinator:
         """Return {node rank: its processes} of the round. Node 0 only."""
         return {rank: self.round.nodes[rank].gpus for rank in sorted(self.round.nodes)}
 
-    def _wait_for(self, found: Callable[[], object], what: Callable[[], str]):
-        """Return what `found` returns once it is something, and print every ten seconds for what this node waits.
+    def _wait_for(self, ready: Callable[[], object], what: Callable[[], str]):
+        """Poll `ready` until it returns a true value and return it; print every ten seconds what this node waits for.
 
         Raises: UserError for the error of another node; SystemExit at the end of the job, or if node 0 is lost.
         """
         last_print = time.monotonic()
-        while not (value := found()):
+        while not (value := ready()):
             if self.leads:
                 for rank, node in self.round.nodes.items():
                     if node.error:
@@ -175,7 +175,7 @@ class Coordinator:
     # --- the other nodes ---
 
     def begun(self) -> Begun:
-        """Return what node 0 has decided for the start; come to the first round, unless the job runs already."""
+        """Return node 0's decisions for the start; join the first round, unless the job runs already."""
         self._begun = self.meeting.told("job", Begun)
         while not self._begun:
             self.meet()
@@ -213,7 +213,7 @@ class Coordinator:
     def poll(self, records: Path, end_ranks: Callable[[int], None]) -> None:
         """Carry out node 0's decisions; called at each poll of the supervisor.
 
-        Args: records: the attempt's folder; end_ranks: called with the signal that shall end the ranks.
+        Args: records: the attempt's folder; end_ranks: called with the signal that ends the ranks.
         """
         if self.leads:
             self.decide(records)
@@ -223,7 +223,7 @@ class Coordinator:
             end_ranks(signal.SIGKILL)
 
     def report(self, code: int, signals: list[int], hung: int | None, records: Path) -> None:
-        """Tell node 0 the exit code of this node's ranks and the files that they wrote."""
+        """Send node 0 the exit code of this node's ranks and the files that they wrote."""
         files = messages.read_files(records)
         report = Report(code, [int(number) for number in signals], hung, self.attempt.killed, files)
         self.round.update_node(report=report)
@@ -290,8 +290,8 @@ class Coordinator:
     def _exit_code(self, reports: list[Report]) -> int:
         """Return the exit code of the first failure.
 
-        That is preferably of a node whose ranks failed by themselves, and among those of one with an error other than
-        a broken connection to another rank.
+        Nodes whose ranks failed by themselves come first, and among them those with an error other than a broken
+        connection to another rank.
         """
         failures = [r for r in reports if r.code and not r.killed] or [r for r in reports if r.code]
         failures.sort(key=lambda report: not any('"of_a_peer": false' in text for text in report.files.values()))
@@ -300,7 +300,7 @@ class Coordinator:
         return 1 if self.attempt.lost else 0
 
     def usable(self, nodes: dict[int, int]) -> dict[int, int]:
-        """Return the longest beginning of {node rank: processes} whose processes divide the effective batch size."""
+        """Return the longest prefix of {node rank: processes} whose processes divide the effective batch size."""
         ranks = list(nodes)
         for count in range(len(ranks), 0, -1):
             kept = {rank: nodes[rank] for rank in ranks[:count]}
@@ -309,7 +309,7 @@ class Coordinator:
         return {rank: nodes[rank] for rank in ranks[:1]}
 
     def next_nodes(self) -> dict[int, int]:
-        """Wait for the next round, --join_timeout for lost nodes; return its usable nodes, {} if too few come."""
+        """Wait for the next round, --join_timeout for lost nodes; return its usable nodes, {} if too few join."""
         if self.attempt.lost and len(self.round.nodes) - len(self.attempt.lost) < self.place.least:
             print(
                 f"zerofit: {len(self.round.nodes) - len(self.attempt.lost)} of {self.place.least} nodes are here; "

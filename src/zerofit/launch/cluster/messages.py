@@ -1,4 +1,4 @@
-"""Define and check what the supervisors of a job's nodes tell each other."""
+"""Define and validate the messages between the supervisors of a job's nodes."""
 
 import json
 import re
@@ -47,7 +47,7 @@ class Begun:
 
 @dataclass(frozen=True)
 class Order:
-    """The attempt that the nodes of a round shall start. nodes: {node rank: its processes}; decided: as of Begun."""
+    """The attempt that the nodes of a round start. nodes: {node rank: its processes}; decided: as of Begun."""
 
     nodes: dict[int, int]
     decided: dict
@@ -61,8 +61,8 @@ class RoundState:
     heartbeat: int = 0  # grows with each write
     begun: Begun | None = None
     order: Order | None = None
-    is_over: bool = False  # the nodes shall end their ranks
-    is_closed: bool = False  # the nodes shall come to the next round
+    is_over: bool = False  # the nodes must end their ranks
+    is_closed: bool = False  # the nodes must join the next round
 
 
 @dataclass(frozen=True)
@@ -78,7 +78,7 @@ def text(message) -> str:
 
 
 def read(kind: type, content: bytes):
-    """Return the message of this kind. Raises: ValueError with what is wrong with it."""
+    """Parse a message of this kind. Raises: ValueError naming the first invalid field."""
     try:
         return TypeAdapter(kind).validate_json(content, strict=True)
     except ValidationError as error:

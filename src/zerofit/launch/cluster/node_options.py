@@ -55,9 +55,7 @@ class Place:
 def add_options(parser: argparse.ArgumentParser) -> None:
     """Add the options that place this node in a job."""
     parser.add_argument("--nnodes", default="1", help="nodes of the job, or MIN:MAX of an elastic one")
-    parser.add_argument(
-        "--node_rank", default="", help="which of them this one is: 0 is the one named by --master_addr"
-    )
+    parser.add_argument("--node_rank", default="", help="rank of this node; 0 is the node of --master_addr")
     parser.add_argument("--master_addr", default="", help="name or address of node 0, as the others reach it")
     add_meeting(parser)
 
@@ -185,9 +183,9 @@ def interface_towards(address: str, port: int) -> str:
 
 
 def interface_variables(place: Place, address: str) -> dict[str, str]:
-    """Return the interface variables of gloo and NCCL; the user's and the site's win, unless --interface is given.
+    """Return the interface variables of gloo and NCCL; without --interface, set ones are not changed.
 
-    With InfiniBand or RoCE the choice is left to NCCL, which would use the others of several network cards too.
+    With InfiniBand or RoCE NCCL chooses, as it can use several network cards.
 
     Args: address: of another node.
     """
@@ -203,7 +201,7 @@ def interface_variables(place: Place, address: str) -> dict[str, str]:
 
 
 def _nccl_is_configured() -> bool:
-    """Return whether a file that NCCL reads names its interface; the environment would win over it."""
+    """Return whether a file that NCCL reads names its interface; the environment would override it."""
     own = os.environ.get("NCCL_CONF_FILE") or Path.home() / ".nccl.conf"
     for file in (own, SITE_CONF):
         with contextlib.suppress(OSError):
@@ -224,7 +222,7 @@ def reach(place: Place) -> str:
             with socket.create_connection((place.address, place.port), timeout=min(5.0, remaining)) as connection:
                 return connection.getsockname()[0]
         except socket.gaierror as error:  # a pod's DNS name can appear late
-            reason = f"this machine does not know that name: {error.strerror}"
+            reason = f"this machine cannot resolve that name: {error.strerror}"
         except OSError as error:
             reason = (error.strerror or str(error) or "no answer").lower()
         if time.monotonic() - last_print > 10:

@@ -1,4 +1,4 @@
-"""Meet the other nodes of a job in rounds of torchrun's c10d rendezvous, and exchange messages within a round.
+"""Join the other nodes of a job in rounds of torchrun's c10d rendezvous, and exchange messages within a round.
 
 Node 0 has the store. Within a round each supervisor writes its NodeState and reads node 0's RoundState; node 0 does the
 reverse. A thread does so twice a second, so that the supervisor itself never blocks on the network.
@@ -44,7 +44,7 @@ class Meeting:
     def next(self) -> tuple[object, int]:
         """Wait for the next round; return (a store for it, its number of nodes).
 
-        Raises: TimeoutError if too few nodes come; ConnectionError if the job or node 0 has ended.
+        Raises: TimeoutError if too few nodes join; ConnectionError if the job or node 0 has ended.
         """
         from torch.distributed.elastic import rendezvous
 
@@ -73,7 +73,7 @@ class Meeting:
             raise UserError(f"node 0: {key}: {error}; use the same zerofit on all nodes.") from None
 
     def end(self, end: messages.End, others: int) -> None:
-        """Tell the end of the job, and wait LEAVE_SECONDS for this many nodes to leave. Node 0 only."""
+        """Publish the end of the job, and wait LEAVE_SECONDS for this many nodes to leave. Node 0 only."""
         self.store.set("end", messages.text(end))
         self._rendezvous.set_closed()
         deadline = time.monotonic() + LEAVE_SECONDS
@@ -81,7 +81,7 @@ class Meeting:
             time.sleep(HEARTBEAT_SECONDS / 2)
 
     def who_is_missing(self) -> str:
-        """Return the sentence for a round to which too few nodes came."""
+        """Return the error message for a round that too few nodes joined."""
         place = self.place
         here = {rank: self.host_of(rank) for rank in range(place.most) if self.store.check([f"here/{rank}"])}
         missing = ", ".join(str(rank) for rank in range(place.most) if rank not in here) or "some"
@@ -144,7 +144,7 @@ class Meeting:
         )
 
     def _check_rank_is_free(self) -> None:
-        """Refuse the rank of another node whose heartbeat goes on. Raises: UserError."""
+        """Refuse the rank of another node that still sends heartbeats. Raises: UserError."""
         rank, key = self.place.rank, f"beats/{self.place.rank}"
         before = self.store.add(key, 0)
         if before and (time.sleep(4 * HEARTBEAT_SECONDS) or self.store.add(key, 0) != before):
@@ -154,41 +154,41 @@ class Meeting:
 
 
 class Round:
-    """The nodes that have met, and the last that each has said.
+    """The nodes of a round and the latest message of each.
 
     The main thread replaces what is written (`update_node`, `update_round`); the exchange thread replaces what is read,
     and notes when it changed. No message is changed in place.
     """
 
     def __init__(self, meeting: Meeting, store, size: int, node: NodeState):
-        """Start the exchange. Args: as of Meeting.next; node: what this node says first."""
+        """Start the exchange. Args: as of Meeting.next; node: this node's first message."""
         self.place, self.size, self.node, self.state = meeting.place, size, node, RoundState()
         self.nodes: dict[int, NodeState] = {}  # of all nodes, by node rank; on node 0 only
         self.end: messages.End | None = None  # of the job; on the other nodes only
         self.waiting = 0  # nodes that wait for the next round; on node 0 of an elastic job
-        self._heard = dict.fromkeys(range(self.place.most), time.monotonic())  # by node rank; others hear node 0 only
+        self._last_seen = dict.fromkeys(range(self.place.most), time.monotonic())  # by node rank; others: node 0 only
         self._meeting, self._store = meeting, store
         self._heartbeat = 0
-        self._said: set[str] = set()  # keys whose content was reported as ignored
+        self._reported: set[str] = set()  # keys whose content was reported as ignored
         self._closing = threading.Event()
         self._thread = threading.Thread(target=self._exchange, daemon=True)
         self._thread.start()
 
     def update_node(self, **fields) -> None:
-        """Replace fields of what this node says."""
+        """Replace fields of this node's message."""
         self.node = replace(self.node, **fields)
 
     def update_round(self, **fields) -> None:
-        """Replace fields of what node 0 says. Node 0 only."""
+        """Replace fields of node 0's message. Node 0 only."""
         self.state = replace(self.state, **fields)
 
     def is_silent(self, rank: int) -> bool:
         """Return whether a node has sent no heartbeat for too long."""
-        return time.monotonic() - self._heard[rank] > self.place.lost
+        return time.monotonic() - self._last_seen[rank] > self.place.lost
 
     def restart_clocks(self) -> None:
-        """Count the silence of the other nodes from now on: this one was suspended, and they perhaps with it."""
-        self._heard = dict.fromkeys(self._heard, time.monotonic())
+        """Restart the timeouts of the other nodes: this one was suspended, and perhaps they were too."""
+        self._last_seen = dict.fromkeys(self._last_seen, time.monotonic())
 
     def close(self) -> None:
         """Exchange once more, then end the thread."""
@@ -203,7 +203,7 @@ class Round:
             try:
                 exchange()
                 self._meeting.store.add(f"beats/{self.place.rank}", 1)
-            except (RuntimeError, ConnectionError):  # node 0 is gone or unreachable: _heard grows old
+            except (RuntimeError, ConnectionError):  # node 0 is gone or unreachable: _last_seen grows old
                 pass
             if is_last:
                 return
@@ -216,8 +216,8 @@ class Round:
             if found := self._read(f"node/{rank}", NodeState) or before:
                 nodes[rank] = found
             if found and (before is None or found.heartbeat != before.heartbeat):
-                self._heard[rank] = time.monotonic()
-        self.nodes, self._heard[0] = nodes, time.monotonic()
+                self._last_seen[rank] = time.monotonic()
+        self.nodes, self._last_seen[0] = nodes, time.monotonic()
         self._store.set("round", messages.text(replace(self.state, heartbeat=self._heartbeat)))
         if self.place.least < self.place.most:
             self.waiting = self._meeting.waiting()
@@ -226,18 +226,18 @@ class Round:
         self._store.set(f"node/{self.place.rank}", messages.text(replace(self.node, heartbeat=self._heartbeat)))
         state = self._read("round", RoundState)
         if state and state.heartbeat != self.state.heartbeat:
-            self.state, self._heard[0] = state, time.monotonic()
+            self.state, self._last_seen[0] = state, time.monotonic()
         self.end = self._meeting.told("end", messages.End)
 
     def _read(self, key: str, kind: Callable):
-        """Return the message under a key; None if there is none or one that is not understood, which is said once."""
+        """Return the message under a key; None if there is none, or an invalid one, which is reported once."""
         if not self._store.check([key]):
             return None
         try:
             return messages.read(kind, self._store.get(key))
         except ValueError as error:
-            if key not in self._said:
-                self._said.add(key)
+            if key not in self._reported:
+                self._reported.add(key)
                 sentence = f"zerofit: {key} is ignored: {error}; use the same zerofit on all nodes"
                 print(sentence, file=sys.stderr, flush=True)
             return None
