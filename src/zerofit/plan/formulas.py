@@ -64,6 +64,7 @@ class Shape:
     embedding: int = 0  # weights of the embedding
     adapted_experts: int = 0  # weights of a layer's fused experts that have LoRA adapters
     by_layer: tuple[int, ...] = ()  # parameters of each layer, (): unknown
+    liger: bool = False  # Liger's kernels will run: norms keep no fp32 copies, MLPs no result of their activation
     cut: bool = True  # with fewer layers it is a smaller model of the same kind
 
     @property
@@ -184,6 +185,9 @@ def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, floa
         for size in (s.heads * s.head_dim, _key_heads(s, setting) * s.head_dim, s.heads, s.intermediate)
     )
     layer = 16 * s.hidden + 4 * q + 4 * k + 4 * heads + 8 + 8 * intermediate
+    norm = 4 * s.hidden  # beside its input
+    if s.liger:
+        layer -= 2 * norm + 2 * intermediate
     if s.frozen:  # a frozen matrix product saves no input; an adapted one does
         layer -= 2 * s.hidden
     if setting.sp > 1:
@@ -198,7 +202,7 @@ def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, floa
     summed = 2.0 * s.adapted_experts  # peft adds the product of A and B to all experts, and the sum is kept
     sums = (s.layers - recomputed) * summed
     on_its_way = 2 * s.hidden if setting.offload_streams else 0
-    at_loss = setting.tokens * (kept + IN_FLIGHT * on_its_way + 8 * s.hidden + 4) + sums
+    at_loss = setting.tokens * (kept + IN_FLIGHT * on_its_way + 8 * s.hidden + 4 - norm * s.liger) + sums
     logits = setting.tokens * 12 * s.vocabulary
     if fused:
         rows = max(256, min(4096, 2**30 // (4 * s.vocabulary) // 64 * 64, setting.tokens))
