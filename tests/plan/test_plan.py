@@ -203,14 +203,15 @@ def test_closed_forms_agree_with_the_simulation(zero, checkpointing):
 
 
 @pytest.mark.oracle
-def test_closed_forms_agree_with_the_simulation_in_fp32(tmp_path, record_property):
+@pytest.mark.parametrize("checkpointing", ["true", "false"])
+def test_closed_forms_agree_with_the_simulation_in_fp32(checkpointing, tmp_path, record_property):
     """A small model in fp32 under autocast: the fused loss multiplies half-precision factors into fp32 as on a
     GPU, without copies of them."""
     config = {"model_type": "llama", "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 4,
               "num_attention_heads": 12, "vocab_size": 50304, "tie_word_embeddings": False}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     flags = ["--model", str(tmp_path), "--zero", "0", "--offload", "none", "--per_device_train_batch_size", "4",
-             "--max_length", "1024", "--gradient_checkpointing", "true", "--fused_loss", "true"]  # fmt: skip
+             "--max_length", "1024", "--gradient_checkpointing", checkpointing, "--fused_loss", "true"]  # fmt: skip
     (candidate,) = candidates.candidates("sft", job(flags), 1, GPU)
     predict.ask(candidate)
     assert candidate.failed == ""
@@ -928,7 +929,7 @@ def test_tensors_on_their_way_count_by_formula():
         for value in ("false", "true")
     )
     shape = candidates.shape_of(plain)
-    one_input = 2 * shape.hidden * candidates.setting_of(plain).tokens
+    one_input = 4 * shape.hidden * candidates.setting_of(plain).tokens  # as the weights, in fp32
     of_streams, of_plain = (
         formulas.activations(shape, candidates.setting_of(settings), False) for settings in (streams, plain)
     )

@@ -527,6 +527,8 @@ def _requested(base, zero: int, offload: str, checkpointing: Checkpointing, micr
 
 def setting_of(settings, node: int | None = None) -> Setting:
     """Return the setting of a job. node: GPUs of a node, None: as many as the launcher starts on this one."""
+    from zerofit.model.load import weight_dtype
+
     checkpointing, micro = checkpointing_of(settings), settings.per_device_train_batch_size
     return Setting(
         zero=settings.zero,
@@ -543,6 +545,7 @@ def setting_of(settings, node: int | None = None) -> Setting:
         reference=_runs_reference(settings),
         whole_layers=many_ranks.applies(settings),
         selective=checkpointing.selective,
+        fp32_weights=settings.keeps_fp32 and settings.precision != "fp32" and weight_dtype(settings) == "float32",
         offload_streams=settings.activation_offload_streams,
         groups=tuple(groups.in_use(settings.values)),
     )

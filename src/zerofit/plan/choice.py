@@ -56,13 +56,11 @@ class Pair:
     job: Candidate  # its bytes are those of rows that are all as long as the longest
     seconds: float  # of a step with rows as long as the mean
 
-    @property
-    def key(self) -> tuple[int, Checkpointing]:
-        return self.micro, self.checkpointing
-
 
 def for_rows(settings, train_set, eval_set) -> Choice:
     """Return the choice for a job with these rows, print it, and whether the job fits. Errors: as `preflight.check`."""
+    if not preflight.is_planned(settings):
+        return Choice()
     mean, longest = tokens.row_tokens(settings, train_set), tokens.longest_row(settings, train_set, eval_set)
     return choose(settings, mean, longest, tokens.number_of_steps(settings, train_set))
 
@@ -117,14 +115,13 @@ class _Search:
         """
         self.settings, (self.limit, self.margin), self.row_tokens = settings, room, row_tokens
         self.steps, self.seconds, self.began = steps, seconds, time.monotonic()
-        self.all_answered = True
+        self.all_answered, self.goes_on = True, earlier is not None
         self.whole = candidates.of_settings(settings, settings.planned_gpu)
         self.kinds = _checkpointings(settings, self.whole.shape.layers, earlier)
         self.micros = _micros(settings)
         self.pairs = self._pairs(self.micros or [self.whole.setting.micro])
-        own = settings.per_device_train_batch_size, candidates.checkpointing_of(settings)
-        self.own = self._find(own)
-        self.earlier = self._find(earlier) if earlier and len(self.pairs) > 1 else None
+        self.own = self._find((settings.per_device_train_batch_size, candidates.checkpointing_of(settings)))
+        self.earlier = self._find(earlier) if earlier else None
 
     def result(self) -> tuple[Choice, str]:
         """Return the choice, and a sentence on a better micro batch than the user's, "" if there is none."""
@@ -151,7 +148,7 @@ class _Search:
     def _find(self, key: tuple[int, Checkpointing]) -> Pair | None:
         """Return the pair of this micro batch, or of the only one, with this checkpointing; None: it is not open."""
         micro = key[0] if self.micros else self.whole.setting.micro
-        return next((pair for pair in self.pairs if pair.key == (micro, key[1])), None)
+        return next((pair for pair in self.pairs if (pair.micro, pair.checkpointing) == (micro, key[1])), None)
 
     def _decide(self) -> tuple[Pair, dict]:
         """Return the chosen pair and its prediction."""
@@ -179,7 +176,7 @@ class _Search:
         """Return the pairs that fit by the closed forms with their margin, where the closed forms describe the job."""
         if not described(self.settings, self.whole.shape):
             return []
-        if len(self.pairs) == 1:  # the job is as it is
+        if len(pairs) == 1:  # the job is as it is
             return [pair for pair in pairs if pair.job.peak <= self.limit]
         return [pair for pair in pairs if self._fits(pair.job.peak, self.limit)]
 
@@ -195,7 +192,8 @@ class _Search:
     def _simulated(self, pair: Pair, best: Pair | None) -> dict:
         """Return the prediction of a pair, by simulation if one answers in time."""
         gain = (self.steps or 0) * ((best or self.own).seconds - pair.seconds)
-        self.seconds = max(self.seconds, min(PATIENCE, gain))
+        patience = min(PATIENCE, self.settings.ddp_timeout / 2)  # other ranks may be waiting for this one
+        self.seconds = max(self.seconds, min(patience, gain))
         plan = predict.predict(self._job(pair), self._left(), waits=False)
         self.all_answered &= "by" not in plan
         return plan
@@ -232,9 +230,11 @@ class _Search:
 
     def _better_micro_batch(self, pair: Pair) -> str:
         """Return a sentence on a micro batch that is much faster than the one that the user has given, or ""."""
-        if self.micros or not covers(self.settings):
+        if (
+            self.micros or self.goes_on or not covers(self.settings)
+        ):  # a run that goes on may have had too little memory
             return ""
-        best = _least_memory_of_the_fastest(self._sure_of_any(_divisors(self.settings)))
+        best = _least_memory_of_the_fastest(self._sure(self._pairs(_divisors(self.settings))))
         if best is None or pair.seconds < MUCH_FASTER * best.seconds:
             return ""
         return (
@@ -242,9 +242,6 @@ class _Search:
             f"{self.settings.effective_batch_size} would be about {pair.seconds / best.seconds:.1f} times as fast by "
             "estimate, with the same steps"
         )
-
-    def _sure_of_any(self, micros: list[int]) -> list[Pair]:
-        return [pair for pair in self._sure(self._pairs(micros)) if self._fits(pair.job.peak, self.limit)]
 
 
 def _least_memory_of_the_fastest(pairs: list[Pair]) -> Pair | None:

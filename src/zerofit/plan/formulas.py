@@ -138,6 +138,7 @@ class Setting:
     head: bool = True  # the GPU computes the logits
     whole_layers: bool = False  # stage 3 gathers and reduces a dense layer in one call (parallel/many_ranks.py)
     selective: bool = False  # checkpointed layers keep the results of matrix products and attention
+    fp32_weights: bool = False  # and so are the hidden states between layers, which each product casts for itself
     offload_streams: bool = False  # offloaded inputs are copied beside the arithmetic
     # The ways in which ranks share rows, each with the ranks of a group.
     groups: tuple[tuple[Parallel, int], ...] = ()
@@ -188,6 +189,10 @@ def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, floa
     norm = 4 * s.hidden  # beside its input
     if s.liger:
         layer -= 2 * norm + 2 * intermediate
+    if (
+        setting.fp32_weights
+    ):  # 2 more of both norms' inputs and results, and copies for q, k, v, gate and up instead of 2
+        layer += 10 * s.hidden
     if s.frozen:  # a frozen matrix product saves no input; an adapted one does
         layer -= 2 * s.hidden
     if setting.sp > 1:
@@ -197,11 +202,12 @@ def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, floa
         adapted = 4 * s.hidden + 2 * q + 4 * k + 4 * intermediate if s.frozen else 0
         products = 4 * s.hidden + 4 * q + 4 * k + 4 * heads + 4 * intermediate + adapted
     recomputed = math.ceil(s.layers / setting.every) if setting.every else 0
-    stored = products + (0 if setting.activation_offload else 2 * s.hidden)
+    state = (4 if setting.fp32_weights else 2) * s.hidden
+    stored = products + (0 if setting.activation_offload else state)
     kept = (recomputed * stored + (s.layers - recomputed) * layer) * setting.in_flight
     summed = 2.0 * s.adapted_experts  # peft adds the product of A and B to all experts, and the sum is kept
     sums = (s.layers - recomputed) * summed
-    on_its_way = 2 * s.hidden if setting.offload_streams else 0
+    on_its_way = state if setting.offload_streams else 0
     at_loss = setting.tokens * (kept + IN_FLIGHT * on_its_way + 8 * s.hidden + 4 - norm * s.liger) + sums
     logits = setting.tokens * 12 * s.vocabulary
     if fused:
