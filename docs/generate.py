@@ -31,8 +31,8 @@ kept), `--hang_timeout 0` (never), and shares of all steps below 1 for `--save_s
 A value comes from, the later over the earlier: the default, the bundled task (only without `MODEL` and `DATA`), the
 YAML file of `--config`, the flag. `make show sft ...` prints every value with its source.
 
-Defaults that differ from transformers': `--gradient_checkpointing` on (non-reentrant; a launch on GPUs recomputes [no
-more than it must](gradient_checkpointing.md#gradient-checkpointing-of-a-launch)), `--learning_rate` ({rates}), cosine
+Defaults that differ from transformers': `--gradient_checkpointing` on (non-reentrant; a start on GPUs [chooses it
+with the micro batch](gradient_checkpointing.md#what-a-start-on-gpus-chooses)), `--learning_rate` ({rates}), cosine
 schedule with 3 % warm-up, `--save_strategy epoch`, `--save_total_limit 1`, `--logging_steps 10`,
 `--per_device_eval_batch_size` 8 or the micro batch, whichever is smaller, `--logging_nan_inf_filter` off (a NaN stops
 the run), `--report_to none`. bf16 is on where the GPU has it, fp16 on GPUs that do not, fp32 on CPUs
@@ -57,7 +57,7 @@ A folder imports only what stands left of it, and no two files import each other
 in one kind of process: the launcher (`launch/`), a rank (`train/`) or either.
 
 How a run goes: `recipes/sft.py` → `recipe.parse` (`Settings`: read from the launcher's job, or resolved from flags,
-YAML file and DeepSpeed JSON) → `data/` → `recipe.start_processes` (process group, checks, `plan/preflight.py`) →
+YAML file and DeepSpeed JSON) → `data/` → `recipe.start_processes` (process group, checks, `plan/choice.py`) →
 `model/load.py` → `train/trainer.py`. `make sft` starts `launch/launch.py`, which checks the same things first and
 then watches the ranks (`launch/supervisor.py`).
 
@@ -69,7 +69,7 @@ The stations of a setting, e.g. `make sft GPUS=2 ZERO=3`; it is parsed once and 
    sources. What is decided later edits this: `request.put(zero=3)`, never words of a command line.
 4. `config/resolve.py`, `resolve` and `resolve_for_model`: preset, defaults and decisions make `Settings`, and the
    DeepSpeed JSON from `deepspeed_configs/zero3.json`.
-5. `launch/prepare.py` and `plan/preflight.py` check data, model and memory; a plan, a batch search or the canary may
+5. `launch/prepare.py` and `plan/choice.py` check data, model and memory; a plan, a batch search or the canary may
    `put` something, and 4 is repeated for the request that they leave.
 6. `job/job.py`: the attempt's `Settings` are written to `job.json`, and the recipe is started with `--job FILE`. The
    retry after a failure is the request with one argument changed, resolved again; several nodes exchange the
@@ -79,7 +79,8 @@ The stations of a setting, e.g. `make sft GPUS=2 ZERO=3`; it is parsed once and 
 8. `train/trainer.py`: `TrainingArguments(deepspeed=...)` → transformers' `HfDeepSpeedConfig` → the engine.
 9. `recipe.open_run_folder` keeps the job as `job.json` of the run folder, from which `zerofit resume` goes on at 3.
 
-`torchrun recipes/sft.py`, `accelerate launch` and `python` begin at 2, in each rank, and end with a `job.json` too.
+`torchrun recipes/sft.py`, `accelerate launch` and `python` begin at 2, in each rank, and end with a `job.json` too;
+rank 0 makes the choice of 5, and `resolve.change` gives it to all.
 
 Where a library has a public hook, it is used. [The rest](#patches) is listed in `docs/patches.toml` and held by
 `tests/model/test_patches.py`; patches of simulated ranks are all in `plan/fake_device.py`.

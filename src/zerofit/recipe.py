@@ -22,10 +22,15 @@ from zerofit.job.recipe import Recipe
 from zerofit.job.settings import Settings
 from zerofit.model import load
 from zerofit.model.weights import complete
-from zerofit.plan import preflight
+from zerofit.plan import choice, preflight
 from zerofit.train import trial
 
 CHECKS = "ZEROFIT_PLAN"  # environment variable; 0: rank 0 of a recipe that is started by hand does not check if it fits
+
+NO_SEARCH = (
+    "--per_device_train_batch_size auto: without a launcher the plan chooses the size, for a GPU and rows in bf16 that "
+    "are not padded; start with `zerofit launch`, which tries real steps, or name a size."
+)
 
 log_filters.libraries()
 
@@ -44,11 +49,8 @@ def parse(recipe: Recipe) -> Settings:
     else:
         settings = restart.as_the_run_goes_on(resolve.resolve_settings(recipe))
         preflight.only_print(settings)
-        if settings.search_batch_size:
-            raise UserError(
-                "--per_device_train_batch_size auto: is searched for before the ranks start; start with `zerofit "
-                "launch`, or name the size that `make batch-size` finds."
-            )
+        if settings.search_batch_size and settings.use_cpu:
+            raise UserError(NO_SEARCH)
     if distributed.rank() == 0:
         hub.check_push(settings)
     if _is_to_check(settings):
@@ -60,6 +62,21 @@ def parse(recipe: Recipe) -> Settings:
 def _is_to_check(settings: Settings) -> bool:
     """Return whether this process checks if the job fits: rank 0, unless the launcher or a search has."""
     return distributed.rank() == 0 and job.running() is None and os.environ.get(CHECKS) != "0"
+
+
+def _choose(settings: Settings, train_set, eval_set) -> choice.Choice:
+    """Return what the plan chooses for a job that no launcher has resolved; on other ranks than 0 nothing.
+
+    Raises: UserError on every rank for a micro batch that is to be searched, and cannot be chosen so.
+    """
+    is_chosen = job.running() is None and os.environ.get(CHECKS) != "0"
+    if settings.search_batch_size and not (is_chosen and choice.covers(settings)):
+        raise UserError(NO_SEARCH)
+    if not _is_to_check(settings):
+        return choice.Choice()
+    chosen = choice.for_rows(settings, train_set, eval_set)
+    preflight.publish(chosen.plan)
+    return chosen
 
 
 def start_processes(settings: Settings, train_set, eval_set):
@@ -78,8 +95,7 @@ def start_processes(settings: Settings, train_set, eval_set):
 
     gc.freeze()  # a full collection looks at half a million objects of the libraries: 0.3 s, in the middle of a step
     resolve.resolve_for_model(settings)
-    if _is_to_check(settings):
-        preflight.publish(preflight.check(settings))  # the other ranks wait in distributed.start
+    chosen = _choose(settings, train_set, eval_set)  # the other ranks wait for rank 0 in distributed.start
     for module in (attention, sequence_parallel):  # the launcher has resolved what each process registers
         if settings.attn_implementation == module.NAME:
             module.register()
@@ -88,6 +104,8 @@ def start_processes(settings: Settings, train_set, eval_set):
     distributed.start(settings)
     if not settings.use_cpu and (sentences := [*filter(None, distributed.all_gather(allocator.prove_expandable()))]):
         settings.decisions.append(min(sentences))  # of a rank that has gone back to the usual segments, if one has
+    if job.running() is None and not settings.use_cpu:
+        resolve.change(settings, distributed.broadcast(chosen).of(settings.request))
     save.choose_clock(settings)
     network_check.check(settings, train_set, eval_set)
     liger.prove(settings)  # collective, so after the check that all nodes have it on

@@ -146,4 +146,8 @@ if FAULT and (loaded := sys.modules.get("zerofit.train.trainer")):  # in a fork
 elif FAULT:
     sys.meta_path.insert(0, Finder("zerofit.train.trainer", inject))
 if FAULT and (chosen := FAULT.get("chosen")):
-    sys.meta_path.insert(0, Finder("zerofit.model.gradient_checkpointing", lambda module: module.CHOSEN.update(chosen)))
+
+    def choose(module):
+        module.for_rows = lambda *args: module.Choice(None, **chosen)
+
+    sys.meta_path.insert(0, Finder("zerofit.plan.choice", choose))

@@ -56,9 +56,11 @@ def test_auto_is_a_word_for_the_probe():
 
 
 @pytest.mark.bad_input
-def test_ranks_search_for_nothing(monkeypatch):
+def test_ranks_without_a_gpu_search_for_nothing(monkeypatch):
     monkeypatch.setattr("sys.argv", ["sft.py", *DATA, "--per_device_train_batch_size", "auto"])
-    with pytest.raises(UserError, match="is searched for before the ranks start; start with `zerofit launch`"):
+    with pytest.raises(
+        UserError, match=r"without a launcher the plan chooses the size, for a GPU .*; start with `zero"
+    ):
         recipe.parse(program.start(str(ROOT / "recipes" / "sft.py")).recipe)
 
 

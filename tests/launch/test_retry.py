@@ -27,11 +27,10 @@ from zerofit.checkpoint import integrity, next_settings
 from zerofit.commands import resume
 from zerofit.config import resolve
 from zerofit.entrypoint import guard
-from zerofit.job import run_folder
+from zerofit.job import job, run_folder
 from zerofit.job.request import Request
 from zerofit.launch import canary, postmortem, retry, supervisor
 from zerofit.launch import launch as launcher
-from zerofit.model import gradient_checkpointing
 from zerofit.train import network_check
 
 pytestmark = pytest.mark.fault
@@ -113,7 +112,7 @@ def test_out_of_memory_goes_on_with_half_the_micro_batch(tmp_path):
 def test_out_of_memory_brings_back_the_checkpointing_that_a_plan_left_out(undisturbed, tmp_path):
     chosen = {"flags": {"gradient_checkpointing": False}, "why": "gradient_checkpointing false: it fits"}
     folder, fault = tmp_path / "run", {"what": "oom", "where": "backward", "chosen": chosen}
-    done = launch(folder, "--gradient_checkpointing", "false", fault=fault)
+    done = launch(folder, fault=fault)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "attempt 2, from checkpoint-2: gradient checkpointing of every layer" in done.stderr
     assert "gradient_checkpointing false of the checkpoint is true here: this run's is used" in done.stdout
@@ -461,11 +460,10 @@ def test_the_phase_is_known_to_the_supervisor(monkeypatch, tmp_path):
     assert (last.kind, last.phase) == ("out of memory", "eval")
 
 
-def test_checkpointing_that_a_plan_left_out_comes_back_first(monkeypatch):
-    flags = ["--per_device_train_batch_size", "4", "--effective_batch_size", "8", "--gradient_checkpointing", "false"]
-    monkeypatch.setattr(gradient_checkpointing, "CHOSEN", {})
-    gradient_checkpointing.choose({"gradient_checkpointing": False}, "gradient_checkpointing false: it fits")
-    settings = parse(flags)
+def test_checkpointing_that_a_plan_left_out_comes_back_first():
+    chosen = {"per_device_train_batch_size": 4, "gradient_checkpointing": False}
+    asked = parse(["--effective_batch_size", "8"]).request.planned("gradient_checkpointing false: it fits", chosen)
+    settings = resolve.resolve(asked, 2)
     assert "gradient_checkpointing false: it fits" in settings.decisions
     said, settings = smaller(settings)
     assert said == "gradient checkpointing of every layer" and settings.per_device_train_batch_size == 4
@@ -482,18 +480,17 @@ def test_every_layer_is_recomputed_whatever_a_preset_says():
         assert (settings.gradient_checkpointing_every, settings.gradient_checkpointing_policy) == (1, "full")
 
 
-def test_a_resume_leaves_checkpointing_to_the_plan_that_chose_it(monkeypatch, tmp_path):
-    started = []
-    monkeypatch.setattr(launcher, "main", lambda words, asked: started.append(asked.values))
-    cases = [("plan", False, "true"), ("flag", False, "true"), ("plan", True, "true"), ("plan", False, "false")]
-    for source, offload, padding_free in cases:  # the last two only of --zero auto
-        values = {"gradient_checkpointing": False, "offload": "none", "activation_offload": offload}
-        values |= {"padding_free": padding_free, "effective_batch_size": 8, "per_device_train_batch_size": 4}
-        facts = {"recipe": "sft", "world_size": 2, "flags": ["--gradient_checkpointing", "false", "--zero", "2"],
-                 "arguments": {name: {"value": value, "source": source} for name, value in values.items()}}  # fmt: skip
-        (tmp_path / "run.json").write_text(json.dumps(facts))
-        resume.main([str(tmp_path)])
-    assert ["gradient_checkpointing" in asked for asked in started] == [False, True, True, True]
+def test_a_resume_leaves_to_the_plan_what_it_has_chosen(monkeypatch, tmp_path):
+    """Its choice goes on, with its source: the plan of the start keeps it if it fits."""
+    started, chosen = [], {"per_device_train_batch_size": 4, "gradient_checkpointing": False}
+    monkeypatch.setattr(launcher, "main", lambda words, asked: started.append(asked))
+    request = parse(["--effective_batch_size", "16", "--zero", "2"]).request.planned("it fits", chosen)
+    job.write(tmp_path / job.FILE, job.Job(request, resolve.resolve(request, 2), None))
+    resume.main([str(tmp_path)])
+    resume.main([str(tmp_path), "--gradient_checkpointing", "true"])
+    sources = [{name: asked.source[name] for name in chosen} for asked in started]
+    assert sources == [dict.fromkeys(chosen, "plan"), dict(zip(chosen, ("plan", "flag"), strict=True))]
+    assert started[0].get("per_device_train_batch_size") == 4 and not started[0].notes
 
 
 def test_the_newest_whole_checkpoint(tmp_path):
@@ -522,18 +519,18 @@ def test_the_newest_whole_checkpoint(tmp_path):
 def test_every_job_of_a_folder_archives_its_attempts(tmp_path):
     """A resumed job begins with a first attempt again; it lies beside those of earlier jobs."""
     folder = tmp_path / "run"
-    for job in (1, 2, 3):
+    for number in (1, 2, 3):
         (folder / "logs").mkdir(parents=True)
-        (folder / "logs" / "rank0.log").write_text(f"job {job}")
+        (folder / "logs" / "rank0.log").write_text(f"job {number}")
         (tmp_path / "records").mkdir(exist_ok=True)
         (tmp_path / "records" / "rank0.json").write_text("{}")
         assert retry.archive_attempt(folder, tmp_path / "records") is None
-        assert (folder / "attempts" / str(job) / "logs" / "rank0.log").read_text() == f"job {job}"
+        assert (folder / "attempts" / str(number) / "logs" / "rank0.log").read_text() == f"job {number}"
     (tmp_path / "records" / "stack0.txt").write_text("")
-    job = SimpleNamespace(folder=folder, coordinator=None)
+    whole = SimpleNamespace(folder=folder, coordinator=None)
     attempt = supervisor.Attempt(settings=None)
     crash = postmortem.Outcome("crash", 1, 0, "RuntimeError: boom", step=2)
-    supervisor._write_report(job, attempt, [crash], tmp_path / "records", opened=True)
+    supervisor._write_report(whole, attempt, [crash], tmp_path / "records", opened=True)
     assert sorted(str(f.relative_to(folder / "attempts")) for f in folder.glob("attempts/*/*")) == [
         "1/logs", "1/rank0.json", "2/logs", "2/rank0.json", "3/logs", "3/rank0.json", "4/stack0.txt",
     ]  # fmt: skip

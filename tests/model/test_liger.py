@@ -1,5 +1,6 @@
 """--use_liger_kernel: the decision, the proof before training, and the kernels against transformers' modules."""
 
+import copy
 import json
 import os
 import re
@@ -19,6 +20,7 @@ from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
 from zerofit.model import liger, prove
+from zerofit.plan import candidates
 from zerofit.train import network_check
 
 GPU = hardware.GPUS["h100-80g"]
@@ -133,6 +135,32 @@ def test_right_numbers_keep_liger_on(monkeypatch):
     settings = proven(monkeypatch, no_change)
     assert settings.use_liger_kernel is True and settings.liger_kernel_config == liger.NO_LOSS
     assert torch.equal(torch.get_rng_state(), state)
+
+
+def test_a_proof_is_remembered_by_gpu_versions_and_sizes(tmp_path, monkeypatch):
+    """Plans have the kernels from the next start on, until a proof fails."""
+    in_process(monkeypatch, tmp_path, [Card()], ZEROFIT_CACHE=str(tmp_path / "cache"))
+    monkeypatch.setattr(liger, "_problem", lambda *args: None)
+    monkeypatch.setattr(liger.proofs, "problem", lambda find, *words: find())
+    monkeypatch.setattr("zerofit.model.load.load_config", lambda settings: CONFIG)
+    name = torch.cuda.get_device_name()
+    settings = resolved(gpu=None)
+    assert not liger.will_run(settings, name)
+    liger.prove(settings, CONFIG)
+    assert liger.will_run(settings, name) and settings.use_liger_kernel is True
+    assert not liger.will_run(settings, "NVIDIA A100-SXM4-80GB")
+    assert not liger.will_run(resolved("--use_liger_kernel", "false", gpu=None), name)
+    assert liger.will_run(resolved("--gradient_checkpointing_policy", "selective", gpu=None), name)
+    wider = copy.deepcopy(CONFIG)
+    wider.hidden_size = 64
+    assert liger._proof(settings, wider, name) != liger._proof(settings, CONFIG, name)
+    assert candidates.shape_of(settings, hardware.find("detect")).liger
+    with monkeypatch.context() as patch:
+        patch.setattr(liger.metadata, "version", lambda package: "0.0.1")
+        assert not liger.will_run(settings, name)
+    monkeypatch.setattr(liger, "_problem", lambda *args: "its outputs are off")
+    liger.prove(settings, CONFIG)
+    assert not settings.use_liger_kernel and not liger.will_run(resolved(gpu=None), name)
 
 
 @pytest.mark.parametrize(

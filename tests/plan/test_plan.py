@@ -10,6 +10,7 @@ import subprocess
 import sys
 import tempfile
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
@@ -18,18 +19,21 @@ from transformers import AutoConfig
 
 from zerofit.base import command_line, hardware
 from zerofit.base.errors import UserError
+from zerofit.base.hardware import GIB
 from zerofit.base.paths import cache_root, private_folder
+from zerofit.checkpoint import restart
 from zerofit.commands import plan as plan_command
 from zerofit.config import accelerate_env, nvme, parse, resolve
 from zerofit.data import tokens
 from zerofit.data.load import load_datasets
 from zerofit.job import job as job_file
-from zerofit.model import attention, gradient_checkpointing
+from zerofit.model import attention
 from zerofit.model.load import load_tokenizer
 from zerofit.parallel import pipeline, sequence_parallel, tensor_parallel
 from zerofit.plan import (
     answer_text,
     candidates,
+    choice,
     formulas,
     gpu_memory,
     predict,
@@ -199,14 +203,15 @@ def test_closed_forms_agree_with_the_simulation(zero, checkpointing):
 
 
 @pytest.mark.oracle
-def test_closed_forms_agree_with_the_simulation_in_fp32(tmp_path, record_property):
+@pytest.mark.parametrize("checkpointing", ["true", "false"])
+def test_closed_forms_agree_with_the_simulation_in_fp32(checkpointing, tmp_path, record_property):
     """A small model in fp32 under autocast: the fused loss multiplies half-precision factors into fp32 as on a
     GPU, without copies of them."""
     config = {"model_type": "llama", "hidden_size": 768, "intermediate_size": 3072, "num_hidden_layers": 4,
               "num_attention_heads": 12, "vocab_size": 50304, "tie_word_embeddings": False}  # fmt: skip
     (tmp_path / "config.json").write_text(json.dumps(config))
     flags = ["--model", str(tmp_path), "--zero", "0", "--offload", "none", "--per_device_train_batch_size", "4",
-             "--max_length", "1024", "--gradient_checkpointing", "true", "--fused_loss", "true"]  # fmt: skip
+             "--max_length", "1024", "--gradient_checkpointing", checkpointing, "--fused_loss", "true"]  # fmt: skip
     (candidate,) = candidates.candidates("sft", job(flags), 1, GPU)
     predict.ask(candidate)
     assert candidate.failed == ""
@@ -940,7 +945,7 @@ def test_tensors_on_their_way_count_by_formula():
         for value in ("false", "true")
     )
     shape = candidates.shape_of(plain)
-    one_input = 2 * shape.hidden * candidates.setting_of(plain).tokens
+    one_input = 4 * shape.hidden * candidates.setting_of(plain).tokens  # as the weights, in fp32
     of_streams, of_plain = (
         formulas.activations(shape, candidates.setting_of(settings), False) for settings in (streams, plain)
     )
@@ -1069,7 +1074,7 @@ def test_the_product_of_many_rows_dequantizes_4_bit_weights(tmp_path):
 
 @pytest.mark.slow
 def test_liger_on_request_is_planned_with_its_bytes():
-    """By default a plan has transformers' modules, to which a run may go back."""
+    """By default a plan has transformers' modules, to which a run may go back, until an earlier one has proven them."""
     flags = [*FLAGS_1B, "--data", "none", "--zero", "1", "--gradient_checkpointing", "false", "--max_length", "512",
              "--per_device_train_batch_size", "1", "--effective_batch_size", "1"]  # fmt: skip
     liger = ["--use_liger_kernel"]
@@ -1077,13 +1082,20 @@ def test_liger_on_request_is_planned_with_its_bytes():
         simulate.Question(job([*flags, *more]), 1, gpu=GPU, overrides=FOUR_LAYERS)
         for more in ([], [*liger, "false"], [*liger, "true"])
     ]
-    default, without, with_liger = answers_for(asked)
-    assert default["total"] == without["total"]
+    default, without, with_liger, proven = answers_for([*asked, dataclasses.replace(asked[0], liger=True)])
+    assert default["total"] == without["total"] and with_liger["total"] == proven["total"]
     # Of a token: fp32 and bf16 copies of the input of nine norms, instead of which Liger keeps the bf16 input; SiLU's
     # result in four layers.
     saved = 512 * (9 * (4 + 2 - 2) * 2048 + 4 * 2 * 8192)
     less = default["total"]["forward"] - with_liger["total"]["forward"]
     assert less == pytest.approx(saved, rel=0.2)
+    settings = resolve.resolve(job(flags), 1, GPU)
+    shape = dataclasses.replace(candidates.shape_of(settings), layers=4)
+    whole, less = (
+        formulas.activations(dataclasses.replace(shape, liger=on), candidates.setting_of(settings), True)[0]
+        for on in (False, True)
+    )
+    assert whole["activations"] - less["activations"] == saved
 
 
 @pytest.mark.slow
@@ -1292,7 +1304,6 @@ def test_zero_auto_keeps_the_data_of_a_yaml_file_and_knows_the_host(monkeypatch,
         candidate, *_ = candidates.candidates(methods[0], request, ranks, gpu)
         return candidates.Plan(gpu, ranks, 1 << 40, {}, candidate, [])
 
-    monkeypatch.setattr(gradient_checkpointing, "CHOSEN", {})  # which a choice sets
     monkeypatch.setattr(hardware, "torch_sees_some", lambda: True)
     monkeypatch.setattr(hardware, "find", lambda *args: GPU)
     monkeypatch.setattr(search, "search", fastest)
@@ -1302,6 +1313,7 @@ def test_zero_auto_keeps_the_data_of_a_yaml_file_and_knows_the_host(monkeypatch,
         chosen = preflight.chosen_request(job([*flags, "--config", str(file)]), 8)
         settings = resolve.resolve(chosen, 8, GPU)
         assert (settings.model, settings.data) == (model, [rows])
+        assert settings.source["per_device_train_batch_size"] == settings.source["gradient_checkpointing"] == "plan"
     assert found["host_limit"] == psutil.virtual_memory().total
     file.write_text(f"zero: auto\nmodel: {model}\n")
     assert candidates.candidates("sft", job(["--config", str(file)]), 8, GPU)  # a plan needs no data
@@ -1329,7 +1341,7 @@ def test_a_plan_is_the_same_on_every_machine():
 @pytest.mark.fault
 def test_a_cache_that_cannot_be_written_costs_no_run(monkeypatch):
     monkeypatch.setenv("ZEROFIT_CACHE", "/proc/cache")
-    simulate._write_cached(Path("/proc/cache/simulations"), simulate.Question(job([]), 1), {"peak": {}})
+    simulate.keep(Path("/proc/cache/simulations/some.json"), {"peak": {}})
     assert "no such kernel" in str(simulate._as_exception({"trace": "no such kernel"}, Path("/proc/cache/simulations")))
 
 
@@ -1359,7 +1371,7 @@ def test_a_changed_file_is_another_question(tmp_path, monkeypatch):
     ways = [f"--config={yaml_file}"], ["--config", str(yaml_file)], [f"--deepspeed={json_file}"]
 
     def keys():
-        return [simulate._key(simulate.Question(job(flags), 2)) for flags in ways]
+        return [simulate.key(simulate.Question(job(flags), 2)) for flags in ways]
 
     seen = []
     for stage in (2, 3):
@@ -1373,7 +1385,7 @@ def test_a_changed_file_is_another_question(tmp_path, monkeypatch):
     (tmp_path / "configs" / "zero2.json").write_text("{}")
     monkeypatch.setattr("zerofit.config.deepspeed_json.CONFIGS", tmp_path / "configs")
     assert keys()[2] != seen[2][2]
-    assert simulate._key(simulate.Question(job(["--new_tokens", "x" * 5000, "--data", "~nobody-here/x"]), 2))
+    assert simulate.key(simulate.Question(job(["--new_tokens", "x" * 5000, "--data", "~nobody-here/x"]), 2))
 
 
 def test_the_make_line_of_several_files(tmp_path, monkeypatch):
@@ -1456,15 +1468,23 @@ def test_a_launch_is_refused_by_a_simulation_only(monkeypatch, capsys):
     assert "the exact check failed: no such kernel; this is an estimate" in said and "does not fit by formula" in said
 
 
-# --- gradient checkpointing where nothing says how ---
+# --- micro batch and gradient checkpointing where nothing says them ---
 
 SMALL_ROWS = ("--per_device_train_batch_size", "1", "--max_length", "2048")
 
+MICRO = "per_device_train_batch_size"
+
 
 @pytest.fixture
-def expandable(monkeypatch):
+def expandable(monkeypatch, tmp_path):
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")
-    monkeypatch.setattr(gradient_checkpointing, "CHOSEN", {})  # restored after the test
+    monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path / "cache"))
+
+
+@pytest.fixture
+def simulated(expandable, monkeypatch):
+    """A job that the closed forms do not describe: only a simulation decides."""
+    monkeypatch.setattr(choice, "described", lambda settings, shape: False)
 
 
 def size_by_checkpointing(none, selective, every_2, full):
@@ -1479,77 +1499,175 @@ def size_by_checkpointing(none, selective, every_2, full):
     return fake_simulation(size_of)
 
 
+def lora_8b(*flags):
+    flags = ["--model", str(CONFIGS / "llama3.1-8b"), "--data", "none", "--zero", "0", "--max_length", "2048", *flags]
+    return resolve.resolve_settings("lora", flags, 1, GPU)
+
+
+def test_the_fastest_pair_is_chosen_at_once(expandable, monkeypatch, capsys):
+    """8B LoRA on one H100: half the micro batch without recomputation, by the closed forms alone."""
+    monkeypatch.setattr(simulate, "run_all", lambda *args: pytest.fail("a simulation"))
+    settings = lora_8b()
+    chosen = choice.choose(settings, row_tokens=2048)
+    assert chosen.flags == {MICRO: 4, "gradient_checkpointing": False}
+    assert 60 * GIB < chosen.plan["peak_bytes"] < chosen.plan["limit_bytes"] and chosen.plan["by"] == candidates.ENOUGH
+    said = capsys.readouterr().out
+    assert (
+        "plan: per_device_train_batch_size 4, gradient_checkpointing false: 71.0 of 76.9 GiB a rank by formula" in said
+    )
+    assert "; with micro batch 8 and every layer recomputed a step would take about 1.45 times as long\n" in said
+    resolved = resolve.resolve(chosen.of(settings.request), 1, GPU)
+    batch = ("effective_batch_size", MICRO, "gradient_accumulation_steps")
+    assert [(resolved.values[name], resolved.source[name]) for name in batch] == [
+        (32, "default"), (4, "plan"), (8, "decided")]  # fmt: skip
+    assert resolved.gradient_checkpointing is False and resolved.source["gradient_checkpointing"] == "plan"
+    assert chosen.why in resolved.decisions
+    assert choice.choose(resolved, row_tokens=2048).flags == chosen.flags  # e.g. resumed
+
+
+def test_only_micro_batches_that_divide_the_effective_batch_are_tried(expandable, monkeypatch):
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 10))
+    search = choice._Search(lora_8b("--effective_batch_size", "12"), None, None, (70 * GIB, GIB), 1.0, None)
+    assert {pair.micro for pair in search.pairs} == {1, 2, 3, 4, 6, 12}
+    assert all(pair.job.setting.micro * pair.job.setting.accumulation == 12 for pair in search.pairs)
+
+
+def test_what_is_close_is_simulated_and_else_what_is_sure_is_taken(expandable, monkeypatch, capsys):
+    """Also where no simulation answers in time: every layer is not recomputed for that."""
+    asked = []
+
+    def run_all(size):
+        def answers(questions, cache=None, seconds=None):
+            asked.extend(question.request for question in questions)
+            return fake_simulation(lambda flags: size)(questions)
+
+        return answers
+
+    def chosen(size, row_tokens=2304):
+        asked.clear()
+        monkeypatch.setattr(simulate, "run_all", run_all(size))
+        found = choice.choose(lora_8b("--max_length", "2304"), row_tokens)
+        return found.flags, {request.get(MICRO) for request in asked}
+
+    sure = {MICRO: 2, "gradient_checkpointing": False}
+    close = {MICRO: 4, "gradient_checkpointing": False}
+    assert chosen(None) == (sure, {4})  # nobody knows, which is not kept
+    assert chosen(500) == (sure, {4})
+    assert chosen(10) == (sure, set())  # kept
+    assert chosen(70, row_tokens=2300) == (close, {4})
+    assert "by simulation; with micro batch 8 and every layer recomputed" in capsys.readouterr().out
+
+
+def test_a_start_waits_as_long_as_the_run_would_gain(expandable, monkeypatch):
+    waited = []
+
+    def predicted(settings, seconds=None, waits=True, by=""):
+        waited.append(seconds)
+        return {"peak_bytes": 500 * GIB, "limit_bytes": 70 * GIB, "phase": "step"} | ({"by": by} if by else {})
+
+    monkeypatch.setattr(predict, "predict", predicted)
+    monkeypatch.setattr(preflight, "report", lambda plan, settings: None)
+    for steps, least, most in ((None, 10, 18), (10, 10, 18), (1000, 200, 300), (10**6, 290, 300)):
+        choice.choose(lora_8b("--max_length", "2304"), row_tokens=2304 + (steps or 0) / 1e6, steps=steps)
+        assert least < waited[-2] <= most and waited[-1] is None  # the last is by the closed forms
+
+
 @pytest.mark.parametrize(("sizes", "flags"), [
     ((60, 50, 50, 40), {"gradient_checkpointing": False}),
     ((78, 50, 50, 40), {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"}),  # 1 % short
     ((90, 80, 50, 40), {"gradient_checkpointing": True, "gradient_checkpointing_every": 2}),
-    ((90, 90, 90, 40), {}),
-    ((None, None, None, 40), {}),  # nobody knows
+    ((90, 90, 90, 40), {"gradient_checkpointing": True}),
+    ((None, None, None, 40), {"gradient_checkpointing": True}),  # nobody knows
 ])  # fmt: skip
-def test_a_launch_recomputes_no_more_than_it_must(sizes, flags, expandable, monkeypatch, capsys):
+def test_a_launch_recomputes_no_more_than_it_must(sizes, flags, simulated, monkeypatch, capsys):
     monkeypatch.setattr(simulate, "run_all", size_by_checkpointing(*sizes))
-    plan, chosen = preflight.choose_and_check(on_a_gpu(*SMALL_ROWS))
-    assert chosen == flags and plan["peak_bytes"] <= plan["limit_bytes"]
-    said = capsys.readouterr().out
-    assert ("(--gradient_checkpointing true) would take about 1." in said) is bool(flags) and "plan: fits" in said
-    words = command_line.put(on_a_gpu(*SMALL_ROWS).request.flags(), **chosen)
-    settings = resolve.resolve_settings("sft", words, 8, GPU)
-    assert settings.source["gradient_checkpointing"] == ("plan" if flags else "default")
-    assert any("by simulation; recomputing" in sentence for sentence in settings.decisions) is bool(flags)
+    settings = on_a_gpu(*SMALL_ROWS)
+    chosen = choice.choose(settings)
+    assert chosen.flags == flags and chosen.plan["peak_bytes"] <= chosen.plan["limit_bytes"]
+    said, is_less = capsys.readouterr().out, flags != {"gradient_checkpointing": True}
+    assert ("with every layer recomputed a step would take about 1." in said) is is_less and "plan: fits" in said
+    resolved = resolve.resolve(chosen.of(settings.request), 8, GPU)
+    assert resolved.source["gradient_checkpointing"] == "plan"
+    assert any("GiB a rank by simulation; " in sentence for sentence in resolved.decisions)
 
 
 @pytest.mark.parametrize("flags", [
     ["--gradient_checkpointing", "true"], ["--gradient_checkpointing_every", "1"], ["--activation_offload", "true"],
     ["--activation_checkpointing", "true"], ["--preset", "gpu-40g"], ["--padding_free", "false"], ["--fp16", "true"],
 ])  # fmt: skip
-def test_what_says_how_to_checkpoint_is_kept(flags, expandable, monkeypatch):
+def test_what_says_how_to_checkpoint_is_kept(flags, simulated, monkeypatch):
     """And so is the default where no plan knows what padding takes."""
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 10))
-    assert preflight.choose_and_check(on_a_gpu(*SMALL_ROWS, *flags))[1] == {}
+    assert choice.choose(on_a_gpu(*SMALL_ROWS, *flags)).flags == {}
 
 
-def test_a_yaml_file_says_how_to_checkpoint(expandable, monkeypatch, tmp_path):
+@pytest.mark.parametrize("flags", [
+    ["--per_device_train_batch_size", "2"], ["--gradient_accumulation_steps", "2"], ["--preset", "gpu-80g"],
+    ["--padding_free", "false"], ["--fp16", "true"],
+])  # fmt: skip
+def test_what_says_the_micro_batch_is_kept(flags, simulated, monkeypatch):
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 10))
-    (tmp_path / "run.yaml").write_text("gradient_checkpointing: true\n")
-    assert preflight.choose_and_check(on_a_gpu(*SMALL_ROWS, "--config", str(tmp_path / "run.yaml")))[1] == {}
+    assert MICRO not in choice.choose(on_a_gpu(*flags)).flags
 
 
-def test_segments_that_do_not_expand_need_room(expandable, monkeypatch):
+def test_a_yaml_file_says_both(simulated, monkeypatch, tmp_path):
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 10))
+    (tmp_path / "run.yaml").write_text("gradient_checkpointing: true\nper_device_train_batch_size: 2\n")
+    assert choice.choose(on_a_gpu("--config", str(tmp_path / "run.yaml"))).flags == {}
+
+
+def test_a_router_loss_is_of_a_micro_batch_which_stays(expandable, monkeypatch):
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 10))
+    settings = on_a_gpu("--max_length", "2048")
+    assert choice.covers(settings)
+    monkeypatch.setattr(choice, "load_config", lambda settings: SimpleNamespace(
+        get_text_config=lambda: SimpleNamespace(output_router_logits=True)))  # fmt: skip
+    assert choice.choose(settings).flags == {"gradient_checkpointing": False}
+
+
+def test_segments_that_do_not_expand_need_room(simulated, monkeypatch):
     """Rows of different lengths leave them unused: the check of a launch has equal rows."""
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 40))
-    assert preflight.choose_and_check(on_a_gpu(*SMALL_ROWS))[1] == {"gradient_checkpointing": False}
+    assert choice.choose(on_a_gpu(*SMALL_ROWS)).flags == {"gradient_checkpointing": False}
     monkeypatch.delenv("PYTORCH_ALLOC_CONF")
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 60))
-    assert preflight.choose_and_check(on_a_gpu(*SMALL_ROWS))[1] == {}
+    assert choice.choose(on_a_gpu(*SMALL_ROWS)).flags == {"gradient_checkpointing": True}
 
 
 def test_what_the_closed_forms_rule_out_is_not_simulated(expandable, monkeypatch):
     asked = []
 
     def run_all(questions, cache=None, seconds=None):
-        asked.append(questions[0].request.flags())
+        asked.append(questions[0].request)
         return fake_simulation(lambda flags: 40)(questions)
 
     monkeypatch.setattr(simulate, "run_all", run_all)
-    assert preflight.choose_and_check(on_a_gpu("--per_device_train_batch_size", "2", "--max_length", "65536"))[1] == {}
-    assert len(asked) == 1 and "--gradient_checkpointing" not in asked[0]
+    rows = ("--per_device_train_batch_size", "2", "--max_length", "65536")
+    assert choice.choose(on_a_gpu(*rows)).flags == {"gradient_checkpointing": True}
+    assert all(request.get("gradient_checkpointing") is True for request in asked)
 
 
 @pytest.mark.parametrize(("earlier", "sizes", "flags"), [
-    ((True, 1, "full"), (10, 10, 10, 10), {}),
+    ((True, 1, "full"), (10, 10, 10, 10), {"gradient_checkpointing": True}),
     ((True, 2, "full"), (10, 10, 10, 10), {"gradient_checkpointing": True, "gradient_checkpointing_every": 2}),
     ((False, 1, "full"), (None, 10, 10, 10), {"gradient_checkpointing": False}),  # nobody knows, but it ran so
-    ((False, 1, "full"), (90, 10, 10, 10), {}),
+    ((False, 1, "full"), (90, 10, 10, 10),
+     {"gradient_checkpointing": True, "gradient_checkpointing_policy": "selective"}),
 ])  # fmt: skip
-def test_a_resumed_run_keeps_its_checkpointing(earlier, sizes, flags, expandable, monkeypatch, tmp_path):
+@pytest.mark.parametrize("by", ["path", "auto", "agent"])
+def test_a_resumed_run_keeps_its_pair(earlier, sizes, flags, by, simulated, monkeypatch, tmp_path):
     names = ("gradient_checkpointing", "gradient_checkpointing_every", "gradient_checkpointing_policy")
-    arguments = dict(zip(names, earlier, strict=True)) | {"activation_offload": False}
+    arguments = dict(zip(names, earlier, strict=True)) | {"activation_offload": False, MICRO: 2}
     arguments = {name: {"value": value} for name, value in arguments.items()}
-    (tmp_path / "run.json").write_text(json.dumps({"arguments": arguments}))
+    (tmp_path / "run.json").write_text(json.dumps({"arguments": arguments, "started_by": ["ours"]}))
     monkeypatch.setattr(simulate, "run_all", size_by_checkpointing(*sizes))
-    settings = on_a_gpu(*SMALL_ROWS)
-    settings.resume_from_checkpoint = str(tmp_path / "checkpoint-2")
-    assert preflight.choose_and_check(settings)[1] == flags
+    monkeypatch.setattr(restart, "_agent", lambda: "ours" if by == "agent" else "")
+    settings = on_a_gpu("--max_length", "2048", "--output_dir", str(tmp_path))
+    settings.resume_from_checkpoint = {"path": str(tmp_path / "checkpoint-2"), "auto": "auto", "agent": None}[by]
+    chosen = choice.choose(settings).flags
+    is_other = "gradient_checkpointing_policy" in flags
+    assert (chosen[MICRO] == 2) is not is_other
+    assert {name: chosen[name] for name in flags} == flags
 
 
 @pytest.mark.parametrize(
@@ -1562,7 +1680,7 @@ def test_a_resumed_run_keeps_its_checkpointing(earlier, sizes, flags, expandable
         (300, ("--tiled_mlp", "4"), False),
     ],
 )
-def test_a_launch_is_checked_with_its_longest_row(longest, flags, shorter, expandable, monkeypatch, capsys):
+def test_a_launch_is_checked_with_its_longest_row(longest, flags, shorter, simulated, monkeypatch, capsys):
     """A job whose rows are short is not refused for the --max_length that none of them fills."""
 
     def size_of(flags):
@@ -1571,26 +1689,34 @@ def test_a_launch_is_checked_with_its_longest_row(longest, flags, shorter, expan
     monkeypatch.setattr(simulate, "run_all", fake_simulation(size_of))
     settings = on_a_gpu("--max_length", "4096", "--gradient_checkpointing", "true", *flags)
     if shorter:
-        plan, _ = preflight.choose_and_check(settings, longest=longest)
+        plan = choice.choose(settings, longest=longest).plan
         assert plan["peak_bytes"] <= plan["limit_bytes"]
     else:
         with pytest.raises(candidates.NothingFits):
-            preflight.choose_and_check(settings, longest=longest)
+            choice.choose(settings, longest=longest)
     line = "plan: the longest row has 300 tokens: checked with --max_length 304 instead of 4096\n"
     assert (line in capsys.readouterr().out) is shorter
 
 
-def test_a_micro_batch_that_leaves_the_gpu_idle_is_said(expandable, monkeypatch, capsys):
+def test_a_users_micro_batch_is_kept_and_a_better_one_said(expandable, monkeypatch, capsys):
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 10))
-    rows = ("--max_length", "128", "--effective_batch_size", "256")
-    line = r"plan: micro batch 8 x 120 tokens: --per_device_train_batch_size 32 would be about \d\.\d times as fast"
-    for flags, said in (((), True), (("--per_device_train_batch_size", "8"), False)):
-        preflight.choose_and_check(on_a_gpu(*rows, *flags), row_tokens=120)
-        assert bool(re.search(line, capsys.readouterr().out)) is said
-    preflight.choose_and_check(on_a_gpu("--max_length", "4096"), row_tokens=4000)
-    one_a_step = ("--effective_batch_size", "1024", "--gradient_accumulation_steps", "1")  # 128 rows, above all tried
-    preflight.choose_and_check(on_a_gpu("--max_length", "128", *one_a_step), row_tokens=120)
-    assert "plan: micro batch" not in capsys.readouterr().out
+    line = (
+        r"plan: micro batch 16 is kept, as it was given: --per_device_train_batch_size 4 --effective_batch_size 32 "
+        r"would be about 1\.\d times as fast by estimate"
+    )
+    for given, said in (((), False), ((f"--{MICRO}", "16"), True), ((f"--{MICRO}", "4"), False)):
+        chosen = choice.choose(lora_8b(*given), row_tokens=2048)
+        assert bool(re.search(line, capsys.readouterr().out)) is said and (MICRO in chosen.flags) is not bool(given)
+
+
+def test_a_choice_is_kept_for_the_same_job(expandable, monkeypatch, capsys):
+    first = choice.choose(lora_8b(), row_tokens=2048)
+    monkeypatch.setattr(choice, "_Search", lambda *args: pytest.fail("a search"))
+    said = capsys.readouterr().out
+    assert choice.choose(lora_8b("--output_dir", "elsewhere"), row_tokens=2048) == first
+    assert capsys.readouterr().out == said
+    with pytest.raises(pytest.fail.Exception, match="a search"):
+        choice.choose(lora_8b(), row_tokens=1000)
 
 
 @pytest.mark.slow
@@ -1600,7 +1726,7 @@ def test_answers_are_kept_by_question(tmp_path):
     (first,) = simulate.run_all(asked, tmp_path)
     (again,) = simulate.run_all(asked, tmp_path)
     assert first == again and len(list(tmp_path.iterdir())) == 1
-    assert simulate._key(asked[0]) != simulate._key(simulate.Question(job([*flags, "--zero", "3"]), 2))
+    assert simulate.key(asked[0]) != simulate.key(simulate.Question(job([*flags, "--zero", "3"]), 2))
 
 
 @pytest.mark.bad_input

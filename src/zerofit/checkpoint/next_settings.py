@@ -2,15 +2,15 @@
 
 import re
 from collections.abc import Callable
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 from zerofit.base.errors import UserError
 from zerofit.config import parse
 from zerofit.job import groups
-from zerofit.job.request import Request
+from zerofit.job.request import BY_PLAN, Request
 from zerofit.job.settings import Settings
-from zerofit.model import gradient_checkpointing
 
 EVALUATION = "eval"  # phase of errors.OutOfMemory
 
@@ -28,6 +28,7 @@ def next_smaller_setting(settings: Settings, resolve: Callable[[Request, int], S
     """
     micro, effective_batch = settings.per_device_train_batch_size, settings.effective_batch_size
     kept = settings.request.drop("gradient_accumulation_steps", "search_batch_size")
+    kept = replace(kept, notes=())  # why a plan has chosen what is changed here
     kept = kept.put(effective_batch_size=effective_batch, per_device_train_batch_size=micro)
     tries = _smaller_evaluation(settings, kept) if phase == EVALUATION else _smaller_steps(settings, kept)
     stages = [] if settings.world_size == 1 else [z for z in (2, 3) if z > settings.zero]
@@ -68,7 +69,7 @@ def _smaller_steps(settings: Settings, kept: Request) -> list[tuple[str, Request
         more = {"gradient_checkpointing_every": 1} if settings.gradient_checkpointing_every > 1 else {}
         more |= {"gradient_checkpointing_policy": "full"} if selective else {}  # over that of a preset
         every_layer = bare.put(gradient_checkpointing=True, **more)
-        by_plan = settings.source["gradient_checkpointing"] == gradient_checkpointing.BY_PLAN
+        by_plan = settings.source["gradient_checkpointing"] == BY_PLAN
         tries.insert(0 if by_plan else len(tries), ("gradient checkpointing of every layer", every_layer))
     return tries
 

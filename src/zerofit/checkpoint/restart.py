@@ -49,6 +49,20 @@ def go_on(settings: Settings) -> None:
         settings.resume_from_checkpoint = "auto"
 
 
+def earlier_run(settings: Settings) -> Path | None:
+    """Return the folder of the run that a job will go on with; None: it begins one.
+
+    It may be asked before rank 0 has looked for the checkpoint.
+    """
+    asked, folder = settings.resume_from_checkpoint, settings.output_dir and run_folder.name_folder(settings)
+    if asked is None:
+        starters = run_folder.read_record(folder / "run.json").get("started_by", []) if folder else []
+        return folder if starters and (_agent() in starters or distributed.queued_again()) else None
+    if str(asked).lower() in next_settings.NEWEST:
+        return folder or None
+    return None if str(asked).lower() == "false" else Path(asked).parent
+
+
 def as_the_run_goes_on(settings: Settings) -> Settings:
     """Return the settings of a job that torchrun's agent restarts.
 

@@ -12,11 +12,10 @@ from zerofit.checkpoint import next_settings
 from zerofit.config import parse
 from zerofit.job import groups, job, program, run_folder
 from zerofit.job.recipe import NAME
-from zerofit.job.request import FLAG, Request
+from zerofit.job.request import BY_PLAN, FLAG, Request
 from zerofit.job.settings import written
 from zerofit.launch import launch, prepare
 from zerofit.launch.cluster import node_options
-from zerofit.model import gradient_checkpointing
 
 
 def main(argv: list[str]) -> None:
@@ -88,7 +87,7 @@ def of_folder(folder: Path) -> Run:
         whole = job.read(folder / job.FILE)
         values, sources = whole.settings.values, whole.settings.source
         arguments = {name: {"value": written(name, values[name]), "source": sources[name]} for name in values}
-        of_file = tuple(name for name, source in whole.request.source.items() if source != FLAG)
+        of_file = tuple(name for name, source in whole.request.source.items() if source not in (FLAG, BY_PLAN))
         flags, file = whole.request.all_flags(), str(whole.request.get("config") or "")
         run = Run(whole.request.recipe, whole.settings.world_size, flags, arguments, file, of_file)
     else:
@@ -143,25 +142,18 @@ def _asked(run: Run, before: Request, new: Request, ranks: int) -> Request:
 
     Args: ranks: of this job.
     """
-    asked = before.drop("resume_from_checkpoint", "output_dir", "gpus", *run.of_file if "config" in new.values else ())
+    chosen = {name for name, entry in run.arguments.items() if entry.get("source") == BY_PLAN}
+    asked = before.planned(
+        "", {name: before.get(name) for name in chosen & before.values.keys()}
+    )  # the start may change it
+    asked = asked.drop("resume_from_checkpoint", "output_dir", "gpus", *run.of_file if "config" in new.values else ())
     old = {name: entry["value"] for name, entry in run.arguments.items()}
     sizes = _sizes(new.values, old)
     if (ranks, sizes) != (run.world_size, _sizes({}, old)) and not new.values.keys() & {*next_settings.BATCH}:
         effective_batch, micro = (run.value(name) for name in next_settings.BATCH[:2])
         batch = next_settings.same_batch(effective_batch, micro, ranks, groups.per_row(sizes))
         asked = asked.drop(*next_settings.BATCH).put(**batch)
-    if _may_recompute_less(run):
-        asked = asked.drop(*gradient_checkpointing.ARGUMENTS)  # kept if it fits
     return new.over(without_offload(asked, new, run.value("offload")))
-
-
-def _may_recompute_less(run: Run) -> bool:
-    """Return whether the plan of the launch chooses gradient checkpointing again, as it did for the run.
-
-    A plan of --zero auto may have chosen to offload activations too, or have planned padded rows; a launch does not.
-    """
-    by_plan = run.arguments.get("gradient_checkpointing", {}).get("source") == gradient_checkpointing.BY_PLAN
-    return by_plan and not run.value("activation_offload") and run.value("padding_free") == "true"
 
 
 def _sizes(new: Mapping[str, Any], old: Mapping[str, Any]) -> dict[str, int]:

@@ -8,6 +8,7 @@ from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.config import batch_size, offload
 from zerofit.job import groups, program
+from zerofit.job.request import BY_PLAN
 from zerofit.job.settings import Settings, decide
 from zerofit.job.technique import Conflict, Technique, refuse_conflicts
 
@@ -240,8 +241,9 @@ def solve_batch(settings: Settings) -> None:
     open_sources = {"transformers default", "default", "bundled task"}
     fixed = [None if settings.source[n] in open_sources else settings.values[n] for n in names]
     max_micro = batch_size.DEFAULT_MAX_MICRO_BATCH
-    preset = settings.source[names[1]] if settings.source[names[1]].startswith("preset") and not fixed[2] else None
-    if preset:  # as large as the effective batch allows
+    bound = settings.source[names[1]]  # a micro batch as large as the effective batch allows
+    bound = bound if (bound == BY_PLAN or bound.startswith("preset")) and not fixed[2] else None
+    if bound:
         fixed[1], max_micro = None, settings.per_device_train_batch_size
     if settings.source[names[0]] == "bundled task" and fixed[1:] == [None, None]:
         ranks = settings.data_ranks
@@ -254,7 +256,7 @@ def solve_batch(settings: Settings) -> None:
     effective, micro, accumulation = solved
     is_default = fixed[0] is None and effective == batch_size.DEFAULT_EFFECTIVE_BATCH_SIZE
     sources = [settings.source[n] if number is not None else "decided" for n, number in zip(names, fixed, strict=True)]
-    sources = ["default" if is_default else sources[0], preset or sources[1], sources[2]]
+    sources = ["default" if is_default else sources[0], bound or sources[1], sources[2]]
     for name, value, source in zip(names, solved, sources, strict=True):
         decide(settings, name, value, source=source)
     settings.decisions.append(

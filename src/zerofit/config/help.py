@@ -23,10 +23,11 @@ OF_TRANSFORMERS = {
     "max_steps": "Optimizer steps, instead of epochs.",
     "learning_rate": "The highest of the schedule (default {}; cosine with 3 % warm-up).",
     "gradient_accumulation_steps": "Micro batches of a step; a pipeline fills up with them (default: derived).",
-    "per_device_train_batch_size": "Samples of a rank at once (micro batch); auto: the most that fit.",
+    "per_device_train_batch_size": "Samples of a rank at once (micro batch); auto: the most that fit (default: up to "
+    "8; a start on GPUs: the fastest that fits).",
     "seed": "Of the row order and of new weights (default 42).",
     "gradient_checkpointing": "Recompute activations in the backward: less memory, about a third more time (default "
-    "true; a launch on GPUs: as far as needed).",
+    "true; a start on GPUs: as far as needed).",
     "output_dir": "The run folder (default runs/<recipe>-<time>).",
     "resume_from_checkpoint": "A checkpoint folder, or auto: the newest good one of --output_dir.",
     "save_steps": "Steps between checkpoints (default: each epoch).",

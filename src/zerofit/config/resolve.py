@@ -102,6 +102,25 @@ def resolve_for_model(settings: Settings, config=None) -> None:
     settings.freeze()
 
 
+def change(settings: Settings, asked: Request) -> None:
+    """Resolve the settings of a process again for a changed request; what was set and said since then stays.
+
+    Args: asked: the request of the settings with other arguments.
+    """
+    if asked == settings.request:
+        return
+    before, after = (resolve(one, settings.world_size, settings.planned_gpu) for one in (settings.request, asked))
+    for one in (before, after):
+        resolve_for_model(one)
+    added = [sentence for sentence in settings.decisions if sentence not in before.decisions]
+    settings.thaw()
+    for name, value in after.values.items():
+        if (value, after.source[name]) != (before.values[name], before.source[name]):
+            decide(settings, name, value, source=after.source[name])
+    settings.deepspeed, settings.request, settings.decisions = after.deepspeed, asked, [*after.decisions, *added]
+    settings.freeze()
+
+
 # --- hooks that are too short for a module of their own ---
 
 

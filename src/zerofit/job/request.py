@@ -11,6 +11,8 @@ from zerofit.job.settings import as_typed
 
 FLAG = "flag"  # the source of an argument that stands on the command line
 
+BY_PLAN = "plan"  # the source of one that the plan of a start has chosen
+
 
 @dataclass(frozen=True)
 class Request:
@@ -22,7 +24,7 @@ class Request:
 
     recipe: Recipe  # whose arguments these are
     values: Mapping[str, Any] = field(default_factory=dict)  # argument -> value
-    source: Mapping[str, str] = field(default_factory=dict)  # argument -> FLAG, or the YAML file that holds it
+    source: Mapping[str, str] = field(default_factory=dict)  # argument -> FLAG, BY_PLAN, or the YAML file that holds it
     notes: tuple[str, ...] = ()  # sentences to print, e.g. on a flag that was given twice
 
     def __post_init__(self):
@@ -33,6 +35,11 @@ class Request:
         """Return a copy with these arguments, instead of those that it has of the same names."""
         sources = dict.fromkeys(values, source)
         return replace(self, values={**self.values, **values}, source={**self.source, **sources})
+
+    def planned(self, why: str, values: Mapping[str, Any]) -> "Request":
+        """Return a copy with the arguments that a plan has chosen, instead of earlier choices, and why as a note."""
+        earlier = (name for name, source in self.source.items() if source == BY_PLAN)
+        return replace(self.drop(*earlier).put(BY_PLAN, **values), notes=(*self.notes, why) if why else self.notes)
 
     def drop(self, *names: str) -> "Request":
         """Return a copy without these arguments, also where the YAML file has them."""

@@ -19,7 +19,7 @@ from zerofit.launch import batch_search, canary, prepare, standby, supervisor
 from zerofit.launch.cluster import node_options
 from zerofit.launch.cluster.coordinator import Coordinator
 from zerofit.model.weights import complete
-from zerofit.plan import preflight
+from zerofit.plan import choice, preflight
 
 
 def main(argv: list[str], asked: Request | None = None) -> None:
@@ -109,10 +109,9 @@ def _starter(program: Program, command: Callable[[], list[str]]) -> Callable[...
 
 
 def _planned(settings: Settings, train_set, eval_set) -> tuple[dict | None, Request]:
-    """Return (the prediction of the job's memory, the request with the checkpointing that its plan chooses)."""
-    mean, longest = tokens.row_tokens(settings, train_set), tokens.longest_row(settings, train_set, eval_set)
-    planned, checkpointing = preflight.choose_and_check(settings, mean, longest)
-    return planned, settings.request.put(**checkpointing)
+    """Return (the prediction of the job's memory, the request with what its plan chooses)."""
+    chosen = choice.for_rows(settings, train_set, eval_set)
+    return chosen.plan, chosen.of(settings.request)
 
 
 def _chosen_by_plan(asked: Request, ranks: int, **more) -> Request:

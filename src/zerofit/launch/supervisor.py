@@ -177,7 +177,8 @@ def _on_present_nodes(job: Job, attempt: Attempt) -> Attempt | None:
         batch = next_settings.same_batch(
             settings.effective_batch_size, settings.per_device_train_batch_size, ranks, settings.ranks_per_row
         )
-        asked = settings.request.drop(*next_settings.BATCH).put(**batch, zero=settings.zero, gpus=ranks)
+        kept = replace(settings.request, notes=())  # why a plan has chosen what is changed here
+        asked = kept.drop(*next_settings.BATCH).put(**batch, zero=settings.zero, gpus=ranks)
         settings = job.resolve(asked, ranks)
     place = f"{len(nodes)} node{'s' * (len(nodes) > 1)} with {ranks} processes"
     change = f"{attempt.change}, on {place}" if attempt.change else place

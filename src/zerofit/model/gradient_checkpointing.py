@@ -38,31 +38,12 @@ IN_FLIGHT = 2  # offloaded tensors that are on the GPU at once: one in use, one 
 
 PROOF_LAYERS, PROOF_WIDTH, PROOF_ROWS = 6, 2048, (2048, 1024)  # of the proof of the streams; rows of two micro batches
 
-CHOSEN: dict = {}  # by the plan of this process's launch: {"flags": {argument: value}, "why": sentence}
-
-BY_PLAN = "plan"  # source of arguments that a plan has chosen
-
 
 def is_open(settings) -> bool:
     """Return whether nothing but a default says how to checkpoint."""
     in_json = settings.deepspeed and "activation_checkpointing" in settings.deepspeed
     sources = {settings.source[name] for name in ARGUMENTS}
     return settings.gradient_checkpointing and sources <= {"default", "transformers default"} and not in_json
-
-
-def choose(flags: dict, why: str) -> None:
-    """Remember that the plan has chosen these flags, with which the job is then resolved."""
-    CHOSEN.update(flags=flags, why=why)
-
-
-def _name_the_plan(settings) -> None:
-    """Give the flags that the plan of this launch has chosen their source, and add why; others are the user's."""
-    if CHOSEN and all(
-        settings.values[name] == value and settings.source[name] == "flag" for name, value in CHOSEN["flags"].items()
-    ):
-        for name, value in CHOSEN["flags"].items():
-            decide(settings, name, value, source=BY_PLAN)
-        settings.decisions.append(CHOSEN["why"])
 
 
 def resolve(settings) -> None:
@@ -102,7 +83,6 @@ def resolve(settings) -> None:
             "the DeepSpeed JSON's activation_checkpointing section has no effect: models of transformers never call "
             "DeepSpeed's checkpointing; see --gradient_checkpointing and --activation_offload"
         )
-    _name_the_plan(settings)
 
 
 def _one_name(settings, old: str, new: str) -> None:

@@ -5,12 +5,17 @@ transformers applies the kernels to the model (integrations/liger.py); the loss 
 
 import contextlib
 import copy
+import hashlib
 import importlib.util
 import sys
+from importlib import metadata
+from pathlib import Path
 
 import torch
 
+from zerofit.base import distributed
 from zerofit.base.errors import UserError
+from zerofit.base.paths import cache_root
 from zerofit.job import groups
 from zerofit.job.settings import decide
 from zerofit.job.technique import Conflict, Technique
@@ -32,6 +37,12 @@ NO_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 FROZEN_NORMS = "Liger's norms would use the frozen weights, not the trained ones"
 
 TOKENS = 64  # of the proof
+
+# What the proof's layer has of config.json.
+SIZES = (
+    "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
+    "rms_norm_eps", "rope_parameters",
+)  # fmt: skip
 
 # Of the relative errors of `errors`. Rounding alone makes up to 0.017 in bf16 and 0.002 in fp16 in the tested models of
 # width 512, a missing rotation 0.18 or more.
@@ -117,6 +128,8 @@ def prove(settings, config=None) -> None:
     config = load.load_config(settings) if config is None else config
     device = torch.device("cpu" if settings.use_cpu else "cuda")
     problem = proofs.problem(lambda: _problem(settings, config, device), "--use_liger_kernel", "use false")
+    if not settings.use_cpu and distributed.rank() == 0:
+        _remember(settings, config, problem is None)
     if problem is None:
         return
     if settings.source["use_liger_kernel"] != "decided":
@@ -124,6 +137,40 @@ def prove(settings, config=None) -> None:
     kept = [line for line in settings.decisions if not line.startswith(("use_liger_kernel ", "Liger's "))]
     settings.decisions = [*kept, f"use_liger_kernel False: {problem}"]
     settings.use_liger_kernel = False
+
+
+def will_run(settings, gpu_name: str) -> bool:
+    """Return whether a job will have Liger's kernels: on request, or as a default that an earlier start has proven.
+
+    Args: settings: resolved for the model; gpu_name: torch's of the GPUs.
+    """
+    from zerofit.model import load
+
+    if not settings.use_liger_kernel or settings.source["use_liger_kernel"] != "decided":
+        return settings.use_liger_kernel
+    return _proof(settings, load.load_config(settings), gpu_name).exists()
+
+
+def _remember(settings, config, holds: bool) -> None:
+    """Keep on this machine that the proof holds for a model's sizes on this GPU; else forget it."""
+    file = _proof(settings, config, torch.cuda.get_device_name())
+    with contextlib.suppress(OSError):  # without the file plans count the memory of transformers' modules
+        if holds:
+            file.parent.mkdir(parents=True, exist_ok=True)
+            file.touch()
+        else:
+            file.unlink(missing_ok=True)
+
+
+def _proof(settings, config, gpu_name: str) -> Path:
+    """Return the file that stands for a proof: its name is made from all that the proof depends on."""
+    from zerofit.model import load
+
+    text = config.get_text_config()
+    sizes = [str(getattr(text, name, None)) for name in SIZES]
+    versions = [metadata.version(name) for name in ("torch", "triton", "transformers", "liger-kernel")]
+    known = [gpu_name, *versions, text.model_type, *sizes, load.weight_dtype(settings), settings.precision]
+    return cache_root() / "liger" / hashlib.sha256("\n".join(known).encode()).hexdigest()[:24]
 
 
 def _problem(settings, config, device: torch.device) -> str | None:

@@ -24,6 +24,8 @@ CLEARLY_TOO_MUCH = 1.25  # settings above this share of the limit by formula are
 
 FORMULA_MARGIN = 0.1  # added to the closed forms' bytes
 
+ENOUGH = "the closed forms leave room"  # why a job is not simulated
+
 ESTIMATE = f"the exact check failed: {{}}; this is an estimate by formula, with a margin of {FORMULA_MARGIN:.0%}"
 
 SMALLER_STATES = [("optim", "adamw_bnb_8bit"), ("pure_bf16", True)]
@@ -268,7 +270,7 @@ def candidates(
             _check_groups(base, node)
             resolve.resolve_for_model(base)
             if first is None:
-                first, shape = base, shape_of(base)
+                first, shape = base, shape_of(base, gpu)
             result += _of_group(base, shape, gpu, node, disk, bool(group))
         except UserError as refused:
             error = error or refused
@@ -304,7 +306,7 @@ def _of_group(base, shape: Shape, gpu, node: int, disk: str | None, splits: bool
 def of_settings(settings, gpu) -> Candidate:
     """Return the job as a candidate. gpu: None for a CPU, which has no time."""
     request = for_simulation(settings.request)
-    return with_formulas(request, setting_of(settings), shape_of(settings), settings, gpu)
+    return with_formulas(request, setting_of(settings), shape_of(settings, gpu), settings, gpu)
 
 
 def with_formulas(request: Request, setting: Setting, shape: Shape, settings, gpu) -> Candidate:
@@ -416,8 +418,9 @@ def lacks_data(request: Request) -> bool:
     return bool(request.get("model")) and not request.get("data")
 
 
-def shape_of(settings) -> Shape:
-    from zerofit.model import quantization
+def shape_of(settings, gpu: hardware.Gpu | None = None) -> Shape:
+    """Return the shape of a job's model. gpu: on which Liger's kernels may run, None: they do not count."""
+    from zerofit.model import liger, quantization
     from zerofit.model.load import check_model, load_config, weight_dtype
 
     resolve.resolve_for_model(settings)
@@ -426,13 +429,14 @@ def shape_of(settings) -> Shape:
     except NotImplementedError as error:
         raise UserError(f"--model {settings.model}: cannot be built without weights: {error}.") from None
     config = load_config(settings)
+    has_liger = gpu is not None and liger.will_run(settings, gpu.device_name)
     fp32 = settings.precision == "fp32" or (settings.deepspeed is None and weight_dtype(settings) == "float32")
     each = {4: 0.55, 8: 1.0}.get(quantization.bits(settings))
     if each is None:
-        return formulas.shape(config, model, 4.0 if fp32 else 2.0)
+        return replace(formulas.shape(config, model, 4.0 if fp32 else 2.0), liger=has_liger)
     # embeddings, the head and fused experts stay in 16 bits
     packed = quantization.packed_weights(model) / sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    return formulas.shape(config, model, each * packed + 2.0 * (1 - packed))
+    return replace(formulas.shape(config, model, each * packed + 2.0 * (1 - packed)), liger=has_liger)
 
 
 _FIXED = ("flag", "deepspeed JSON")
@@ -480,20 +484,20 @@ def _open(base, disk: str | None, splits: bool) -> tuple[list, list, list, list]
     Args: splits: groups are searched and these have several ranks: then only micro batch 1 with checkpointing.
     """
     disk = disk or _disk_of(base)
-    stages = [base.zero] if _is_set(base, "zero") else [0, 1, 2, 3]
-    if _is_set(base, "offload"):
+    stages = [base.zero] if is_set(base, "zero") else [0, 1, 2, 3]
+    if is_set(base, "offload"):
         offloads = [(base.offload, bool(disk))]
     else:
         offloads = [("none", False), ("optimizer", False), ("all", False)]
         offloads += [("optimizer", True), ("all", True)] * bool(disk)
-    if any(_is_set(base, name) for name in gradient_checkpointing.ARGUMENTS):
+    if any(is_set(base, name) for name in gradient_checkpointing.ARGUMENTS):
         checkpointing = [checkpointing_of(base)]
     else:
         checkpointing = [*less_checkpointing(base), EVERY_LAYER, Checkpointing(1, offloaded=True)]
     per_rank = base.effective_batch_size // base.data_ranks
-    if _is_set(base, "per_device_train_batch_size"):
+    if is_set(base, "per_device_train_batch_size"):
         micros = [base.per_device_train_batch_size]
-    elif _is_set(base, "gradient_accumulation_steps"):
+    elif is_set(base, "gradient_accumulation_steps"):
         micros = [per_rank // base.gradient_accumulation_steps]
     else:
         micros = [n for n in range(1, min(per_rank, 64) + 1) if per_rank % n == 0]
@@ -503,7 +507,7 @@ def _open(base, disk: str | None, splits: bool) -> tuple[list, list, list, list]
     return stages, offloads, checkpointing, micros
 
 
-def _is_set(base, name: str) -> bool:
+def is_set(base, name: str) -> bool:
     """Return whether the user set the argument, in any place."""
     source = base.source[name]
     return source in _FIXED or source.startswith("preset") or source == base.config
@@ -512,7 +516,7 @@ def _is_set(base, name: str) -> bool:
 def _sensible(zero: int, offload: str, base) -> bool:
     if (offload == "all" and zero != 3) or (offload != "none" and zero == 0):
         return False
-    if base.world_size == 1 and zero in (1, 2, 3) and offload == "none" and not _is_set(base, "zero"):
+    if base.world_size == 1 and zero in (1, 2, 3) and offload == "none" and not is_set(base, "zero"):
         return base.precision != "fp32" and zero == 1  # one rank: 16-bit weights with a master, nothing else to shard
     return True
 
@@ -528,6 +532,8 @@ def _requested(base, zero: int, offload: str, checkpointing: Checkpointing, micr
 
 def setting_of(settings, node: int | None = None) -> Setting:
     """Return the setting of a job. node: GPUs of a node, None: as many as the launcher starts on this one."""
+    from zerofit.model.load import weight_dtype
+
     checkpointing, micro = checkpointing_of(settings), settings.per_device_train_batch_size
     return Setting(
         zero=settings.zero,
@@ -544,6 +550,7 @@ def setting_of(settings, node: int | None = None) -> Setting:
         reference=_runs_reference(settings),
         whole_layers=many_ranks.applies(settings),
         selective=checkpointing.selective,
+        fp32_weights=settings.keeps_fp32 and settings.precision != "fp32" and weight_dtype(settings) == "float32",
         offload_streams=settings.activation_offload_streams,
         background_save=settings.save_in_background,
         groups=tuple(groups.in_use(settings.values)),

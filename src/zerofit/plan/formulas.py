@@ -64,6 +64,7 @@ class Shape:
     embedding: int = 0  # weights of the embedding
     adapted_experts: int = 0  # weights of a layer's fused experts that have LoRA adapters
     by_layer: tuple[int, ...] = ()  # parameters of each layer, (): unknown
+    liger: bool = False  # Liger's kernels will run: norms keep no fp32 copies, MLPs no result of their activation
     cut: bool = True  # with fewer layers it is a smaller model of the same kind
 
     @property
@@ -137,6 +138,7 @@ class Setting:
     head: bool = True  # the GPU computes the logits
     whole_layers: bool = False  # stage 3 gathers and reduces a dense layer in one call (parallel/many_ranks.py)
     selective: bool = False  # checkpointed layers keep the results of matrix products and attention
+    fp32_weights: bool = False  # and so are the hidden states between layers, which each product casts for itself
     offload_streams: bool = False  # offloaded inputs are copied beside the arithmetic
     background_save: bool = False  # a node's part of a checkpoint is copied to host memory, from where it is written
     # The ways in which ranks share rows, each with the ranks of a group.
@@ -185,6 +187,13 @@ def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, floa
         for size in (s.heads * s.head_dim, _key_heads(s, setting) * s.head_dim, s.heads, s.intermediate)
     )
     layer = 16 * s.hidden + 4 * q + 4 * k + 4 * heads + 8 + 8 * intermediate
+    norm = 4 * s.hidden  # beside its input
+    if s.liger:
+        layer -= 2 * norm + 2 * intermediate
+    if (
+        setting.fp32_weights
+    ):  # 2 more of both norms' inputs and results, and copies for q, k, v, gate and up instead of 2
+        layer += 10 * s.hidden
     if s.frozen:  # a frozen matrix product saves no input; an adapted one does
         layer -= 2 * s.hidden
     if setting.sp > 1:
@@ -194,12 +203,13 @@ def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, floa
         adapted = 4 * s.hidden + 2 * q + 4 * k + 4 * intermediate if s.frozen else 0
         products = 4 * s.hidden + 4 * q + 4 * k + 4 * heads + 4 * intermediate + adapted
     recomputed = math.ceil(s.layers / setting.every) if setting.every else 0
-    stored = products + (0 if setting.activation_offload else 2 * s.hidden)
+    state = (4 if setting.fp32_weights else 2) * s.hidden
+    stored = products + (0 if setting.activation_offload else state)
     kept = (recomputed * stored + (s.layers - recomputed) * layer) * setting.in_flight
     summed = 2.0 * s.adapted_experts  # peft adds the product of A and B to all experts, and the sum is kept
     sums = (s.layers - recomputed) * summed
-    on_its_way = 2 * s.hidden if setting.offload_streams else 0
-    at_loss = setting.tokens * (kept + IN_FLIGHT * on_its_way + 8 * s.hidden + 4) + sums
+    on_its_way = state if setting.offload_streams else 0
+    at_loss = setting.tokens * (kept + IN_FLIGHT * on_its_way + 8 * s.hidden + 4 - norm * s.liger) + sums
     logits = setting.tokens * 12 * s.vocabulary
     if fused:
         rows = max(256, min(4096, 2**30 // (4 * s.vocabulary) // 64 * 64, setting.tokens))

@@ -54,7 +54,8 @@ def ask(candidate: Candidate, limit: int = 0) -> None:
 def _ask(candidate: Candidate, asked: Sequence[int], seconds: float | None = None, whole: bool = False) -> None:
     """Store the simulation's answer or failure in the candidate. Args: as for `answer_of`."""
     setting = candidate.setting
-    question = Question(candidates.for_simulation(candidate.request), setting.ranks, gpu=candidate.gpu)
+    request, has_liger = candidates.for_simulation(candidate.request), candidate.shape.liger
+    question = Question(request, setting.ranks, gpu=candidate.gpu, liger=has_liger)
     answer = answer_of(
         question, candidate.shape, zero=setting.zero, every=setting.every, asked=asked, seconds=seconds, whole=whole
     )
@@ -285,11 +286,11 @@ def place_of(settings) -> tuple[hardware.Gpu, int, dict[str, int]]:
     return gpu, total, gpu_memory.outside_allocator(gpu, ranks, local_ranks)
 
 
-def predict(settings, seconds: float | None = None, waits: bool = True) -> dict | None:
+def predict(settings, seconds: float | None = None, waits: bool = True, by: str = "") -> dict | None:
     """Return the predicted memory of the job; None on a CPU without --memory_limit, and for a pipeline on a CPU.
 
     Args: seconds: how long to wait for the simulation, None: until it ends; waits: wait longer for an answer that only
-        a simulation may give.
+        a simulation may give; by: why the closed forms are enough, "": they are not.
     Returns: {"peak_bytes", "limit_bytes", "phase", "peak", "step_seconds" (an estimate; None on a CPU and for a
         pipeline), "stage" (of a pipeline), ...}; bytes on a CPU are those of a CPU run. If the simulation of a GPU
         fails, the closed forms are used and "by" holds the reason; also if it takes more than `seconds`, but only if
@@ -304,6 +305,8 @@ def predict(settings, seconds: float | None = None, waits: bool = True) -> dict 
     candidate = candidates.of_settings(settings, gpu)
     if is_pipeline:
         candidate.failed = "no simulation covers pipelines"
+    elif by:
+        candidate.failed = by
     else:
         _simulate(candidate, limit, seconds, waits)
     if cpu and candidate.failed:

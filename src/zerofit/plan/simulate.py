@@ -51,6 +51,7 @@ class Question:
     # fake=False, to validate the simulation. "": "gpu" with a `gpu`, else "cpu"
     device: str = ""
     fake: bool = True  # False: real tensors, and only the other ranks are simulated
+    liger: bool = False  # whether Liger's kernels run where they are a default
     padded: bool = False  # rows differ in length, so that attention needs a mask
     overrides: dict = field(default_factory=dict)  # values that replace those of the model's config.json (fewer layers)
     expandable_segments: bool = field(default_factory=allocator.expandable_segments)  # of torch's allocator
@@ -115,7 +116,7 @@ def run_all(
     for i, answer in zip(open_questions, _ask_all(asked, seconds), strict=True):
         answers[i] = _as_exception(answer, cache)
         if cache and not isinstance(answers[i], Exception):  # failures may be temporary
-            _write_cached(cache, questions[i], answer)
+            keep(cache / f"{key(questions[i])}.json", answer)
     return answers
 
 
@@ -253,18 +254,22 @@ def _as_exception(answer: dict, cache: Path | None) -> dict | Exception:
 
 
 def _read_cached(cache: Path | None, question: Question) -> dict | None:
-    file = cache / f"{_key(question)}.json" if cache else None
+    return recall(cache / f"{key(question)}.json") if cache else None
+
+
+def recall(file: Path) -> dict | None:
+    """Return what `keep` has written into a file; None: nothing, or it cannot be read."""
     try:
-        return json.loads(file.read_text()) if file else None
+        return json.loads(file.read_text())
     except (OSError, ValueError):
         return None
 
 
-def _write_cached(cache: Path, question: Question, answer: dict) -> None:
-    file = cache / f"{_key(question)}.json"
+def keep(file: Path, answer: dict) -> None:
+    """Write an answer into a file of the cache, as far as it can be written."""
     tmp_path = file.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):  # without the file the next plan simulates again
-        cache.mkdir(parents=True, exist_ok=True)
+        file.parent.mkdir(parents=True, exist_ok=True)
         tmp_path.write_text(json.dumps(answer))
         os.replace(tmp_path, file)
 
@@ -275,7 +280,7 @@ _OF_A_LAUNCHER = (
 )
 
 
-def _key(question: Question) -> str:
+def key(question: Question) -> str:
     """Return a hash of the question and of everything that could change its answer."""
     import importlib.metadata
 

@@ -123,7 +123,7 @@ def _answer(asked: simulate.Question) -> dict:
         overlaps = bool((settings.deepspeed or {}).get("zero_optimization", {}).get("overlap_comm"))
         fake_device.register_gpu(tracker, int(asked.gpu.memory_gib * 2**30), overlaps)
     _one_rank_of(settings, asked.rank)
-    settings, arguments, *rows = _trainer_inputs(settings, asked.device)
+    settings, arguments, *rows = _trainer_inputs(settings, asked)
     fake_device.without_inference_mode()
     with contextlib.ExitStack() as stack:
         if asked.fake:
@@ -268,13 +268,14 @@ def _evaluate_and_save(trainer, tracker) -> None:
             trainer.deepspeed._consolidated_16bit_state_dict()
 
 
-def _trainer_inputs(settings, device: str):
+def _trainer_inputs(settings, asked: simulate.Question):
     """Return (Settings, TrainingArguments, tokenizer, rows, eval rows or None) for steps that write nothing."""
     import torch
 
     from zerofit.train.trainer import training_arguments
 
-    settings = _few_steps(settings, device)
+    device = asked.device
+    settings = _few_steps(settings, device, asked.liger)
     arguments = training_arguments(settings)
     if device != "cuda":
         fake_device.train_on(arguments, torch.device("gpu:0" if device == "gpu" else "cpu"))
@@ -296,7 +297,7 @@ def _rows(settings, count: int):
     return TokenizedDataset(Dataset.from_list([row]).select([0] * count), {}, "simulated")
 
 
-def _few_steps(settings, device: str):
+def _few_steps(settings, device: str, has_liger: bool):
     """Return the Settings of the simulated steps, which write nothing."""
     # The second micro batch of a step allocates like all later ones.
     accumulation = min(settings.gradient_accumulation_steps, 2)
@@ -321,7 +322,7 @@ def _few_steps(settings, device: str):
         "resume_from_checkpoint": None,
         "load_best_model_at_end": False,
     }
-    if settings.source["use_liger_kernel"] == "decided":  # the start of a run may turn it off, which takes more memory
+    if settings.source["use_liger_kernel"] == "decided" and not has_liger:  # the start of a run may turn it off
         changes["use_liger_kernel"] = False
     if settings.fp16 and settings.deepspeed is None:
         changes |= {"fp16": False, "bf16": True}  # accelerate's fp16 refuses device "gpu"; same bytes

@@ -10,7 +10,11 @@ HERE = Path(__file__).resolve().parent
 HOOKS = {
     "torch": lambda cuda, torch: cuda.install(),
     "torch.utils.cpp_extension": lambda cuda, module: cuda.set_toolkit(module),
-}
+} | (
+    {"zerofit.recipe": lambda cuda, module: cuda.end_with_settings(module)}
+    if "GPU_MACHINE_SETTINGS" in os.environ
+    else {}
+)
 
 
 class Finder:
