@@ -26,6 +26,7 @@ from zerofit.model import (
     quantization,
     tiled_mlp,
 )
+from zerofit.model.kernels import compiled, fp8
 from zerofit.optim import registry
 from zerofit.parallel import many_ranks, ways
 
@@ -237,6 +238,7 @@ TECHNIQUES = (
     Technique(name="shared rows", resolve=ways.resolve, resolve_for_model=ways.resolve_for_model),
     streaming.TECHNIQUE,
     Technique(name="data workers", resolve=_data_workers),  # a stream has one
+    fp8.TECHNIQUE,
     fused_lora.TECHNIQUE,
     fused_loss.TECHNIQUE,
     tiled_mlp.TECHNIQUE,
@@ -249,6 +251,7 @@ TECHNIQUES = (
         resolve=_memory_report,
     ),
     many_ranks.TECHNIQUE,  # it too builds the model, of a job on many ranks
+    compiled.TECHNIQUE,  # makes leaf modules of layers where that has not
     experts.TECHNIQUE,  # this and offload build the model, with the attention, the loss and the tiles decided above
     *offload.TECHNIQUES,
 )
