@@ -54,9 +54,11 @@ settings.output_dir = "unused"
 distributed.start(settings)
 arguments = training_arguments(settings)
 print("decided", arguments.n_gpu, arguments.train_batch_size, settings.precision, arguments.device)
+print("copies", arguments.dataloader_pin_memory, arguments.accelerator_config.non_blocking)
 """
     done = python(machine(tmp_path, [H100] * 4), code)
     assert "decided 1 8 bf16 cuda:0" in done.stdout, done.stderr[-2000:]
+    assert "copies True True" in done.stdout  # no batch is waited for
 
 
 @pytest.mark.parametrize(("cards", "precision"), [([T4], "fp16"), ([RTX4090], "bf16"), ([], "fp32")])

@@ -81,7 +81,7 @@ def training_arguments(settings) -> TrainingArguments:
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            arguments = Arguments(**settings.training_values() | {"optim": registry.name_for_transformers(settings)})
+            arguments = Arguments(**settings.training_values() | _own_values(settings))
     except (ValueError, ImportError) as error:
         raise UserError(f"transformers refuses these arguments: {' '.join(str(error).split())}") from None
     arguments.settings = settings
@@ -92,6 +92,15 @@ def training_arguments(settings) -> TrainingArguments:
     arguments._n_gpu = min(1, arguments.n_gpu)
     distributed.verify(arguments)
     return arguments
+
+
+def _own_values(settings) -> dict:
+    """Return the TrainingArguments that differ from the settings: the optimizer's name, and copies without a wait.
+
+    Batches in pinned memory are copied beside the kernels; by accelerate's default the host waits for all of them.
+    """
+    copies = (settings.accelerator_config or {}) | {"non_blocking": settings.dataloader_pin_memory}
+    return {"optim": registry.name_for_transformers(settings), "accelerator_config": copies}
 
 
 class ZerofitTrainer(Trainer):
@@ -393,8 +402,16 @@ class ZerofitTrainer(Trainer):
         self.guard.begin(batches, numbers)
         return batches, count
 
+    def _clip_grad_norm(self, model):
+        if self.is_deepspeed_enabled:  # its step has clipped
+            return None
+        return super()._clip_grad_norm(model)
+
     def _get_grad_norm(self, model, grad_norm=None):
-        self.guard.grad_norm = super()._get_grad_norm(model, grad_norm)
+        if self.is_deepspeed_enabled:  # as it is, on the device: transformers reads it, behind the optimizer's kernels
+            self.guard.grad_norm = self.model_wrapped.get_global_grad_norm()
+        else:
+            self.guard.grad_norm = super()._get_grad_norm(model, grad_norm)
         return self.guard.grad_norm
 
     def prove_documents_apart(self) -> None:
