@@ -90,6 +90,7 @@ def start_processes(settings: Settings, train_set, eval_set):
         settings.decisions.append(min(sentences))  # of a rank that has gone back to the usual segments, if one has
     save.choose_clock(settings)
     network_check.check(settings, train_set, eval_set)
+    attention.prove_flash_3(settings, load.load_config(settings))
     liger.prove(settings)  # collective, so after the check that all nodes have it on
     gradient_checkpointing.prove_streams(settings)
     deepspeed_ops.prepare(settings)
