@@ -1,13 +1,15 @@
 """Measure speed and memory of one GPU on Llama-3.1-8B's shape with random weights, beside the planner's peak.
 
-python benchmarks/gpu_8b.py lora                        # about 9 minutes on an H200; needs 141 GB for all settings
+python benchmarks/gpu_8b.py lora                        # about 9 minutes on an H200
 python benchmarks/gpu_8b.py full --only 'pure-selective|pure-no-liger'
 python benchmarks/gpu_8b.py qlora --out runs/qlora-8b   # saves a base of 16 GB into runs/gpu-8b-files first
 
 Settings run one at a time, each ended after 7 steps, so no model is saved. An optimizer step takes 16 rows of 2,048
-tokens, or (mixed) of 200 to 2,048. "tok/s" is the median of the run's own lines without the first three, "tok/s wall"
-is by the wall clock; "held" is what nvidia-smi shows, with the context and unused blocks. FLOPs a token without
-attention: LoRA 4 N, all weights 6 N, with full recomputation a third more; the MFU counts no recomputation.
+tokens, or (mixed) of 200 to 2,048. "as typed" goes through the launcher, whose plan chooses the gradient checkpointing,
+as a user's does; on a GPU with less than 130 GiB the others have half of their micro batch. "tok/s" is the median of
+the run's own lines without the first three, "tok/s wall" is by the wall clock; "held" is what nvidia-smi shows, with
+the context and unused blocks. FLOPs a token without attention: LoRA 4 N, all weights 6 N, with full recomputation a
+third more; the MFU counts no recomputation.
 """
 
 import random
@@ -18,7 +20,7 @@ import subprocess
 import sys
 import time
 from concurrent.futures import ThreadPoolExecutor
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 
 import gpu_job
@@ -49,12 +51,18 @@ class Setting:
     base: str = "random"
     package: str = ""
     variables: dict = field(default_factory=dict)
+    typed: bool = False  # through the launcher, with what it chooses
 
     def flags(self) -> list[str]:
         model = f"{shlex.quote(str(FILES / self.base))}{' --random_init true' if self.base == 'random' else ''}"
         rows = shlex.quote(str(FILES / f"{self.rows}.jsonl"))
-        words = f"--model {model} --data {rows} {COMMON} --per_device_train_batch_size {self.micro_batch} {self.extra}"
-        return shlex.split(words)
+        micro = "" if self.typed else f"--per_device_train_batch_size {self.micro_batch}"
+        return shlex.split(f"--model {model} --data {rows} {COMMON} {micro} {self.extra}")
+
+    def on(self, gpu) -> "Setting":
+        """Return the setting as this GPU can run it."""
+        small = gpu.memory_gib < 130 and not self.typed
+        return replace(self, micro_batch=max(1, self.micro_batch // 2)) if small else self
 
 
 def full(name: str, extra: str, micro_batch: int = 4, **more) -> Setting:
@@ -67,6 +75,7 @@ def qlora(name: str, extra: str) -> Setting:
 
 KINDS = {
     "lora": [
+        Setting("as typed", typed=True),
         Setting("default"),
         Setting("selective", SELECTIVE),
         Setting("no-checkpointing", DENSE),
@@ -80,6 +89,7 @@ KINDS = {
         Setting("compile", f"{DENSE} --torch_compile true", 4),
     ],
     "full": [
+        full("pure as typed", PURE, typed=True),
         full("pure-default", PURE, 8),
         full("pure-python-adam", f"{PURE} --optim_args compile=false", 8),
         full("pure-selective", f"{PURE} {SELECTIVE}"),
@@ -139,8 +149,9 @@ def predicted_peak(setting: Setting, gpu) -> int | str:
 def measure(setting: Setting, out: Path) -> dict:
     """Run one setting to its last step, and sample what the GPU holds about every second."""
     folder, times, held, sampled = out / setting.name, [], 0, 0.0
-    command = gpu_job.recipe_command(setting.recipe, setting.flags(), folder)
-    job = gpu_job.Job(command, folder, {"ZEROFIT_PLAN": "0"} | setting.variables)
+    command = gpu_job.launch_command if setting.typed else gpu_job.recipe_command
+    planned = {} if setting.typed else {"ZEROFIT_PLAN": "0"}
+    job = gpu_job.Job(command(setting.recipe, setting.flags(), folder), folder, planned | setting.variables)
     while len(times) < STEPS and job.seconds < SECONDS and job.process.poll() is None:
         times += [time.monotonic()] * (len(job.steps()) - len(times))
         if time.monotonic() - sampled > 1:
@@ -189,7 +200,7 @@ def main() -> None:
     write_files()
     if given.kind == "qlora":
         save_base()
-    chosen = [setting for setting in KINDS[given.kind] if re.search(given.only, setting.name)]
+    chosen = [setting.on(gpu) for setting in KINDS[given.kind] if re.search(given.only, setting.name)]
     with ThreadPoolExecutor(1) as pool:  # planning needs no GPU, and runs in parallel
         plans = [pool.submit(predicted_peak, setting, gpu) for setting in chosen]
         rows = []

@@ -20,8 +20,8 @@ from zerofit.checkpoint import reshard
 from zerofit.config import offload, parse, resolve
 from zerofit.launch import batch_search, doctor, launch, prepare, standby
 from zerofit.model import quantization
-from zerofit.plan import simulate, simulated_rank
-from zerofit.train import progress, trial
+from zerofit.plan import preflight, simulate, simulated_rank
+from zerofit.train import memory_tracker, progress, trial
 from zerofit.train import trainer as train_trainer
 
 H100 = Card()
@@ -54,9 +54,11 @@ settings.output_dir = "unused"
 distributed.start(settings)
 arguments = training_arguments(settings)
 print("decided", arguments.n_gpu, arguments.train_batch_size, settings.precision, arguments.device)
+print("copies", arguments.dataloader_pin_memory, arguments.accelerator_config.non_blocking)
 """
     done = python(machine(tmp_path, [H100] * 4), code)
     assert "decided 1 8 bf16 cuda:0" in done.stdout, done.stderr[-2000:]
+    assert "copies True True" in done.stdout  # no batch is waited for
 
 
 @pytest.mark.parametrize(("cards", "precision"), [([T4], "fp16"), ([RTX4090], "bf16"), ([], "fp32")])
@@ -499,6 +501,42 @@ def test_a_full_gpu_ends_the_proof_of_packing_as_such(monkeypatch):
                               model_wrapped=None, tokens=SimpleNamespace(dataset=None), args=None)  # fmt: skip
     with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
         train_trainer.ZerofitTrainer.prove_documents_apart(trainer)
+
+
+@pytest.mark.parametrize(("precision", "logits", "leak", "packed"), [
+    ("bf16", 0.12, 0.0, True),  # the rounding of a deep model
+    ("bf16", 0.5, 0.0, False), ("bf16", 0.01, 1e-3, False), ("bf16", float("nan"), 0.0, False),
+    ("fp32", 1e-4, 0.0, True), ("fp32", 0.12, 0.0, False),
+])  # fmt: skip
+def test_the_gradient_judges_packed_rows_in_half_precision(precision, logits, leak, packed, monkeypatch, capsys):
+    monkeypatch.setattr(train_trainer.attention, "packed_logit_error", lambda *args: logits)
+    monkeypatch.setattr(train_trainer.attention, "cross_document_gradient", lambda *args: leak)
+    settings = SimpleNamespace(precision=precision, packing=False, checks=[])
+    trainer = SimpleNamespace(settings=settings, data_collator=SimpleNamespace(pad_token_id=0), model=None,
+                              train_collator=SimpleNamespace(packed=True), args=SimpleNamespace(process_index=0),
+                              model_wrapped=None, tokens=SimpleNamespace(dataset=None))  # fmt: skip
+    train_trainer.ZerofitTrainer.prove_documents_apart(trainer)
+    said = capsys.readouterr().out + "".join(check.sentence for check in settings.checks)
+    assert trainer.train_collator.packed == packed == bool(settings.checks)
+    assert f"gradient of one by another {leak:.1g}" in said and f"logits {logits:.1e} off" in said
+
+
+def test_a_launch_says_what_runs_without_a_compiler(monkeypatch):
+    settings = SimpleNamespace(use_cpu=False, use_liger_kernel=True, pure_bf16=True)
+    assert preflight._without_compiler(settings) is None or shutil.which("gcc") is None
+    monkeypatch.delenv("CC", raising=False)
+    monkeypatch.setattr(shutil, "which", lambda tool: None)
+    said = preflight._without_compiler(settings)
+    assert said.startswith("no C compiler") and "without Liger's kernels and AdamW in one kernel" in said
+    for values in ({"use_cpu": True}, {"use_liger_kernel": False, "pure_bf16": False}):
+        assert preflight._without_compiler(SimpleNamespace(**vars(settings) | values)) is None
+
+
+def test_a_run_keeps_what_its_gpu_holds_outside_the_allocator(monkeypatch, tmp_path):
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10, 80))
+    monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 67)
+    memory_tracker.keep_outside_allocator(tmp_path)
+    assert json.loads((tmp_path / "run.json").read_text()) == {"outside_allocator": [3]}
 
 
 # --- states that are put into another engine, the order of a start, the simulation on a GPU ---

@@ -737,7 +737,12 @@ def test_a_record_on_a_full_disk_is_none(monkeypatch, tmp_path):
         rank_status.record(RuntimeError("first"))
         rank_status.write_json(tmp_path / postmortem.EXITS, {"0": 1})
     assert not list(tmp_path.iterdir())
-    assert postmortem.ending(1, tmp_path, [], None, 0, host_kills=0).error == "exit code 1"
+    assert postmortem.ending(1, tmp_path, [], None, 0, host_kills=0).error == "exit code 1"  # before the first step
+    monkeypatch.setattr(rank_status, "heartbeats", lambda where: {0: (1, 3, 0.0)})
+    ended = postmortem.ending(1, tmp_path, [], None, 0, host_kills=0)
+    assert (
+        ended.sentence.startswith("the job ended after step 3: ") and "fatal CUDA error in bitsandbytes" in ended.error
+    )
     rank_status.record(RuntimeError("second"))
     assert [e["error"] for e in rank_status.records(tmp_path)] == ["RuntimeError: second"]
 

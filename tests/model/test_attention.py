@@ -1,8 +1,10 @@
 """Packed documents never see each other: same logits, same loss, same gradients as one by one."""
 
 import copy
+import inspect
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import torch
@@ -12,6 +14,7 @@ from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
+    Gemma2Config,
     LlamaConfig,
     MistralConfig,
     Qwen3Config,
@@ -347,6 +350,107 @@ def test_flex_attention_keeps_documents_apart():
             torch.testing.assert_close(together, torch.cat(alone), rtol=1e-5, atol=1e-6)
     with pytest.raises(NotImplementedError, match="backward on CPU"), torch.compiler.set_stance("force_eager"):
         attention.cross_document_gradient(flex, documents(), TrainingArguments(use_cpu=True))
+
+
+@pytest.mark.oracle
+def test_flex_attention_computes_gemma2s_soft_cap_and_windows_as_eager_does():
+    """Packed against eager one by one, and one document's logits whatever stands in another; on a CPU, the forward."""
+    torch.manual_seed(0)
+    config = Gemma2Config(**SHAPE, sliding_window=5, attn_logit_softcapping=0.5, query_pre_attn_scalar=1)
+    eager = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="eager").eval()
+    flex = AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation="flex_attention").eval()
+    flex.load_state_dict(eager.state_dict())
+    batch = PackedCollator()(documents())
+    start, end = batch["cu_seq_lens_q"][1:3].tolist()
+    changed = dict(batch, input_ids=batch["input_ids"].clone())
+    changed["input_ids"][0, :start] = (batch["input_ids"][0, :start] + 1) % 64
+    with torch.no_grad(), torch.compiler.set_stance("force_eager"):
+        together, other = (flex(**given, use_cache=False).logits[0] for given in (batch, changed))
+        alone = torch.cat([eager(input_ids=torch.tensor([row["input_ids"]])).logits[0] for row in documents()])
+        eager.config.attn_logit_softcapping = None
+        for layer in eager.model.layers:
+            layer.self_attn.attn_logit_softcapping = None
+        uncapped = torch.cat([eager(input_ids=torch.tensor([row["input_ids"]])).logits[0] for row in documents()])
+    torch.testing.assert_close(together, alone, rtol=1e-5, atol=1e-6)
+    assert (alone - uncapped).abs().max() > 1e-4  # the cap is felt
+    assert torch.equal(together[start:end], other[start:end]) and not torch.equal(together, other)
+
+
+# --- FlashAttention 3 on Hopper, on a stand-in of its switch: no GPU has run it ---
+
+
+class FlashSwitch:
+    """Stands for torch's switch and for the two kernels: a loop over documents, and it with an error of FA3's."""
+
+    def __init__(self, monkeypatch, of_fa3=lambda out: out, leaks=False, capability=(9, 0), installed=True):
+        self.calls, self.of_fa3, self.leaks = [], of_fa3, leaks
+        real = attention._flash_3_problem
+        for name, instead in (("activate_flash_attention_impl", self.calls.append),
+                              ("restore_flash_attention_impl", lambda: self.calls.append("restored"))):  # fmt: skip
+            monkeypatch.setattr(torch.nn.attention, name, instead)
+        monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
+        monkeypatch.setattr(attention, "find_spec", lambda name: installed or None)
+        monkeypatch.setattr(attention, "_varlen", self.varlen)
+        monkeypatch.setattr(
+            attention, "_flash_3_problem", lambda text, dtype, device: real(text, dtype, torch.device("cpu"))
+        )
+
+    def varlen(self, query, key, value, bounds, longest, window, scaling):
+        on = self.calls[-1:] == ["FA3"]
+        if on and self.leaks:
+            bounds = bounds[[0, -1]]
+        kwargs = {"cu_seq_lens_q": bounds, "sliding_window": window, "scaling": scaling}
+        out = attention.packed_attention(None, query, key, value, None, **kwargs)[0].transpose(1, 2)[0].transpose(0, 1)
+        return (self.of_fa3(out) if on else out)[None]
+
+    def line(self, config, **values) -> str:
+        given = {"use_cpu": False, "attn_implementation": attention.NAME, "precision": "bf16"} | values
+        settings = SimpleNamespace(decisions=[], full_determinism=False, **given)
+        attention.prove_flash_3(settings, config)
+        return "".join(settings.decisions)
+
+
+@pytest.mark.parametrize("name", CONFIGS)
+def test_flash_attention_3_is_used_where_it_computes_the_same(name, monkeypatch):
+    switch = FlashSwitch(monkeypatch, of_fa3=lambda out: out * 1.001)
+    assert "attention by FlashAttention 3" in switch.line(CONFIGS[name])
+    proofs = 1 + bool(getattr(CONFIGS[name], "sliding_window", None))
+    assert switch.calls == ["FA3", "restored"] * proofs + ["FA3"]
+
+
+def fails(out):
+    raise RuntimeError("FA3 backward unsupported: window")
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("wrong, why", [
+    ({"of_fa3": lambda out: out * 1.1}, "% off it (bound 2.0%)"),
+    ({"of_fa3": lambda out: out * float("nan")}, "FlashAttention 3 is nan"),
+    ({"leaks": True}, "documents in one row read each other"),
+    ({"of_fa3": fails}, "it failed here (FA3 backward unsupported: window)"),
+    ({"installed": False}, "flash_attn_interface of FlashAttention 3 is not installed, which is faster"),
+])  # fmt: skip
+def test_flash_attention_3_that_fails_its_proof_is_off_with_one_line(wrong, why, monkeypatch):
+    switch = FlashSwitch(monkeypatch, **wrong)
+    line = switch.line(CONFIGS["llama"])
+    assert line.startswith("attention by FlashAttention 2: ") and why in line
+    assert switch.calls[-1:] in (["restored"], [])
+
+
+@pytest.mark.parametrize("values", [
+    {"use_cpu": True}, {"attn_implementation": "eager"}, {"precision": "fp32"}, {"capability": (8, 0)},
+])  # fmt: skip
+def test_other_attention_and_other_gpus_are_left_alone(values, monkeypatch):
+    switch = FlashSwitch(monkeypatch, capability=values.pop("capability", (9, 0)))
+    assert switch.line(CONFIGS["llama"], **values) == "" and not switch.calls
+
+
+def test_torch_still_has_the_switch_to_flash_attention_3():
+    assert "FA3" in torch.nn.attention.list_flash_attention_impls()
+    assert (
+        inspect.signature(torch.nn.attention._fa3.register_flash_attention_fa3).parameters["module_path"].default
+        == attention.FLASH_3
+    )
 
 
 @pytest.mark.slow

@@ -1336,6 +1336,11 @@ def test_a_finished_run_has_its_predicted_and_measured_peak(monkeypatch, tmp_pat
 def test_a_plan_is_the_same_on_every_machine():
     """What is kept free depends on the GPU and the number of ranks alone."""
     assert set(gpu_memory.outside_allocator(GPU, 8)) == {"CUDA context", "NCCL buffers"}
+    h100, switches = hardware.GPUS["h100-80g"], int(gpu_memory.NVLS_GIB * 2**30)
+    for ranks, node, added in ((8, 8, switches), (16, 8, switches), (4, 8, 0), (16, 4, 0)):
+        nccl = gpu_memory.outside_allocator(h100, ranks, node)["NCCL buffers"]
+        assert nccl - gpu_memory.nccl_bytes(ranks, node) in (added, added + 1)
+    assert 1.5 <= gpu_memory.nccl_bytes(8, 8, h100) / 2**30 <= 2.5
 
 
 @pytest.mark.fault
@@ -1965,6 +1970,6 @@ def test_a_fuller_limit_says_what_tensors_may_take(monkeypatch):
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setattr(simulate, "run_all", with_allocator(20, replayed(20, 26, 21)))
     found = predict.predict(on_a_gpu("--zero", "2"))
-    outside = gpu_memory.UNKNOWN_CONTEXT_GIB + gpu_memory.NCCL_GIB["within a node"]
+    outside = gpu_memory.UNKNOWN_CONTEXT_GIB + gpu_memory.NCCL_GIB["within a node"] + gpu_memory.NVLS_GIB
     assert found["limit_bytes"] / 2**30 == pytest.approx(GPU.memory_gib - outside - 1)
     assert found["reserved_bytes"] == found["peak_bytes"] + (6 << 30)

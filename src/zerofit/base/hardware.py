@@ -12,6 +12,7 @@ import os
 import re
 import shutil
 import subprocess
+import sysconfig
 from dataclasses import asdict, dataclass, fields, replace
 from pathlib import Path
 
@@ -97,6 +98,17 @@ def tightest(count: int | None = None) -> tuple[Device, str | None]:
         free = f"{device.usable_bytes / GIB:.1f} of {device.total_bytes / GIB:.1f} GiB free"
         text += f", {free} (nvidia-smi shows who uses it)"
     return device, f"{text}: the plan is for {device.usable_bytes / GIB:.1f} GiB"
+
+
+def missing_for_triton() -> list[str]:
+    """Return what this machine lacks of what Triton needs to compile a kernel; [] if nothing."""
+    missing = []
+    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
+        missing.append("no C compiler (gcc, clang, CC=)")
+    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
+    if not header.exists():
+        missing.append(f"no {header}")
+    return missing
 
 
 def nvidia_smi(fields: tuple[str, ...] = FIELDS) -> list[dict[str, str]]:

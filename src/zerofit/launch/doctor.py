@@ -14,7 +14,6 @@ import shutil
 import socket
 import subprocess
 import sys
-import sysconfig
 import tempfile
 import time
 from collections.abc import Iterator
@@ -184,13 +183,7 @@ def compilers() -> Iterator[Finding]:
 
 def _c_compiler() -> Iterator[Finding]:
     """Look for what Triton needs at run time on a GPU: $CC, gcc or clang, and Python's headers."""
-    missing = []
-    if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
-        missing.append("no C compiler (gcc, clang, CC=)")
-    header = Path(sysconfig.get_paths()["include"]) / "Python.h"
-    if not header.exists():
-        missing.append(f"no {header}")
-    if missing:
+    if missing := hardware.missing_for_triton():
         text = (
             f"{' and '.join(missing)}: Triton cannot start a kernel (Liger, flex_attention, torch.compile and with it "
             "--optim muon, torchao)"

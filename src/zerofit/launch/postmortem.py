@@ -192,8 +192,15 @@ def _failed(evidence: Evidence) -> Outcome | None:
 
 
 def _crashed(evidence: Evidence) -> Outcome:
+    """Name the exit code of ranks that reported no error: an import failed, or a library has ended the process."""
     code = evidence.code
-    return Outcome("crash", code if code > 0 else 1, error=f"exit code {code}", step=evidence.step)
+    error = f"exit code {code}"
+    if evidence.steps:  # 0.50.2 calls C's exit
+        error += (
+            " without an error in Python; a last line 'Error ... at line ... in file ...' is a fatal CUDA error in "
+            "bitsandbytes (out of memory, if it says so: halve --per_device_train_batch_size)"
+        )
+    return Outcome("crash", code if code > 0 else 1, error=error, step=evidence.step)
 
 
 CLASSIFIERS = (_stopped, _interrupted, _finished, _hung, _killed, _lost_connection, _failed, _crashed)

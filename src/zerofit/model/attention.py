@@ -11,6 +11,7 @@ checks this on the loaded model before the first step: `packed_logit_error` and 
 
 import functools
 import inspect
+import itertools
 import re
 import sys
 from importlib.util import find_spec
@@ -18,14 +19,19 @@ from importlib.util import find_spec
 import torch
 from accelerate.utils import send_to_device
 
+from zerofit.base import distributed
 from zerofit.base.errors import UserError
 from zerofit.job.settings import decide
 from zerofit.job.technique import Conflict, Technique
-from zerofit.model import patches
+from zerofit.model import patches, prove
 
 NAME = "zerofit_packed"
 
 FP32_TOKENS = 256  # on a CPU a document up to this long is attended to in fp32: see _dtype_of_document
+
+# Of a model in half precision: the largest difference of packed logits over the largest logit that may be rounding. 80
+# layers of bf16 round more than 5 %; wrong positions and windows, which leave no gradient between documents, make more.
+BEYOND_ROUNDING = 0.3
 
 COMPILATIONS = 64  # of flex_attention: torch's limit is 8, and gives up on compiling it beyond
 
@@ -50,6 +56,13 @@ LINEAR_KERNELS = {
 }
 
 ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention"}  # kinds of config.layer_types
+
+FLASH_3 = "flash_attn_interface"  # the module that torch's switch imports
+
+DOCUMENTS = (40, 216, 128)  # tokens of the proof's documents
+
+# Of the relative errors of FlashAttention 3: its rounding and that of FlashAttention 2, each below 0.005 in bf16.
+FLASH_BOUNDS = {torch.bfloat16: 0.02, torch.float16: 0.004}
 
 
 def is_flash(name: str) -> bool:
@@ -319,6 +332,81 @@ def _varlen(query, key, value, bounds, longest, window, scaling):
         window_size=(window - 1 if window else -1, 0), **extra,
     )  # fmt: skip
     return out[None, ..., :size]
+
+
+def prove_flash_3(settings, config) -> None:
+    """Replace the varlen kernel, FlashAttention 2, by FlashAttention 3 on Hopper, if it computes the same. Collective.
+
+    torch 2.13 has the switch (activate_flash_attention_impl); the kernels are a package of their own. A line among the
+    decisions says which of the two it is, on a Hopper GPU.
+    Args: config: the model's.
+    """
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)
+    if settings.use_cpu or settings.attn_implementation != NAME or dtype is None:
+        return
+    if not all(distributed.all_gather(torch.cuda.get_device_capability()[0] == 9)):
+        return
+    why = next(filter(None, distributed.all_gather(_flash_3_is_missing(settings))), None)
+    if why is None:
+        find = functools.partial(_flash_3_problem, config.get_text_config(), dtype, torch.device("cuda"))
+        why = prove.problem(find, FLASH_3, "uninstall it")
+        if why is None:
+            torch.nn.attention.activate_flash_attention_impl("FA3")
+    name = "FlashAttention 3, which computes here what FlashAttention 2 does (off: uninstall its package)"
+    settings.decisions.append(f"attention by {name}" if why is None else f"attention by FlashAttention 2: {why}")
+
+
+def _flash_3_is_missing(settings) -> str | None:
+    """Return why this rank cannot have FlashAttention 3; None if it can."""
+    if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
+        return f"torch {torch.__version__} has no switch to FlashAttention 3"
+    if find_spec(FLASH_3) is None:
+        return f"{FLASH_3} of FlashAttention 3 is not installed, which is faster, the more the longer the rows"
+    if settings.full_determinism:
+        return "--full_determinism"
+    return None
+
+
+def _flash_3_problem(text, dtype: torch.dtype, device: torch.device) -> str | None:
+    """Return what is wrong with FlashAttention 3's numbers for the model's heads and windows; None if nothing is.
+
+    Leaves FlashAttention 2 on.
+    """
+    heads = text.num_attention_heads
+    size = getattr(text, "head_dim", None) or text.hidden_size // heads
+    if getattr(text, "v_head_dim", size) != size:
+        return "FlashAttention 3 is not tested with values narrower than keys"
+    for window in {0, getattr(text, "sliding_window", None) or 0}:
+        shape = (heads, getattr(text, "num_key_value_heads", None) or heads, size, window)
+        expected, _ = _attended(*shape, dtype, device)
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+        try:
+            found, leak = _attended(*shape, dtype, device)
+        finally:
+            torch.nn.attention.restore_flash_attention_impl()
+        if leak > 0:
+            return "documents in one row read each other with FlashAttention 3"
+        errors = [((x - y).norm() / y.norm()).item() for x, y in zip(found, expected, strict=True)]
+        if not max(errors) <= FLASH_BOUNDS[dtype]:
+            return f"FlashAttention 3 is {max(errors):.1%} off it (bound {FLASH_BOUNDS[dtype]:.1%})"
+    return None
+
+
+def _attended(heads: int, kv_heads: int, size: int, window: int, dtype: torch.dtype, device) -> tuple[list, float]:
+    """Return outputs and gradients of the varlen kernel for random documents, fp32, and the middle one's effect.
+
+    That is the largest gradient of the middle document's output by the tokens of the others: 0 if they are apart.
+    """
+    tokens, generator = sum(DOCUMENTS), torch.Generator(device).manual_seed(0)
+    draws = [torch.randn(1, n, tokens, size, generator=generator, device=device) for n in (heads, kv_heads, kv_heads)]
+    inputs = [x.to(dtype).requires_grad_() for x in draws]
+    bounds = torch.tensor([0, *itertools.accumulate(DOCUMENTS)], dtype=torch.int32, device=device)
+    out = _varlen(*inputs, bounds, max(DOCUMENTS), window, None)
+    gradients = torch.autograd.grad(out.float().square().sum(), inputs, retain_graph=True)
+    start, end = DOCUMENTS[0], DOCUMENTS[0] + DOCUMENTS[1]
+    of_middle = torch.autograd.grad(out[:, start:end].float().square().sum(), inputs)
+    leak = max(torch.cat([x[:, :, :start], x[:, :, end:]], 2).abs().max().item() for x in of_middle)
+    return [x.detach().float() for x in (out, *gradients)], leak
 
 
 def mask(*args, attention_mask=None, **kwargs):

@@ -26,6 +26,12 @@ UNKNOWN_CONTEXT_GIB = 0.6  # of a GPU for which no message was found
 # node 0.6 to 0.9, 48 GPUs on six nodes 1.5.
 NCCL_GIB = {"within a node": 0.8, "across nodes": 1.5}
 
+# More of it where NVLink's switches add (NVLS) and DeepSpeed's copy of the world is a second communicator. A guess for
+# 8 x H100, where 1.5 to 2.5 in all are usual: no message is known. A run measures it (outside_allocator of run.json).
+NVLS_GIB = 1.2
+
+WITH_NVLS = ("H100", "H200", "B200")
+
 # cuBLAS has a workspace for each of two handles (the main thread's and autograd's), counted by the allocator:
 # aten/src/ATen/cuda/CublasHandlePool.cpp, 32 MiB from Hopper on, else 8 MiB and 128 KiB. cuBLASLt's is 1 MiB.
 WORKSPACE_BYTES = {"Hopper": 2 * 32 * 2**20, "older": 2 * (8 * 2**20 + 128 * 2**10)}
@@ -52,11 +58,12 @@ def context_bytes(gpu: Gpu) -> int:
     return int(next((size for name, size in CONTEXT_GIB.items() if _is_one_of(gpu, [name])), UNKNOWN_CONTEXT_GIB) * GIB)
 
 
-def nccl_bytes(ranks: int, node: int = GPUS_OF_A_NODE) -> int:
-    """Return the bytes of NCCL's buffers on each GPU. node: GPUs of a node."""
+def nccl_bytes(ranks: int, node: int = GPUS_OF_A_NODE, gpu: Gpu | None = None) -> int:
+    """Return the bytes of NCCL's buffers on each GPU. node: GPUs of a node; gpu: None: one without NVLS."""
     if ranks == 1:
         return 0
-    return int(NCCL_GIB["within a node" if ranks <= node else "across nodes"] * GIB)
+    switches = gpu is not None and min(ranks, node) > 4 and _is_one_of(gpu, WITH_NVLS)
+    return int((NCCL_GIB["within a node" if ranks <= node else "across nodes"] + NVLS_GIB * switches) * GIB)
 
 
 def _is_one_of(gpu: Gpu, names) -> bool:
@@ -66,7 +73,7 @@ def _is_one_of(gpu: Gpu, names) -> bool:
 
 def outside_allocator(gpu: Gpu, ranks: int, node: int = GPUS_OF_A_NODE) -> dict[str, int]:
     """Return {reason: bytes} of the GPU memory outside torch's allocator. node: GPUs of a node."""
-    return {"CUDA context": context_bytes(gpu), "NCCL buffers": nccl_bytes(ranks, node)}
+    return {"CUDA context": context_bytes(gpu), "NCCL buffers": nccl_bytes(ranks, node, gpu)}
 
 
 def room(gpu: Gpu, ranks: int) -> int:

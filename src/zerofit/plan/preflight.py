@@ -67,6 +67,21 @@ def report(plan: dict, settings) -> None:
         )
     else:
         print(f"plan: {fits}: {size}", flush=True)
+    if falls_back := _without_compiler(settings):
+        print(f"plan: {falls_back}", flush=True)
+
+
+def _without_compiler(settings) -> str | None:
+    """Return what runs without its Triton kernels, as this machine cannot compile them; None if nothing does."""
+    kernels = {"Liger's kernels": settings.use_liger_kernel, "AdamW in one kernel": settings.pure_bf16}
+    used = " and ".join(name for name, on in kernels.items() if on)
+    missing = [] if settings.use_cpu or not used else hardware.missing_for_triton()
+    if not missing:
+        return None
+    return (
+        f"{' and '.join(missing)}: without {used}, a step takes about a fifth longer; apt install gcc python3-dev, or "
+        "an image with a compiler (cuda:*-devel)"
+    )
 
 
 def only_print(settings: Settings) -> None:

@@ -14,12 +14,14 @@ import resource
 import sys
 import time
 import weakref
+from pathlib import Path
 
 import torch
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import TrainerCallback
 
+from zerofit.job import run_folder
 from zerofit.train import tensor_owners
 
 PHASES = ("load", "forward", "backward", "step", "save", "eval")
@@ -374,6 +376,12 @@ _highest = 0
 def highest_before_resets() -> int:
     """Return the highest torch.cuda.max_memory_allocated, in bytes, read before a memory tracker reset it."""
     return _highest
+
+
+def keep_outside_allocator(folder: Path) -> None:
+    """Write into run.json what this GPU holds outside of torch's allocator: the CUDA context, NCCL, other processes."""
+    free, total = torch.cuda.mem_get_info()
+    run_folder.add_to_run(folder, "outside_allocator", [total - free - torch.cuda.memory_reserved()])
 
 
 def peak_memory_bytes(args) -> int:

@@ -206,7 +206,7 @@ class NanGuard:
         issue = (
             f"the loss is not finite on {places}"
             if bad_batches
-            else f"the gradient is {self.grad_norm}, all losses are finite"
+            else f"the gradient is {float(self.grad_norm)}, all losses are finite"
         )
         folder = Path(trainer.args.output_dir) / "nan" / f"step-{step}"
         is_kept = self.found <= KEPT or stop

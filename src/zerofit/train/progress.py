@@ -194,6 +194,8 @@ class Reporter(TrainerCallback):
         if state.global_step >= state.max_steps:
             control.should_log = True  # the last steps too, when logging_steps does not divide max_steps
         self.trainer.guard.after_step()
+        if state.global_step == self.first_step + 1 and args.process_index == 0 and torch.cuda.is_initialized():
+            memory_tracker.keep_outside_allocator(Path(args.output_dir))
         if (new := self.trainer.unpublished) is not None and self.written.passes(new.is_written):
             self.trainer.publish_checkpoint()
         if self.save_clock.is_due(state.global_step):
