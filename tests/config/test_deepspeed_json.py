@@ -70,6 +70,14 @@ def test_stages_1_and_2_reduce_gradients_to_their_owners(write):
     assert not all_reduces("--zero", "2", "--tp_size", "2", ranks=128)
     stages = ("--pp_size", "2", "--gradient_accumulation_steps", "8", "--per_device_train_batch_size", "1")
     assert not all_reduces(*stages, ranks=128, recipe="pipeline")
+    for flags, ranks, on in (([], 128, True), ([], 64, False), (["--offload", "optimizer"], 128, False),
+                             (["--tp_size", "2"], 256, False), (["--zero", "1"], 128, True)):  # fmt: skip
+        settings = resolve.resolve_settings("sft", ["--zero", "2", *flags] if "--zero" not in flags else flags, ranks)
+        assert settings.deepspeed["zero_optimization"].get("overlap_comm", False) is on, (flags, ranks)
+        assert any("overlap_comm true" in line for line in settings.decisions) is on
+    literal = write({"zero_optimization": {"stage": 2, "overlap_comm": False}})
+    section = resolve.resolve_settings("sft", ["--deepspeed", literal], 128).deepspeed["zero_optimization"]
+    assert section["overlap_comm"] is False and "use_multi_rank_bucket_allreduce" not in section
     for key in ("overlap_comm", "use_multi_rank_bucket_allreduce"):
         assert all_reduces("--deepspeed", write({"zero_optimization": {"stage": 2, key: True}}))
 

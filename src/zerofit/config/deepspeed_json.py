@@ -335,14 +335,23 @@ def _filled(config: dict, path: Path, settings) -> dict:
 def _reducing_to_owners(config: dict, settings) -> dict:
     """Return the configuration with stages 1 and 2 sending each gradient to the rank that owns it, where that pays.
 
-    DeepSpeed's default all-reduces them: twice the bytes. With overlap_comm it would wait for the GPU at each bucket.
+    DeepSpeed's default all-reduces them: twice the bytes. With overlap_comm it would wait for the GPU at each bucket,
+    so that is chosen where gradients are all-reduced: on many ranks.
     """
     zero = config["zero_optimization"]
     asked = "use_multi_rank_bucket_allreduce" in zero or zero.get("overlap_comm")
     replicas = settings.world_size // settings.ranks_that_split("matrices", "layers")
-    if settings.zero not in (1, 2) or asked or replicas > REDUCE_UP_TO:
+    if settings.zero not in (1, 2) or asked:
         return config
-    return merge_json(config, {"zero_optimization": {"use_multi_rank_bucket_allreduce": False}})
+    if replicas <= REDUCE_UP_TO:
+        return merge_json(config, {"zero_optimization": {"use_multi_rank_bucket_allreduce": False}})
+    if "overlap_comm" in zero or settings.ranks_per_row > 1 or settings.offload != "none":
+        return config
+    settings.decisions.append(
+        f"zero_optimization.overlap_comm true: gradients of {replicas} ranks are all-reduced, a bucket while the next "
+        "one is computed; false in a --deepspeed JSON turns it off"
+    )
+    return merge_json(config, {"zero_optimization": {"overlap_comm": True}})
 
 
 def _with_split_model(config: dict, settings) -> dict:
