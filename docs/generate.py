@@ -15,8 +15,8 @@ DOCS, SRC = ROOT / "docs", ROOT / "src" / "zerofit"
 sys.path.insert(0, str(SRC.parent))
 
 FOLDERS = [
-    *("", "base", "job", "data", "model", "model/weights", "parallel", "optim", "config", "certificate", "checkpoint"),
-    *("train", "report", "plan", "export", "launch", "launch/cluster", "commands"),
+    *("", "base", "job", "data", "model", "model/weights", "model/kernels", "parallel", "optim", "config"),
+    *("certificate", "checkpoint", "train", "report", "plan", "export", "launch", "launch/cluster", "commands"),
 ]
 
 FLAGS = """# Flags

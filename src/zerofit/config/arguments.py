@@ -457,7 +457,7 @@ class PreferenceArguments:
 
 @dataclass
 class MemoryArguments:
-    """Memory techniques."""
+    """Memory and speed techniques."""
 
     _argument_group_name = "memory"
     fused_loss: Literal["auto", True, False] = field(
@@ -471,6 +471,12 @@ class MemoryArguments:
         default=1,
         metadata={
             "help": "Number of tiles of tokens in which each MLP is computed (1: whole). auto: from length and width."
+        },
+    )
+    compile_layers: bool = field(
+        default=False,
+        metadata={
+            "help": "Compile the decoder layers, each without its attention, for rows of any length (docs/kernels.md)."
         },
     )
 

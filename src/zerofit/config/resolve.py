@@ -26,6 +26,7 @@ from zerofit.model import (
     quantization,
     tiled_mlp,
 )
+from zerofit.model.kernels import compiled
 from zerofit.optim import registry
 from zerofit.parallel import many_ranks, ways
 
@@ -230,6 +231,7 @@ TECHNIQUES = (
         resolve=_memory_report,
     ),
     many_ranks.TECHNIQUE,  # it too builds the model, of a job on many ranks
+    compiled.TECHNIQUE,  # makes leaf modules of layers where that has not
     experts.TECHNIQUE,  # this and offload build the model, with the attention, the loss and the tiles decided above
     *offload.TECHNIQUES,
 )

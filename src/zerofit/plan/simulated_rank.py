@@ -320,6 +320,7 @@ def _few_steps(settings, device: str):
         "dataloader_prefetch_factor": None,
         "resume_from_checkpoint": None,
         "load_best_model_at_end": False,
+        "compile_layers": False,  # tensors without memory cannot be compiled; compiled layers keep no more than these
     }
     if settings.source["use_liger_kernel"] == "decided":  # the start of a run may turn it off, which takes more memory
         changes["use_liger_kernel"] = False

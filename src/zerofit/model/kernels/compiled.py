@@ -1,0 +1,159 @@
+"""Compile the decoder layers of a model (--compile_layers), each without its attention.
+
+torch.compile of a class's forward serves all its layers, so the time to compile does not grow with their number, and
+the number of tokens is dynamic: rows of other lengths use the same kernels. Outside are the attention, which knows the
+documents of a row, the embedding, the loss, gradient checkpointing and the hooks of DDP and ZeRO. Evaluation and
+generation compute as without.
+"""
+
+import os
+import shutil
+
+import torch
+
+from zerofit.base import distributed
+from zerofit.base.errors import UserError
+from zerofit.job.settings import decide, json_value, merge_json
+from zerofit.job.technique import AllBut, Conflict, Technique
+from zerofit.model import experts, load
+
+NOT_TESTED = "it has not been tested with compiled layers"
+
+ONE_OF_TWO = "leave one of the two out"
+
+
+def resolve(settings) -> None:
+    """Leave the fusing to the compiler. Raises: UserError on a machine without a compiler for its kernels."""
+    if not settings.compile_layers:
+        return
+    if not any(map(shutil.which, (os.environ.get("CXX") or "g++", "clang++"))):
+        raise UserError("--compile_layers: torch compiles its kernels with g++, which is not on PATH; apt install g++.")
+    for name in ("use_liger_kernel", "fused_lora"):
+        if name in settings.values and settings.source[name] in ("default", "transformers default"):
+            decide(settings, name, False, "compiled layers fuse the same operations")
+
+
+def resolve_for_model(settings, config) -> None:
+    """At ZeRO-3 make each layer a leaf module, whose weights are gathered before its compiled forward begins.
+
+    Raises: UserError for a mixture of experts, an adapter at stage 3, and a model or leaf modules without such layers.
+    """
+    if not settings.compile_layers:
+        return
+    if experts.count(config):
+        raise UserError(
+            "--compile_layers: the experts of a mixture get tokens by their values, which a compiler cannot follow; "
+            "leave it out."
+        )
+    if settings.zero == 3 and settings.trains_adapter:
+        raise UserError(
+            "--compile_layers with an adapter at ZeRO stage 3: a compiled layer is gathered whole, which DeepSpeed "
+            "cannot do with frozen weights; use --zero 2, or leave it out."
+        )
+    names = sorted({type(layer).__name__ for layer in _layers(load.check_model(settings, config))})
+    if settings.zero != 3:
+        return
+    leaves = json_value(settings.deepspeed, "zero_optimization.leaf_module.classes")
+    if leaves is None:
+        leaf = {"zero_optimization": {"leaf_module": {"classes": names}}}
+        settings.deepspeed = merge_json(settings.deepspeed, leaf)
+        settings.decisions.append(
+            f"zero_optimization.leaf_module {' '.join(names)}: a compiled layer is gathered whole, before it begins"
+        )
+    elif not {*names} <= {*leaves}:
+        raise UserError(
+            f"--compile_layers: zero_optimization.leaf_module of the DeepSpeed JSON lacks {' '.join(names)}, and hooks "
+            "within a compiled layer lose its gradients; add it, or delete the section."
+        )
+
+
+def _layers(model) -> list[torch.nn.Module]:
+    """Return the decoder layers. Raises: UserError if there is none of transformers' class."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    if not layers:
+        raise UserError(f"--compile_layers: {type(model).__name__} has no layers of transformers' class; leave it out.")
+    return layers
+
+
+def install(settings, model) -> None:
+    """Compile the forward of each class of layers, with any number of tokens."""
+    if not settings.compile_layers:
+        return
+    _leave_attention_out(settings.attn_implementation)
+    layers = _layers(model)
+    compiled = {kind: _compiled(kind) for kind in {type(layer) for layer in layers}}
+    for layer in layers:
+        layer.__class__ = compiled[type(layer)]
+
+
+def _leave_attention_out(name: str) -> None:
+    """Let the compiler call the attention of this name, and not trace it."""
+    from transformers import AttentionInterface
+    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
+
+    if name in ALL_ATTENTION_FUNCTIONS:  # eager attention is plain arithmetic of the layer
+        AttentionInterface.register(name, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[name]))
+
+
+def _compiled(kind: type) -> type:
+    """Return a class of layers like `kind` whose forward is compiled while it trains.
+
+    transformers wraps the forward of each subclass of its layers by gradient checkpointing, and of several such
+    wrappers the outermost checkpoints: what is compiled is inside.
+    """
+    compiled, said = torch.compile(kind.forward, dynamic=True), []
+
+    def forward(layer, *args, **kwargs):
+        if not layer.training:
+            return kind.forward(layer, *args, **kwargs)
+        output = compiled(layer, *args, **kwargs)
+        if not said:
+            said.append(_say(kind.__name__))
+        return output
+
+    named = {name: getattr(kind, name) for name in ("__module__", "__qualname__", "__doc__")}
+    return type(kind.__name__, (kind,), {"forward": forward, **named})
+
+
+def _say(name: str) -> None:
+    """Print, on rank 0, into how many graphs the first layer of a class was compiled, and what broke it into these."""
+    from torch._dynamo.utils import counters
+
+    if distributed.rank() == 0:
+        breaks = counters["graph_break"]
+        reasons = "; ".join(f"{count} x {reason.splitlines()[0]}" for reason, count in breaks.items())
+        graphs, broken = counters["stats"]["unique_graphs"], sum(breaks.values())
+        print(f"compile_layers: {name} in {graphs} graphs with {broken} graph breaks ({reasons or 'none'})", flush=True)
+
+
+TECHNIQUE = Technique(
+    name="compiled layers",
+    flag="compile_layers",
+    example="--compile_layers true",
+    conflicts=(
+        Conflict("torch_compile", (True,), "it compiles the whole model", ONE_OF_TWO),
+        Conflict("use_liger_kernel", (True,), "Liger's kernels replace what is compiled", ONE_OF_TWO),
+        Conflict("tiled_mlp", AllBut(1), "its tiles are checkpointed within a layer", "use --tiled_mlp 1"),
+        Conflict(
+            "gradient_checkpointing_policy",
+            ("selective",),
+            "the products in a compiled kernel cannot be kept one by one",
+            ONE_OF_TWO,
+        ),
+        Conflict("attn_implementation", ("flex_attention",), "it is compiled by itself", "use sdpa"),
+        Conflict("activation_offload_streams", (True,), NOT_TESTED, ONE_OF_TWO),
+        Conflict("memory_report", (True,), "compiled code cannot be followed", ONE_OF_TWO),
+        Conflict("load_in_4bit", (True,), NOT_TESTED, ONE_OF_TWO),
+        Conflict("load_in_8bit", (True,), NOT_TESTED, ONE_OF_TWO),
+        Conflict("adapter", AllBut("lora"), NOT_TESTED, "use --adapter lora, or leave --compile_layers out"),
+        Conflict("use_dora", (True,), NOT_TESTED, ONE_OF_TWO),
+        Conflict("sp_size", None, NOT_TESTED, ONE_OF_TWO),
+        Conflict("tp_size", None, "DeepSpeed's split layers cannot be traced", ONE_OF_TWO),
+        Conflict("pp_size", None, NOT_TESTED, ONE_OF_TWO),
+    ),
+    resolve=resolve,
+    resolve_for_model=resolve_for_model,
+    install=install,
+)
