@@ -72,6 +72,7 @@ def start_processes(settings: Settings, train_set, eval_set):
     from zerofit.checkpoint import resumable, save, upload, verify
     from zerofit.config import nvme
     from zerofit.model import attention, gradient_checkpointing, liger
+    from zerofit.model.kernels import fp8
     from zerofit.parallel import sequence_parallel
     from zerofit.train import deepspeed_ops, memory_report, network_check
     from zerofit.train.trainer import training_arguments
@@ -92,6 +93,7 @@ def start_processes(settings: Settings, train_set, eval_set):
     network_check.check(settings, train_set, eval_set)
     liger.prove(settings)  # collective, so after the check that all nodes have it on
     gradient_checkpointing.prove_streams(settings)
+    fp8.prove(settings)
     deepspeed_ops.prepare(settings)
     nvme.reserve_folder(settings)
     if distributed.rank() == 0 and not rank_status.folder():  # else the supervisor has locked it

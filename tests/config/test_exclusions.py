@@ -55,7 +55,7 @@ def test_every_technique_that_a_cpu_can_train_is_accepted_alone():
     assert TECHNIQUES.keys() - names <= {
         "fp16", "paged_adamw_32bit", "paged_adamw_8bit", "galore_adamw", "apollo_adamw", "Liger kernels", "NVMe",
         "SuperOffload", "ZeRO++ qwZ", "ZeRO++ qgZ", "ZeRO++ hpZ", "tensor parallelism", "sequence parallelism",
-        "pipeline", "preference loss",
+        "pipeline", "preference loss", "fp8",
     }  # fmt: skip
 
 

@@ -51,7 +51,7 @@ def test_the_kits_own_flags_are_frozen():
             max_truncated_fraction max_duplicate_fraction max_eval_overlap_fraction
         """,
         "MemoryArguments": """
-            fused_loss tiled_mlp compile_layers
+            fused_loss tiled_mlp compile_layers fp8
         """,
         "OptimizerArguments": """
             pure_bf16 lr_scaling lr_scaling_base_batch_size

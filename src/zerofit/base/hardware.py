@@ -144,6 +144,8 @@ def why_torch_sees_none() -> str | None:
 
 NODE_LINK_GBS = 50.0  # a 400 Gbit/s adapter for each GPU, as in NVIDIA's DGX H100 and B200; clouds often have much less
 
+FP8_CAPABILITY = (8, 9)  # of CUDA: Ada, Hopper, Blackwell
+
 USER_TABLE = "ZEROFIT_GPUS"  # environment variable: a JSON file {"name": {"memory_gib": ..., ...}} with more GPUs
 
 
@@ -159,30 +161,31 @@ class Gpu:
     host_gbs: float  # to host memory, one direction, GB/s
     bf16: bool = True  # whether it has bf16 arithmetic
     node_gbs: float = NODE_LINK_GBS  # its share of the network to other nodes, one direction, GB/s
+    fp8: bool = False  # whether it has products of 8-bit floats
 
 
 # From NVIDIA's data sheets. memory_gib as nvidia-smi shows it; link_gbs: half of NVLink's two-way figure, or PCIe.
 GPUS = {
-    "b200-180g": Gpu("B200", 179.0, 2250.0, 8000, 900, 56),
-    "h200-141g": Gpu("H200", 139.8, 989.0, 4800, 450, 56),
-    "h100-80g-pcie": Gpu("H100 PCIe", 79.6, 756.0, 2000, 56, 56),
-    "h100-94g-nvl": Gpu("H100 NVL", 93.6, 835.0, 3900, 300, 56),
-    "h100-80g": Gpu("H100", 79.6, 989.0, 3350, 450, 56),
+    "b200-180g": Gpu("B200", 179.0, 2250.0, 8000, 900, 56, fp8=True),
+    "h200-141g": Gpu("H200", 139.8, 989.0, 4800, 450, 56, fp8=True),
+    "h100-80g-pcie": Gpu("H100 PCIe", 79.6, 756.0, 2000, 56, 56, fp8=True),
+    "h100-94g-nvl": Gpu("H100 NVL", 93.6, 835.0, 3900, 300, 56, fp8=True),
+    "h100-80g": Gpu("H100", 79.6, 989.0, 3350, 450, 56, fp8=True),
     "a100-40g": Gpu("A100-SXM4-40GB", 39.4, 312.0, 1555, 300, 25),
     "a100-40g-pcie": Gpu("A100-PCIE-40GB", 39.4, 312.0, 1555, 25, 25),
     "a100-80g": Gpu("A100", 79.3, 312.0, 2039, 300, 25),
-    "l40s-48g": Gpu("L40S", 44.5, 362.0, 864, 25, 25),
-    "l40-48g": Gpu("L40", 44.5, 181.0, 864, 25, 25),
-    "l4-24g": Gpu("L4", 22.0, 121.0, 300, 25, 25),
+    "l40s-48g": Gpu("L40S", 44.5, 362.0, 864, 25, 25, fp8=True),
+    "l40-48g": Gpu("L40", 44.5, 181.0, 864, 25, 25, fp8=True),
+    "l4-24g": Gpu("L4", 22.0, 121.0, 300, 25, 25, fp8=True),
     "a10g-24g": Gpu("A10G", 22.0, 70.0, 600, 25, 25),
     "a10-24g": Gpu("A10", 22.0, 125.0, 600, 25, 25),
     "v100-32g": Gpu("V100-SXM2-32GB", 31.7, 125.0, 900, 150, 12, bf16=False),
     "v100-16g": Gpu("V100", 15.8, 125.0, 900, 150, 12, bf16=False),
     "t4-16g": Gpu("T4", 14.6, 65.0, 320, 12, 12, bf16=False),
-    "rtx5090-32g": Gpu("RTX 5090", 31.4, 209.5, 1792, 56, 56),
-    "rtx4090-24g": Gpu("RTX 4090", 23.5, 165.2, 1008, 25, 25),
+    "rtx5090-32g": Gpu("RTX 5090", 31.4, 209.5, 1792, 56, 56, fp8=True),
+    "rtx4090-24g": Gpu("RTX 4090", 23.5, 165.2, 1008, 25, 25, fp8=True),
     "rtx3090-24g": Gpu("RTX 3090", 23.6, 71.0, 936, 25, 25),
-    "rtx4060ti-16g": Gpu("RTX 4060 Ti", 15.6, 44.1, 288, 12, 12),
+    "rtx4060ti-16g": Gpu("RTX 4060 Ti", 15.6, 44.1, 288, 12, 12, fp8=True),
     "rtx3060-12g": Gpu("RTX 3060", 11.6, 25.5, 360, 25, 25),
 }
 
@@ -228,7 +231,7 @@ def _fits(key: str, value) -> bool:
     """Return whether the value fits this field of Gpu: a name, true or false, or a number above 0."""
     if key == "device_name":
         return isinstance(value, str) and bool(value.strip())
-    if key == "bf16":
+    if key in ("bf16", "fp8"):
         return isinstance(value, bool)
     return isinstance(value, int | float) and not isinstance(value, bool) and 0 < value < math.inf
 
@@ -252,8 +255,8 @@ def find(name: str, count: int | None = None) -> Gpu:
             print(f"note: the speeds of {device.name} are not known ({USER_TABLE}=file.json tells them): times are "
                   "estimated with an A100's", flush=True)  # fmt: skip
         base = asdict(known_gpu or GPUS["a100-80g"])
-        return Gpu(**{**base, "device_name": device.name, "bf16": device.capability >= (8, 0),
-                      "memory_gib": round(device.usable_bytes / 2**30, 2)})  # fmt: skip
+        return Gpu(**{**base, "device_name": device.name, "memory_gib": round(device.usable_bytes / 2**30, 2),
+                      "bf16": device.capability >= (8, 0), "fp8": device.capability >= FP8_CAPABILITY})  # fmt: skip
     if name.lower() not in known:
         close = difflib.get_close_matches(name.lower(), known, 1, 0.5)
         hint = f"; did you mean {close[0]}?" if close else "."

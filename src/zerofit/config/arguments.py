@@ -479,6 +479,12 @@ class MemoryArguments:
             "help": "Compile the decoder layers, each without its attention, for rows of any length (docs/kernels.md)."
         },
     )
+    fp8: bool = field(
+        default=False,
+        metadata={
+            "help": "Multiply the matrices of the decoder layers as 8-bit floats, on GPUs that can (docs/kernels.md)."
+        },
+    )
 
 
 # Defaults that differ from transformers', with the reason.

@@ -26,7 +26,7 @@ from zerofit.model import (
     quantization,
     tiled_mlp,
 )
-from zerofit.model.kernels import compiled
+from zerofit.model.kernels import compiled, fp8
 from zerofit.optim import registry
 from zerofit.parallel import many_ranks, ways
 
@@ -219,6 +219,7 @@ TECHNIQUES = (
     Technique(name="shared rows", resolve=ways.resolve, resolve_for_model=ways.resolve_for_model),
     streaming.TECHNIQUE,
     Technique(name="data workers", resolve=_data_workers),  # a stream has one
+    fp8.TECHNIQUE,
     fused_lora.TECHNIQUE,
     fused_loss.TECHNIQUE,
     tiled_mlp.TECHNIQUE,

@@ -71,13 +71,14 @@ def install(settings, model) -> None:
     """Fuse the LoRA of the model's linear layers, packed ones too.
 
     In place where autograd allows it: not with a bias, whose sum is a view, at ZeRO-3, whose hooks return views, and
-    under selective checkpointing, which keeps the output.
+    under selective checkpointing, which keeps the output, and with --fp8, whose output is a view too.
     """
     if settings.values.get("adapter") != "lora" or not settings.fused_lora:
         return
     from peft.tuners.lora import LoraLayer
 
-    in_place = settings.zero != 3 and settings.gradient_checkpointing_policy != "selective"
+    kept = settings.gradient_checkpointing_policy == "selective" or settings.fp8
+    in_place = settings.zero != 3 and not kept
     for layer in model.modules():
         # packed layers are subclasses of torch's
         if not isinstance(layer, LoraLayer) or not isinstance(layer.get_base_layer(), torch.nn.Linear):

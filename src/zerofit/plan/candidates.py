@@ -16,6 +16,7 @@ from zerofit.job.recipe import Recipe
 from zerofit.job.request import FLAG, Request
 from zerofit.job.settings import as_typed
 from zerofit.model import gradient_checkpointing, preference_loss
+from zerofit.model.kernels import fp8
 from zerofit.parallel import many_ranks
 from zerofit.plan import formulas, gpu_memory
 from zerofit.plan.formulas import Setting, Shape
@@ -541,6 +542,7 @@ def setting_of(settings, node: int | None = None) -> Setting:
         selective=checkpointing.selective,
         offload_streams=settings.activation_offload_streams,
         groups=tuple(groups.in_use(settings.values)),
+        arithmetic=fp8.seconds_factor(settings),
     )
 
 

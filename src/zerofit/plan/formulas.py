@@ -140,6 +140,7 @@ class Setting:
     offload_streams: bool = False  # offloaded inputs are copied beside the arithmetic
     # The ways in which ranks share rows, each with the ranks of a group.
     groups: tuple[tuple[Parallel, int], ...] = ()
+    arithmetic: float = 1.0  # factor of its seconds, below 1 with products of 8-bit floats
 
     @property
     def ranks_per_row(self) -> int:
@@ -494,7 +495,8 @@ def _arithmetic_seconds(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> 
     if setting.reference:
         flops += forward
     utilization = setting.tokens / (setting.tokens + 512)  # small matrix products leave the GPU idle
-    seconds = (flops + attention) / setting.tp / (gpu.tflops * 1e12 * MATRIX_EFFICIENCY * utilization)
+    speed = gpu.tflops * 1e12 * MATRIX_EFFICIENCY * utilization / setting.arithmetic
+    seconds = (flops + attention) / setting.tp / speed
     return seconds + (_elementwise_seconds(s, setting, gpu, tokens) if setting.selective else 0.0)
 
 

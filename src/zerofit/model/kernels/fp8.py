@@ -1,0 +1,224 @@
+"""Multiply the matrices of the decoder layers as 8-bit floats (--fp8), as torchao's float8 training does.
+
+Each operand is scaled by its largest number and rounded: inputs and weights to e4m3, gradients to e5m2. Weights,
+gradients and optimizer states keep their types. torchao's own layer saves a view of its weight, which at ZeRO-3 keeps
+the gathered weight in memory, and multiplies for the gradient of a frozen one; so the scales, the casts and the product
+are torchao's functions, and the layer is here.
+"""
+
+import functools
+import os
+
+import torch
+from torch.autograd.function import once_differentiable
+
+from zerofit.base import hardware
+from zerofit.base.errors import UserError
+from zerofit.job.technique import AllBut, Conflict, Technique
+from zerofit.model import experts, load
+from zerofit.model import prove as proofs
+
+EMULATION = "ZEROFIT_FP8_EMULATION"  # environment variable, for tests: a CPU computes with the rounded numbers
+
+INPUTS, GRADIENTS = torch.float8_e4m3fn, torch.float8_e5m2
+
+MULTIPLE = 16  # the sides of a matrix must be multiples of it
+
+# Smaller matrices are slower than in bf16, measured by torchao's authors on H100 (_auto_filter_for_tensorwise).
+SMALL_INPUTS, SMALL_OUTPUTS = 4096, 1024
+
+# Tokens a second of Llama-3 8B on H100 in bf16 / with these products, both compiled, and the latter gathered in 8 bits
+# too (torchtitan, commit 7a04053). Without a compiler the casts take what the products gain.
+FACTOR = 5760 / 7186
+
+# Of relative errors of the proof. Rounding makes 0.04 in outputs and 0.07 in gradients; half of a product missing, 0.7.
+BOUND = 0.15
+
+PROOF_ROWS = 72  # no multiple of 16
+
+
+def seconds_factor(settings) -> float:
+    """Return the factor of the arithmetic's time, for plans."""
+    return FACTOR if settings.fp8 and settings.compile_layers else 1.0
+
+
+def resolve(settings) -> None:
+    """Check that the GPU has products of 8-bit floats. Raises: UserError."""
+    if not settings.fp8:
+        return
+    needed = "needs a GPU with products of 8-bit floats (compute capability 8.9: Ada, Hopper or newer); leave it out"
+    if settings.use_cpu:
+        if not os.environ.get(EMULATION):
+            raise UserError(f"--fp8: {needed}.")
+    elif settings.planned_gpu is not None:
+        if not settings.planned_gpu.fp8:
+            raise UserError(f"--fp8: {settings.planned_gpu.device_name}: {needed}.")
+    elif torch.cuda.get_device_capability() < hardware.FP8_CAPABILITY:
+        raise UserError(f"--fp8: {torch.cuda.get_device_name()}: {needed}.")
+    if not settings.compile_layers:
+        settings.decisions.append("fp8: casts are fused into other kernels by --compile_layers only, and slow without")
+
+
+def resolve_for_model(settings, config) -> None:
+    """Say how many products are of 8-bit floats. Raises: UserError for a model where none would be."""
+    if not settings.fp8:
+        return
+    if experts.count(config):
+        raise UserError("--fp8: the experts of a mixture are no linear layers; leave it out.")
+    found = _linears(settings, load.check_model(settings, config))
+    settings.decisions.append(f"fp8: the products of {len(found)} linear layers; embedding and head stay in bf16")
+
+
+def _linears(settings, model) -> list[torch.nn.Linear]:
+    """Return the linear layers to convert: those of decoder layers, and of no adapter.
+
+    Raises: UserError if there are none.
+    """
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    named = [pair for layer in layers for pair in layer.named_modules() if ".lora_" not in pair[0]]
+    found = [module for _, module in named if type(module) is torch.nn.Linear and _suits(settings, module)]
+    if not found:
+        raise UserError(
+            f"--fp8: no linear layer of {type(model).__name__} has sides that are multiples of {MULTIPLE} and large "
+            "enough to gain; leave it out."
+        )
+    return found
+
+
+def _suits(settings, linear: torch.nn.Linear) -> bool:
+    sides = linear.in_features, linear.out_features
+    small = sides[0] <= SMALL_INPUTS and sides[1] <= SMALL_OUTPUTS and not settings.use_cpu
+    return not small and all(side % MULTIPLE == 0 for side in sides)
+
+
+class _Linear(torch.nn.Linear):
+    """A linear layer whose products are of 8-bit floats."""
+
+    def forward(self, inputs):
+        device = inputs.device.type
+        if torch.is_autocast_enabled(device):
+            inputs = inputs.to(torch.get_autocast_dtype(device))
+        with torch.autocast(device, enabled=False):
+            output = _Product.apply(inputs, self.weight)
+            return output if self.bias is None else output + self.bias.to(output.dtype)
+
+
+class _Product(torch.autograd.Function):
+    """inputs @ weight.T, of shapes (..., k) and (n, k), and the products of its backward."""
+
+    @staticmethod
+    def forward(ctx, inputs, weight):
+        ctx.save_for_backward(inputs, weight)  # itself: ZeRO-3 gathers it again for the backward
+        rows = _cast(inputs.reshape(-1, inputs.shape[-1]), INPUTS)
+        output = _multiply(rows, _turned(_cast(weight, INPUTS)), inputs.dtype, fast=True)
+        return output.view(*inputs.shape[:-1], output.shape[-1])
+
+    @staticmethod
+    @once_differentiable
+    def backward(ctx, gradient):
+        inputs, weight = ctx.saved_tensors
+        of_output = _cast(gradient.reshape(-1, gradient.shape[-1]), GRADIENTS)
+        of_inputs = of_weight = None
+        if ctx.needs_input_grad[0]:
+            of_inputs = _multiply(of_output, _cast(weight, INPUTS), gradient.dtype).view(inputs.shape)
+        if ctx.needs_input_grad[1]:  # not of a frozen base
+            rows = _cast(inputs.reshape(-1, inputs.shape[-1]), INPUTS)
+            of_weight = _multiply(_turned(of_output), rows, gradient.dtype).to(weight.dtype)
+        return of_inputs, of_weight
+
+
+def _cast(matrix: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return the matrix times its scale as 8-bit floats, and the scale."""
+    from torchao.float8.float8_utils import tensor_to_scale, to_fp8_saturated
+
+    scale = tensor_to_scale(matrix, dtype)
+    return to_fp8_saturated(matrix.float() * scale, dtype), scale
+
+
+def _turned(scaled: tuple[torch.Tensor, torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    return scaled[0].t(), scaled[1]
+
+
+def _multiply(a, b, dtype: torch.dtype, fast: bool = False) -> torch.Tensor:
+    """Return the product of two scaled matrices. fast: sum in the tensor cores' own precision."""
+    (left, of_left), (right, of_right) = a, b
+    if left.device.type == "cpu":  # as torchao emulates it
+        return torch.mm(left.float() / of_left, right.float() / of_right).to(dtype)
+    from torchao.float8.float8_ops import addmm_float8_unwrapped
+    from torchao.float8.float8_utils import pad_tensor_for_matmul
+
+    if left.shape[1] % MULTIPLE:  # tokens
+        left, right = pad_tensor_for_matmul(left, dims=1), pad_tensor_for_matmul(right, dims=0)
+    right = right.t().contiguous().t()  # the kernel takes rows of the left and columns of the right
+    return addmm_float8_unwrapped(left.contiguous(), of_left, right, of_right, dtype, use_fast_accum=fast)
+
+
+def install(settings, model) -> None:
+    """Convert the linear layers, in place: their weights, hooks and adapters stay."""
+    if not settings.fp8:
+        return
+    if settings.compile_layers:
+        torch.compiler.allow_in_graph(_Product)  # its parts are compiled, without tracing the Python that calls them
+    for linear in _linears(settings, model):
+        linear.__class__ = _Linear
+
+
+def prove(settings, config=None) -> None:
+    """Compare a layer's outputs and gradients with those in bf16 on this GPU, before the model is loaded. Collective.
+
+    Args: config: the model's; default: its config.json. Raises: UserError if they differ on any rank.
+    """
+    if not settings.fp8 or settings.use_cpu:
+        return
+    config = load.load_config(settings) if config is None else config
+    largest = max(_linears(settings, load.check_model(settings, config)), key=lambda linear: linear.weight.numel())
+    sides = largest.in_features, largest.out_features
+    if found := proofs.problem(functools.partial(problem, sides, torch.device("cuda")), "--fp8", "leave it out"):
+        raise UserError(f"--fp8: {found}; leave it out.")
+
+
+def problem(sides: tuple[int, int], device: torch.device) -> str | None:
+    """Return what is wrong with the products of a layer with so many inputs and outputs; None if nothing is."""
+    with torch.random.fork_rng([torch.cuda.current_device()] if device.type == "cuda" else []):
+        linear = torch.nn.Linear(*sides, bias=False, device=device, dtype=torch.bfloat16)
+        inputs, upstream = (torch.randn(PROOF_ROWS, side, device=device, dtype=torch.bfloat16) for side in sides)
+    expected = _results(linear, inputs, upstream)
+    linear.__class__ = _Linear
+    found = _results(linear, inputs, upstream)
+    errors = {what: ((found[what] - expected[what]).norm() / expected[what].norm()).item() for what in expected}
+    what, error = max(errors.items(), key=lambda pair: pair[1] if pair[1] == pair[1] else float("inf"))
+    return None if error <= BOUND else f"its {what} are {error:.1%} off those in bf16 (bound {BOUND:.0%})"
+
+
+def _results(linear, inputs, upstream) -> dict[str, torch.Tensor]:
+    """Return the outputs of a layer, and the gradients of their product with `upstream`."""
+    inputs = inputs.clone().requires_grad_()
+    outputs = linear(inputs)
+    of_inputs, of_weight = torch.autograd.grad(outputs, [inputs, linear.weight], upstream)
+    found = {"outputs": outputs.detach(), "gradients of the inputs": of_inputs, "gradients of the weight": of_weight}
+    return {what: tensor.float() for what, tensor in found.items()}
+
+
+NOT_TESTED, ONE_OF_TWO = "it has not been tested with products of 8-bit floats", "leave one of the two out"
+
+TECHNIQUE = Technique(
+    name="fp8",
+    flag="fp8",
+    example="--fp8 true --bf16 true",
+    conflicts=(
+        Conflict("bf16", (False,), "what is not a product of 8-bit floats is computed in bf16", "use --bf16 true"),
+        Conflict("load_in_4bit", (True,), "a packed base has its own products", ONE_OF_TWO),
+        Conflict("load_in_8bit", (True,), "a packed base has its own products", ONE_OF_TWO),
+        Conflict("adapter", AllBut("lora"), NOT_TESTED, "use --adapter lora, or leave --fp8 out"),
+        Conflict("use_dora", (True,), NOT_TESTED, ONE_OF_TWO),
+        Conflict("torch_compile", (True,), NOT_TESTED, "use --compile_layers true"),
+        Conflict("sp_size", None, NOT_TESTED, ONE_OF_TWO),
+        Conflict("tp_size", None, "DeepSpeed replaces the linear layers", ONE_OF_TWO),
+        Conflict("pp_size", None, NOT_TESTED, ONE_OF_TWO),
+    ),
+    resolve=resolve,
+    resolve_for_model=resolve_for_model,
+    install=install,
+)
