@@ -14,7 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
-from zerofit.model import attention
+from zerofit.model import adapters, attention
 from zerofit.model.kernels import compiled
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="torch compiles for a CPU with g++")
@@ -104,6 +104,33 @@ def test_all_layers_and_lengths_share_the_graphs_of_the_first(checkpointing, gra
     assert graphs["stats"]["unique_graphs"] == counts[0], "an evaluation was compiled"
 
 
+def adapted(*flags) -> tuple:
+    """As `models`, of which an adapter trains."""
+    found = settings(*flags, recipe="lora").replace(attn_implementation=attention.NAME)
+    torch.manual_seed(0)
+    base = AutoModelForCausalLM.from_config(CONFIG, attn_implementation=attention.NAME)
+    eager = adapters.add_adapter(base, found).train()
+    eager.config.use_cache = False
+    other = copy.deepcopy(eager)
+    compiled.install(found, other)
+    return other, eager
+
+
+@needs_compiler
+@pytest.mark.parametrize("kind", slow_but(["lora", "ia3", "prompt_tuning"], ["ia3"]))
+def test_adapters_have_the_gradients_of_eager_layers(kind, graphs):
+    ids = torch.randint(5, 60, (2, 24))
+    batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
+    both = adapted("--adapter", kind)
+    losses = [model(**batch).loss for model in both]
+    assert graphs["stats"]["unique_graphs"] > 0, "nothing was compiled"
+    trained = [[p for p in model.parameters() if p.requires_grad] for model in both]
+    found, expected = (torch.autograd.grad(*pair) for pair in zip(losses, trained, strict=True))
+    torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
+    assert any(gradient.norm() > 0 for gradient in found)
+
+
 def kept_bytes(model, batch) -> int:
     """The bytes of the tensors that a forward keeps for its backward, without the weights."""
     weights = {p.untyped_storage().data_ptr() for p in model.parameters()}
@@ -173,7 +200,11 @@ def test_the_compiler_fuses_instead_of_the_kits_kernels():
         (("--torch_compile", "true"), "sft", "--compile_layers with --torch_compile true: it compiles the whole model"),
         (("--tiled_mlp", "2"), "sft", "--compile_layers with --tiled_mlp 2: its tiles are checkpointed"),
         (("--gradient_checkpointing_policy", "selective"), "sft", "the products in a compiled kernel cannot be kept"),
-        (("--load_in_4bit", "true"), "lora", "--compile_layers with --load_in_4bit true: it has not been tested"),
+        (
+            ("--use_dora", "true"),
+            "lora",
+            "--compile_layers with --use_dora true: peft's norms of DoRA break each layer",
+        ),
     ],
 )
 def test_what_is_refused(flags, recipe, says):
@@ -214,3 +245,29 @@ def test_20_steps_are_those_of_eager_layers(case, precision, tmp_path):
     bound = 1e-4 if precision == "fp32" else 2e-2
     assert runs["compiled"].losses == pytest.approx(runs["eager"].losses, rel=bound)
     assert runs["compiled"].losses != runs["eager"].losses  # it was compiled
+
+
+PACKED = ["--packing", "true", "--max_length", "64"]
+
+PAIRS = {
+    "sp": ("sft", *PACKED, "--sp_size", "2", "--zero", "2"),
+    "sp-3": ("sft", *PACKED, "--sp_size", "2", "--zero", "3"),
+    "sp-lora": ("lora", *PACKED, "--sp_size", "2", "--zero", "2"),
+    "pipeline": ("pipeline", *PACKED, "--pp_size", "2", "--per_device_train_batch_size", "1"),
+    "4bit": ("lora", "--load_in_4bit", "true", "--zero", "2"),
+    "8bit": ("lora", "--load_in_8bit", "true", "--zero", "2"),
+}
+
+
+@needs_compiler
+@pytest.mark.oracle
+@pytest.mark.slow
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("name", PAIRS)
+def test_what_goes_with_it_trains_as_eager_layers(name, tmp_path):
+    recipe, *flags = PAIRS[name]
+    cases = {on: (recipe, [*COMMON, "--max_steps", "4", *flags, "--compile_layers", on]) for on in ("true", "false")}
+    runs = run_world(2, cases, tmp_path)
+    assert len(runs["true"].losses) == 4
+    assert runs["true"].losses == pytest.approx(runs["false"].losses, rel=1e-4)
+    assert runs["true"].losses != runs["false"].losses

@@ -32,8 +32,8 @@ def emulated(monkeypatch):
     monkeypatch.setenv(fp8.EMULATION, "1")
 
 
-def settings(*flags, recipe="sft", gpu=None):
-    return resolve.resolve_settings(recipe, ["--data", "none", *ON, *flags], 1, gpu)
+def settings(*flags, recipe="sft", gpu=None, ranks=1):
+    return resolve.resolve_settings(recipe, ["--data", "none", *ON, *flags], ranks, gpu)
 
 
 def layers(dtype, bias=True, sides=(64, 96)) -> tuple:
@@ -141,13 +141,14 @@ def test_a_gpu_with_such_products_is_needed(monkeypatch):
     [
         (("--bf16", "false"), "sft", "--fp8 with --bf16 false: what is not a product of 8-bit floats is computed in"),
         (("--load_in_4bit", "true"), "lora", "--fp8 with --load_in_4bit true: a packed base has its own products"),
-        (("--use_dora", "true"), "lora", "--fp8 with --use_dora true: it has not been tested"),
-        (("--adapter", "ia3"), "lora", "--fp8 with --adapter ia3: it has not been tested"),
+        (("--adapter", "hra"), "lora", "--fp8 with --adapter hra: it multiplies by weights that it has reflected"),
+        (("--adapter", "delora"), "lora", "--fp8 with --adapter delora: it divides by the norm of a matrix that is 0"),
+        (("--sp_size", "2"), "sft", "--fp8 with --sp_size 2: each slice of a row is rounded by its own largest number"),
     ],
 )
 def test_what_is_refused(flags, recipe, says, emulated):
     with pytest.raises(UserError) as caught:
-        settings(*flags, recipe=recipe)
+        settings(*flags, recipe=recipe, ranks=2)
     assert says in str(caught.value)
 
 
@@ -218,5 +219,35 @@ def test_20_steps_are_near_those_in_bf16(case, tmp_path):
     cases = {on: (recipe, [*COMMON, "--zero", zero, "--fp8", on]) for on in ("true", "false")}
     runs = run_world(2, cases, tmp_path, **{fp8.EMULATION: "1"})
     assert all(run.json("result.json")["world_size"] == 2 and len(run.losses) == 20 for run in runs.values())
+    assert runs["true"].losses == pytest.approx(runs["false"].losses, rel=BOUND)
+    assert runs["true"].losses != runs["false"].losses
+
+
+# What trains few numbers needs a larger rate.
+FASTER = ("ia3", "prompt_tuning", "prefix_tuning", "adaption_prompt", "vera", "ln_tuning", "road")
+
+PAIRS = {
+    "dora": ("lora", "--use_dora", "true"),
+    "dora-3": ("lora", "--use_dora", "true", "--zero", "3"),
+    "pipeline": ("pipeline", "--pp_size", "2", "--per_device_train_batch_size", "2"),
+    **{
+        kind: ("lora", "--adapter", kind, "--learning_rate", "0.05" if kind in FASTER else "1e-3")
+        for kind in adapters.KINDS
+        if kind not in ("lora", "hra", "delora")
+    },
+}
+PAIRS["adaption_prompt"] += ("--adapter_config", "adapter_len=8", "adapter_layers=2")
+
+
+@pytest.mark.oracle
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", slow_but(PAIRS, ["dora", "pipeline"]))
+def test_what_goes_with_it_learns_as_in_bf16(name, tmp_path):
+    """The same 8 rows every step, so a falling loss is learning."""
+    recipe, *flags = PAIRS[name]
+    flags = [*COMMON, "--max_samples", "8", "--max_steps", "4", "--lr_scheduler_type", "constant", *flags]
+    cases = {on: (recipe, [*flags, "--fp8", on]) for on in ("true", "false")}
+    runs = run_world(2, cases, tmp_path, **{fp8.EMULATION: "1"})
+    assert len(runs["true"].losses) == 4 and runs["true"].losses[-1] < runs["true"].losses[0]
     assert runs["true"].losses == pytest.approx(runs["false"].losses, rel=BOUND)
     assert runs["true"].losses != runs["false"].losses

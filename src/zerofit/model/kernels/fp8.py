@@ -14,7 +14,7 @@ from torch.autograd.function import once_differentiable
 
 from zerofit.base import hardware
 from zerofit.base.errors import UserError
-from zerofit.job.technique import AllBut, Conflict, Technique
+from zerofit.job.technique import Conflict, Technique
 from zerofit.model import experts, load
 from zerofit.model import prove as proofs
 
@@ -211,12 +211,27 @@ TECHNIQUE = Technique(
         Conflict("bf16", (False,), "what is not a product of 8-bit floats is computed in bf16", "use --bf16 true"),
         Conflict("load_in_4bit", (True,), "a packed base has its own products", ONE_OF_TWO),
         Conflict("load_in_8bit", (True,), "a packed base has its own products", ONE_OF_TWO),
-        Conflict("adapter", AllBut("lora"), NOT_TESTED, "use --adapter lora, or leave --fp8 out"),
-        Conflict("use_dora", (True,), NOT_TESTED, ONE_OF_TWO),
+        Conflict(
+            "adapter",
+            ("hra",),
+            "it multiplies by weights that it has reflected, past the layers whose products are of 8-bit floats",
+            "use --adapter lora, or leave --fp8 out",
+        ),
+        Conflict(
+            "adapter",
+            ("delora",),
+            "it divides by the norm of a matrix that is 0 at the start, so that rounding decides its first step",
+            "use --adapter lora, or leave --fp8 out",
+        ),
         Conflict("torch_compile", (True,), NOT_TESTED, "use --compile_layers true"),
-        Conflict("sp_size", None, NOT_TESTED, ONE_OF_TWO),
+        Conflict(
+            "sp_size",
+            None,
+            "each slice of a row is rounded by its own largest number, so that the check of the slices cannot tell an "
+            "error from rounding (10 % of the logits)",
+            ONE_OF_TWO,
+        ),
         Conflict("tp_size", None, "DeepSpeed replaces the linear layers", ONE_OF_TWO),
-        Conflict("pp_size", None, NOT_TESTED, ONE_OF_TWO),
     ),
     resolve=resolve,
     resolve_for_model=resolve_for_model,
