@@ -439,7 +439,7 @@ def test_skipped_steps_of_stage_0_reach_the_log():
         settings=SimpleNamespace(save_every_minutes=0.0), unpublished=None,
     )  # fmt: skip
     reporter = progress.Reporter(trainer)
-    args, state = SimpleNamespace(save_strategy="no"), SimpleNamespace(global_step=1, max_steps=9)
+    args, state = SimpleNamespace(save_strategy="no", process_index=1), SimpleNamespace(global_step=1, max_steps=9)
     reporter.on_step_end(args, state, SimpleNamespace(should_log=False))
     trainer.accelerator.optimizer_step_was_skipped = False
     reporter.on_step_end(args, state, SimpleNamespace(should_log=False))
