@@ -2,7 +2,8 @@
 
 Each in an environment of its own, since they pin other versions:
 
-    python -m venv .venv-llama-factory && .venv-llama-factory/bin/pip install llamafactory==0.9.5
+    python -m venv .venv-llama-factory
+    .venv-llama-factory/bin/pip install llamafactory==0.9.5 torch==2.11.0 torchaudio==2.11.0  # newer ones do not match
     python -m venv .venv-swift && .venv-swift/bin/pip install ms-swift==4.6.0
 
 LLaMA-Factory is given the tokens in the form that it keeps its own in, ms-swift their text. Packing needs
