@@ -109,7 +109,8 @@ def start_processes(settings: Settings, train_set, eval_set):
         resolve.change(settings, distributed.broadcast(chosen).of(settings.request))
     save.choose_clock(settings)
     network_check.check(settings, train_set, eval_set)
-    attention.prove_flash_3(settings, load.load_config(settings))
+    if not settings.use_cpu:
+        attention.prove_flash_3(settings, load.load_config(settings))
     liger.prove(settings)  # collective, so after the check that all nodes have it on
     gradient_checkpointing.prove_streams(settings)
     fp8.prove(settings)

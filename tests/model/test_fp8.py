@@ -4,6 +4,7 @@ import copy
 import sys
 
 import pytest
+import test_compiled
 import torch
 from conftest import ROOT, TINY, run_world, slow_but
 from torch.multiprocessing.reductions import StorageWeakRef
@@ -20,9 +21,7 @@ from zerofit.plan import candidates, formulas, simulate
 
 ON = ["--fp8", "true", "--bf16", "true"]
 
-COMMON = ["--model", str(TINY / "model"), "--data", str(TINY / "train.jsonl"), "--max_samples", "160",
-          "--max_steps", "20", "--effective_batch_size", "8", "--logging_steps", "1", "--num_samples", "0",
-          "--learning_rate", "1e-3", "--save_strategy", "no", "--bf16", "true"]  # fmt: skip
+COMMON = [*test_compiled.COMMON, "--bf16", "true"]
 
 # Of the losses of 20 steps against bf16, relative. Chosen after 0.05 held for padded rows and one step in 20 was 0.075
 # off for rows without padding, which are scaled together.

@@ -118,14 +118,14 @@ def enable(settings, model) -> None:
     The Trainer cannot do it: it takes the policy only from TrainingArguments, which must be serializable as JSON.
     Raises: UserError for a model without support, or with fewer layers than --gradient_checkpointing_every.
     """
-    from transformers.modeling_layers import GradientCheckpointingLayer
+    from zerofit.model import load
 
     if not settings.gradient_checkpointing:
         return
     every, kwargs = settings.gradient_checkpointing_every, dict(settings.gradient_checkpointing_kwargs)
     if settings.gradient_checkpointing_policy == "selective":
         kwargs["context_fn"] = _keeping_products
-    layers = sum(isinstance(module, GradientCheckpointingLayer) for module in model.modules())
+    layers = len(load.transformer_layers(model))
     if every > max(layers, 1):
         raise UserError(f"--gradient_checkpointing_every {every}: the model has {layers} layers; choose fewer.")
     # Renamed in transformers 5.20. `offload` needs pinned memory, which does not exist on a CPU alone.

@@ -74,7 +74,7 @@ def resolve_for_model(settings, config) -> None:
     if not settings.use_liger_kernel:
         return
     kernels = {}
-    if unset or settings.fused_loss or settings.sp_size > 1:  # Liger's loss has far smaller chunks
+    if unset or settings.fused_loss or settings.ranks_that_split("tokens") > 1:  # Liger's loss has far smaller chunks
         kernels |= NO_LOSS
         if settings.fused_loss:
             settings.decisions.append("the loss is the kit's, not Liger's")

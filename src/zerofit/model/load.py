@@ -315,6 +315,13 @@ def _check_text_only(settings, config) -> None:
         )
 
 
+def transformer_layers(model) -> list:
+    """Return the modules of transformers' class of layers, those that gradient checkpointing recomputes."""
+    from transformers.modeling_layers import GradientCheckpointingLayer
+
+    return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+
+
 def count_parameters(model) -> tuple[int, int]:
     """Return the numbers of (trainable, all) parameters, under ZeRO-3 of all ranks."""
     sizes = [(quantization.numel(p), p.requires_grad) for p in model.parameters()]

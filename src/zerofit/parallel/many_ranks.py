@@ -36,12 +36,9 @@ def bucket_size(largest_layer: int) -> int:
 
 def resolve_for_model(settings, config) -> None:
     """Add the layers' class and buckets of their size to the DeepSpeed configuration."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
     if not applies(settings) or experts.count(config):  # a mixture's layer would gather experts that no token uses
         return
-    model = load.check_model(settings, config)
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = load.transformer_layers(load.check_model(settings, config))
     if not layers:
         return
     size = bucket_size(max(sum(p.numel() for p in layer.parameters()) for layer in layers))

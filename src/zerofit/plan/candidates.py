@@ -25,6 +25,8 @@ CLEARLY_TOO_MUCH = 1.25  # settings above this share of the limit by formula are
 
 FORMULA_MARGIN = 0.1  # added to the closed forms' bytes
 
+LARGEST_MICRO = 64  # rows of a micro batch that are tried
+
 ENOUGH = "the closed forms leave room"  # why a job is not simulated
 
 ESTIMATE = f"the exact check failed: {{}}; this is an estimate by formula, with a margin of {FORMULA_MARGIN:.0%}"
@@ -501,11 +503,16 @@ def _open(base, disk: str | None, splits: bool) -> tuple[list, list, list, list]
     elif is_set(base, "gradient_accumulation_steps"):
         micros = [per_rank // base.gradient_accumulation_steps]
     else:
-        micros = [n for n in range(1, min(per_rank, 64) + 1) if per_rank % n == 0]
+        micros = divisors(per_rank)
     if splits:
         micros = [n for n in micros if n == 1]
         checkpointing = [c for c in checkpointing if c.every == 1 and not c.selective] or checkpointing
     return stages, offloads, checkpointing, micros
+
+
+def divisors(rows: int) -> list[int]:
+    """Return the micro batches into which the rows of a rank's step divide."""
+    return [n for n in range(1, min(rows, LARGEST_MICRO) + 1) if rows % n == 0]
 
 
 def is_set(base, name: str) -> bool:

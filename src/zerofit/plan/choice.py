@@ -25,8 +25,6 @@ from zerofit.plan.candidates import Candidate, Checkpointing
 
 MICRO = "per_device_train_batch_size"
 
-LARGEST_MICRO = 64
-
 NEARLY = 1.03  # times the least seconds: estimates that are taken as equal; the pair with less memory is chosen
 
 MUCH_FASTER = 1.2  # times as fast by estimate: from here on a better micro batch than the user's is worth a line
@@ -230,9 +228,8 @@ class _Search:
 
     def _better_micro_batch(self, pair: Pair) -> str:
         """Return a sentence on a micro batch that is much faster than the one that the user has given, or ""."""
-        if (
-            self.micros or self.goes_on or not covers(self.settings)
-        ):  # a run that goes on may have had too little memory
+        # A run that goes on may have had too little memory.
+        if self.micros or self.goes_on or not covers(self.settings):
             return ""
         best = _least_memory_of_the_fastest(self._sure(self._pairs(_divisors(self.settings))))
         if best is None or pair.seconds < MUCH_FASTER * best.seconds:
@@ -251,9 +248,7 @@ def _least_memory_of_the_fastest(pairs: list[Pair]) -> Pair | None:
 
 
 def described(settings, shape: formulas.Shape) -> bool:
-    """Return whether the closed forms describe a job: a dense model without whole attention matrices, a recipe of the
-    kit.
-    """
+    """Return whether the closed forms describe a job: of a kit's recipe, dense, without whole attention matrices."""
     is_described = not shape.experts and settings.attn_implementation != "eager"
     return is_described and program.if_not_of_kit(settings.recipe) is None
 
@@ -263,15 +258,18 @@ def covers(settings) -> bool:
 
     A router's loss is a statistic of a micro batch.
     """
-    config = load_config(settings).get_text_config()
-    has_router_loss = getattr(config, "output_router_logits", False)
-    return settings.precision == "bf16" and bool(settings.padding_free) and not has_router_loss
+    return _counts_rows(settings) and not getattr(
+        load_config(settings).get_text_config(), "output_router_logits", False
+    )
+
+
+def _counts_rows(settings) -> bool:
+    return settings.precision == "bf16" and bool(settings.padding_free)
 
 
 def _divisors(settings) -> list[int]:
     """Return the micro batches that divide the effective batch of a rank."""
-    per_rank = settings.effective_batch_size // settings.data_ranks
-    return [n for n in range(1, min(per_rank, LARGEST_MICRO) + 1) if per_rank % n == 0]
+    return candidates.divisors(settings.effective_batch_size // settings.data_ranks)
 
 
 def _micros(settings) -> list[int]:
@@ -285,8 +283,7 @@ def _micros(settings) -> list[int]:
 def _checkpointings(settings, layers: int, earlier: tuple[int, Checkpointing] | None) -> list[Checkpointing]:
     """Return the gradient checkpointing that the user's arguments leave open; the one that they say."""
     own = candidates.checkpointing_of(settings)
-    may_choose = settings.precision == "bf16" and settings.padding_free and gradient_checkpointing.is_open(settings)
-    if not may_choose:
+    if not (_counts_rows(settings) and gradient_checkpointing.is_open(settings)):
         return [own]
     kinds = [*candidates.less_checkpointing(settings), *([earlier[1]] if earlier else [])]
     kinds = [kind for kind in dict.fromkeys(kinds) if kind.every <= layers and kind != own]

@@ -69,9 +69,7 @@ def resolve_for_model(settings, config) -> None:
 
 def _layers(model) -> list[torch.nn.Module]:
     """Return the decoder layers. Raises: UserError if there is none of transformers' class."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
+    layers = load.transformer_layers(model)
     if not layers:
         raise UserError(f"--compile_layers: {type(model).__name__} has no layers of transformers' class; leave it out.")
     return layers

@@ -74,10 +74,9 @@ def _linears(settings, model) -> list[torch.nn.Linear]:
 
     Raises: UserError if there are none.
     """
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
-    layers = [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
-    named = [pair for layer in layers for pair in layer.named_modules() if ".lora_" not in pair[0]]
+    named = [
+        pair for layer in load.transformer_layers(model) for pair in layer.named_modules() if ".lora_" not in pair[0]
+    ]
     found = [module for _, module in named if type(module) is torch.nn.Linear and _suits(settings, module)]
     if not found:
         raise UserError(
