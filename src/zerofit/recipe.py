@@ -43,9 +43,9 @@ def parse(recipe: Recipe) -> Settings:
     """
     if file := job.named(sys.argv[1:]):
         settings = resolve.of_this_process(lambda: job.start(file, distributed.size(), recipe))
-        found = job.running().facts
-        preflight.publish(found.get("plan"))
-        complete.HELD.update(found.get("weights", {}))
+        facts = job.running().facts
+        preflight.publish(facts.get("plan"))
+        complete.HELD.update(facts.get("weights", {}))
     else:
         settings = restart.as_the_run_goes_on(resolve.resolve_settings(recipe))
         preflight.only_print(settings)
@@ -165,7 +165,7 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
             print(f"  - {from_here(printable(sentence))}", flush=True)
         facts = {name: {"fingerprint": rows.fingerprint, **rows.statistics} for name, rows in sets.items()}
         started = _job(settings)
-        more = {name: found for name, found in started.facts.items() if found}
+        more = {name: fact for name, fact in started.facts.items() if fact}
         more |= {"program": started.program, "resumed": settings.resumed, "started_by": settings.started_by}
         job.write(folder / job.FILE, started)
         run_folder.write_run(settings, started.command, {"data": facts} | more)

@@ -33,9 +33,9 @@ def _ends(settings, train_set, tokenizer) -> end_tokens.Ends:
     """Return where answers end and generation must stop, by the rows and by the base's generation_config.json."""
     from zerofit.model.load import known_ends
 
-    found = train_set.statistics.get("ends", [])
-    own_end_only = {entry["token"] for entry in found} <= {tokenizer.eos_token}
-    return end_tokens.decide(found, tokenizer, () if own_end_only else known_ends(settings))
+    ends = train_set.statistics.get("ends", [])
+    own_end_only = {entry["token"] for entry in ends} <= {tokenizer.eos_token}
+    return end_tokens.decide(ends, tokenizer, () if own_end_only else known_ends(settings))
 
 
 def _note_positions(train_set, eval_set, settings) -> None:

@@ -104,11 +104,11 @@ def _conversations(trainer, tokenizer) -> Iterator[tuple[str, Conversation]]:
 
 def _renderings(conversation: Conversation, tokenizer, options: dict) -> list[tuple[list[dict], list[int]]]:
     """Return [(turns, tokens)] of the forms of a conversation that the template takes."""
-    found = []
+    renderings = []
     for turns in _forms(conversation.turns):
         with contextlib.suppress(TemplateError, TypeError):  # not in this form
-            found.append((turns, tokenizer.apply_chat_template(turns, **options)))
-    return found
+            renderings.append((turns, tokenizer.apply_chat_template(turns, **options)))
+    return renderings
 
 
 def _options(conversation: Conversation, tokenizer, day: datetime) -> dict:
@@ -162,16 +162,16 @@ def _label_fault(conversation: Conversation, turns, trained: list[int], ids, lab
         turn = conversation.turns[i]
         for written in (turn["content"].strip(), *conversations.tool_names(turn.get("tool_calls"))):
             wanted = _as_decoded(written, tokenizer, text)
-            found = text.find(wanted, place_in_text)
-            if found < 0:  # a generation prompt may hold the beginning, such as <think>
+            start = text.find(wanted, place_in_text)
+            if start < 0:  # a generation prompt may hold the beginning, such as <think>
                 prompt = tokenizer.decode(
                     tokenizer.apply_chat_template(turns[:i], add_generation_prompt=True, **options)
                 )
                 wanted = wanted[max(k for k in range(len(wanted)) if prompt.endswith(wanted[:k])) :]
-                found = text.find(wanted, place_in_text)
-            if found < 0:
+                start = text.find(wanted, place_in_text)
+            if start < 0:
                 return f"the answer of turn {i + 1} is not among the labeled tokens"
-            place_in_text = found + len(wanted)
+            place_in_text = start + len(wanted)
         answers += [turn["content"].strip(), *conversations.strings(turn)]
     for i, turn in enumerate(conversation.turns):
         other = _as_decoded(turn["content"].strip(), tokenizer, text)

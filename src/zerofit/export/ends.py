@@ -22,15 +22,15 @@ def write(saved, out: Path, tokenizer) -> dict[str, int]:
     Runs of older versions and other programs' folders may lack them; of these folders, nothing is known.
     """
     vocabulary = {} if tokenizer is None else tokenizer.get_vocab()
-    found = saved.facts.get("data", {}).get("training", {}).get("ends", [])
-    found = [entry for entry in found if not entry["token"] or entry["token"] in vocabulary]
+    trained_ends = saved.facts.get("data", {}).get("training", {}).get("ends", [])
+    trained_ends = [entry for entry in trained_ends if not entry["token"] or entry["token"] in vocabulary]
     file, base = out / "generation_config.json", Path(saved.base) / "generation_config.json"
-    if not found:
+    if not trained_ends:
         return {}
     kept = next((f for f in (file, base) if f.is_file()), None)
     config = json.loads(kept.read_text(encoding="utf-8")) if kept else {}
     known = generation.ids_of(config.get("eos_token_id"))
-    ends = end_tokens.decide(found, tokenizer, known)
+    ends = end_tokens.decide(trained_ends, tokenizer, known)
     config["eos_token_id"] = generation.stops(ends, tokenizer, known)
     run_folder.write_json(file, config)
     return dict(zip(ends.words, ends.ids, strict=True))
@@ -69,14 +69,14 @@ def samples(saved, tokenizer) -> list[tuple[list[int], list[int]]]:
     path = next((p for name in saved.argument("data") or [] if (p := Path(name).expanduser()).is_file()), None)
     if path is None or tokenizer is None or not tokenizer.chat_template:
         return []
-    found = []
+    rows_read = []
     with contextlib.suppress(UserError, OSError):  # e.g. the file is another one by now
         kind, rows = reading.kind_of(reading.read(sources.Source(path), settings), settings)
         raw = [(*row, kind) for row in itertools.islice(rows, LOOKED_AT)]
         for row in filter(None, reading.tokenized(raw, settings, encoding.Encoder(tokenizer), reading.ReadingReport())):
             stop = row[2][0] if len(row) == 3 else None  # of a pair, the chosen side
-            found.append(generation.prompt_and_answer({"input_ids": row[0][:stop], "labels": row[1][:stop]}))
-    return found
+            rows_read.append(generation.prompt_and_answer({"input_ids": row[0][:stop], "labels": row[1][:stop]}))
+    return rows_read
 
 
 def sentence(result: dict, ends: dict[str, int]) -> str:

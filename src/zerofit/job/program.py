@@ -88,8 +88,8 @@ def kit() -> dict[str, Recipe]:
     recipes = {}
     for file in sorted((ROOT / "recipes").glob("*.py")):
         with contextlib.suppress(UserError):  # it is reported where it is named
-            found = of(file).recipe
-            recipes[found.name] = found
+            recipe = of(file).recipe
+            recipes[recipe.name] = recipe
     return recipes
 
 
@@ -161,8 +161,8 @@ def file_of(recipe: Recipe) -> Path:
 
 def if_not_of_kit(recipe: Recipe) -> Program | None:
     """Return the program with which another process goes on as this one; None for an unchanged recipe of the kit."""
-    found = _running(recipe.name) or of(file_of(recipe))
-    return None if found.sha256 == kit_hash(recipe.name) else found
+    program = _running(recipe.name) or of(file_of(recipe))
+    return None if program.sha256 == kit_hash(recipe.name) else program
 
 
 def shown(recipe: Recipe) -> str:

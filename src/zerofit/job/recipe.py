@@ -129,12 +129,12 @@ def _check_types(recipe: Recipe) -> None:
 
 def assignment(tree: ast.Module) -> int | None:
     """Return the index of the last statement of a file that assigns RECIPE; None without one."""
-    found = None
+    last = None
     for index, node in enumerate(tree.body):
         targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
         if any(isinstance(target, ast.Name) and target.id == "RECIPE" for target in targets):
-            found = index
-    return found
+            last = index
+    return last
 
 
 @functools.cache  # one object for a file: parsers are kept by it
@@ -158,11 +158,11 @@ def read(file: Path, content: bytes) -> Recipe:
         raise UserError(f"{file}:{_line(error, file) or tree.body[last].lineno}: {what.rstrip('.')}.") from None
     finally:
         sys.path.remove(str(file.absolute().parent))
-    found = module.RECIPE
-    if not isinstance(found, Recipe):
-        kind = type(found).__name__
+    recipe = module.RECIPE
+    if not isinstance(recipe, Recipe):
+        kind = type(recipe).__name__
         raise UserError(f"{file}:{tree.body[last].lineno}: RECIPE must be a zerofit.Recipe, found a {kind}.")
-    return found
+    return recipe
 
 
 def _line(error: BaseException, file: Path) -> int | None:

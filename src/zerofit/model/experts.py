@@ -78,14 +78,14 @@ def install(settings, model) -> None:
     Raises: UserError at a stage that reduces only the gradients that a rank has.
     """
     alike = settings.world_size == 1 or (settings.deepspeed is None and settings.ddp_find_unused_parameters)
-    found = [] if alike else blocks(model)
-    if found and settings.zero != 3:
+    expert_blocks = [] if alike else blocks(model)
+    if expert_blocks and settings.zero != 3:
         instead = "--zero 3" + ("" if settings.deepspeed else ", or --ddp_find_unused_parameters true")
         raise UserError(
             f"--zero {settings.zero}: the experts of {type(model).__name__} are modules of their own, and ranks that "
             f"select other experts would reduce other gradients; use {instead}."
         )
-    for block in found:
+    for block in expert_blocks:
         from deepspeed.utils import set_z3_leaf_module
 
         set_z3_leaf_module(block, True)

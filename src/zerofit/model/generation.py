@@ -21,12 +21,12 @@ def stops_of(model) -> list[int]:
     return ids_of(getattr(getattr(model, "generation_config", None), "eos_token_id", None))
 
 
-def stop_at_ends(model, tokenizer, found: list[dict]):
+def stop_at_ends(model, tokenizer, ends_of_rows: list[dict]):
     """Set where the model's generation stops: where trained answers end, where the tokenizer ends, where the base did.
 
     Returns: (end_tokens.Ends, the tokenizer to save: a copy with another eos_token where Ends.eos says so; the given
     one keeps tokenizing rows as it did).
-    Args: found: statistics["ends"] of the training set.
+    Args: ends_of_rows: statistics["ends"] of the training set.
     """
     from transformers import PreTrainedTokenizerBase
     from transformers.trainer_utils import align_special_tokens
@@ -36,7 +36,7 @@ def stop_at_ends(model, tokenizer, found: list[dict]):
     if generation is None or not isinstance(tokenizer, PreTrainedTokenizerBase):  # it cannot generate; a simulation
         return end_tokens.Ends((), (), "", ()), tokenizer
     known = ids_of(generation.eos_token_id)
-    ends, before = end_tokens.decide(found, tokenizer, known), hash(generation)
+    ends, before = end_tokens.decide(ends_of_rows, tokenizer, known), hash(generation)
     generation.eos_token_id = stops(ends, tokenizer, known)
     if ends.eos:
         tokenizer = copy.deepcopy(tokenizer)

@@ -295,8 +295,8 @@ def prove_streams(settings) -> None:
 def _problem_of_streams(device: torch.device) -> str | None:
     """Return what is wrong with StreamedOffload on this rank's GPU; None if nothing is."""
     expected = _gradients_under(save_on_cpu(device.type != "cpu", device.type), device)
-    found = _gradients_under(StreamedOffload(device.type), device)
-    same = all(torch.equal(one, other) for one, other in zip(expected, found, strict=True))
+    streamed = _gradients_under(StreamedOffload(device.type), device)
+    same = all(torch.equal(one, other) for one, other in zip(expected, streamed, strict=True))
     return None if same else "its gradients differ from those without streams on this GPU"
 
 

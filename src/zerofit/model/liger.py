@@ -181,8 +181,8 @@ def _problem(settings, config, device: torch.device) -> str | None:
     compute = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[settings.precision]
     bound = max(BOUNDS[dtype], BOUNDS[compute])
     with torch.autocast(device.type, compute, enabled=settings.keeps_fp32 and compute != torch.float32):
-        found = errors(config, dtype, settings.liger_kernel_config, device)
-    wrong = {what: error for what, error in found.items() if not error <= bound}
+        by_kernel = errors(config, dtype, settings.liger_kernel_config, device)
+    wrong = {what: error for what, error in by_kernel.items() if not error <= bound}
     if not wrong:
         return None
     what, error = max(wrong.items(), key=lambda pair: pair[1])
@@ -203,8 +203,8 @@ def errors(config, dtype: torch.dtype, kernels: dict | None, device: torch.devic
         inputs, upstream = (torch.randn(1, TOKENS, width, device=device) for _ in range(2))
         expected = _results(model, inputs.to(dtype), upstream)
         apply_liger_kernel(model, (kernels or {}) | NO_LOSS)
-        found = _results(model, inputs.to(dtype), upstream)
-    return {what: ((found[what] - expected[what]).norm() / expected[what].norm()).item() for what in expected}
+        results = _results(model, inputs.to(dtype), upstream)
+    return {what: ((results[what] - expected[what]).norm() / expected[what].norm()).item() for what in expected}
 
 
 @contextlib.contextmanager

@@ -17,9 +17,9 @@ def problem(find: Callable[[], str | None], flag: str, fix: str) -> str | None:
     Raises: UserError if the GPU computes nothing more.
     """
     try:
-        found = find()
+        of_this_rank = find()
     except Exception as error:
-        found = f"it failed here ({first_line(error)})"
+        of_this_rank = f"it failed here ({first_line(error)})"
     if torch.cuda.is_initialized():
         gc.collect()
         try:
@@ -28,4 +28,4 @@ def problem(find: Callable[[], str | None], flag: str, fix: str) -> str | None:
             raise UserError(f"{flag}: failed on this GPU ({first_line(error)}); {fix}.") from error
         torch.cuda.empty_cache()
         torch.cuda.reset_peak_memory_stats()
-    return next(filter(None, distributed.all_gather(found)), None)
+    return next(filter(None, distributed.all_gather(of_this_rank)), None)

@@ -22,12 +22,12 @@ def check(weights: dict, place: str) -> None:
         bounds = [torch.stack(torch.aminmax(part)).float() for part in parts.values()]
         finite = torch.stack(bounds).isfinite().all(1).tolist()
         bad = next((name for name, is_finite in zip(parts, finite, strict=True) if not is_finite), None)
-    found = sorted(name for name in distributed.all_gather(bad) if name)
-    if found:
-        part = parts.get(found[0])
-        count = f" ({int((~part.isfinite()).sum()):,} numbers)" if part is not None and bad == found[0] else ""
+    damaged = sorted(name for name in distributed.all_gather(bad) if name)
+    if damaged:
+        part = parts.get(damaged[0])
+        count = f" ({int((~part.isfinite()).sum()):,} numbers)" if part is not None and bad == damaged[0] else ""
         raise UserError(
-            f"{place}: {found[0]} of the base holds NaN or Inf{count}, so losses would be NaN; the file is damaged "
+            f"{place}: {damaged[0]} of the base holds NaN or Inf{count}, so losses would be NaN; the file is damaged "
             "or was saved by a run that diverged: take another copy of the model."
         )
 
