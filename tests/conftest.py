@@ -239,6 +239,22 @@ def python() -> str:
     return sys.executable if isolated else fork_server().python
 
 
+@functools.cache
+def two_layers() -> str:
+    """Return a folder with the first half of the bundled model: stage 3 exchanges each matrix, which takes its time."""
+    from safetensors.torch import load_file, save_file
+
+    folder = Path(tempfile.mkdtemp(prefix="zerofit-tests-"))
+    atexit.register(shutil.rmtree, folder)
+    shutil.copytree(TINY / "model", folder / "model")
+    config = json.loads((folder / "model" / "config.json").read_text()) | {"num_hidden_layers": 2}
+    (folder / "model" / "config.json").write_text(json.dumps(config))
+    weights = load_file(file := folder / "model" / "model.safetensors")
+    kept = {name: w for name, w in weights.items() if not name.startswith(("model.layers.2.", "model.layers.3."))}
+    save_file(kept, file, metadata={"format": "pt"})
+    return str(folder / "model")
+
+
 @pytest.fixture
 def forks(monkeypatch):
     """Make forks of the processes that the code under test starts with sys.executable."""

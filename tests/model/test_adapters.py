@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from conftest import TINY, run_world
+from conftest import TINY, run_world, two_layers
 from safetensors.torch import load_file
 
 from zerofit.base.errors import UserError
@@ -37,11 +37,11 @@ ALL_ADAPTERS = [
 
 
 def lora(stage, *more):
-    return ("lora", [*COMMON, "--zero", stage, *more])
+    return ("lora", [*COMMON, "--model", two_layers(), "--zero", stage, *more])
 
 
 def sft(stage, *more):
-    return ("sft", [*COMMON, "--zero", stage, "--learning_rate", "1e-4", *more])
+    return ("sft", [*COMMON, "--model", two_layers(), "--zero", stage, "--learning_rate", "1e-4", *more])
 
 
 PISSA = ["--init_lora_weights", "pissa", "--use_rslora", "true", "--learning_rate", "1e-3"]
@@ -200,7 +200,7 @@ def test_a_4bit_base_holds_the_bytes_that_nf4_says(runs):
     assert sums["whole"] == linear // 2 + 4 * (512 * 128 + 9 * 128)  # embedding and norms in fp32
     line = next(x for x in (runs["4bit-3"].folder / "logs" / "rank0.log").read_text().splitlines() if "4-bit" in x)
     here, packed = (int(x.replace(",", "")) for x in line.split("packed weights ")[1].split(";")[0].split(" of "))
-    assert (here, packed) == (linear // 4, linear // 2)  # two ranks: a half each
+    assert (here, packed) == (linear // 8, linear // 4)  # two of the layers; two ranks: a half each
 
 
 REFUSED = [

@@ -4,14 +4,14 @@ import copy
 
 import pytest
 import torch
-from conftest import TINY, run_world, slow_but
+from conftest import TINY, run_world, slow_but, two_layers
 from peft import LoraConfig, get_peft_model
 from safetensors.torch import load_file
 
 from zerofit.config import resolve
 from zerofit.model import fused_lora
 
-COMMON = ["--model", str(TINY / "model"), "--data", str(TINY / "train.jsonl"), "--max_samples", "160",
+COMMON = ["--model", two_layers(), "--data", str(TINY / "train.jsonl"), "--max_samples", "160",
           "--max_steps", "20", "--effective_batch_size", "8", "--logging_steps", "1", "--num_samples", "0",
           "--learning_rate", "1e-3", "--bf16", "false"]  # fmt: skip
 

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world
+from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world, two_layers
 from safetensors.torch import load_file
 
 from zerofit.base.errors import DiskFull, UserError
@@ -24,7 +24,8 @@ from zerofit.job import run_folder
 from zerofit.model.load import count_parameters
 
 FLAGS = [
-    "--data", str(TINY / "train.jsonl"), "--max_samples", "48", "--effective_batch_size", "8", "--num_samples", "0",
+    "--model", two_layers(), "--data", str(TINY / "train.jsonl"), "--max_samples", "48", "--num_samples", "0",
+    "--effective_batch_size", "8",
     "--per_device_train_batch_size", "4", "--learning_rate", "1e-3", "--max_steps", "4", "--logging_steps", "1",
     "--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "2",
 ]  # fmt: skip

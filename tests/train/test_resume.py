@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Run, python, run_python, run_world
+from conftest import ROOT, TINY, Run, python, run_python, run_world, runs_slow, two_layers
 from transformers import PreTrainedConfig, trainer_utils
 
 from zerofit.base import log_filters
@@ -30,12 +30,12 @@ TOLERANCE = {"fp32": 1e-4, "bf16": 2e-2}  # as docs/equality.md between stages a
 
 
 def saving(recipe: str, zero: str, *more: str):
-    return recipe, [*FLAGS, "--zero", zero, *more]
+    return recipe, [*FLAGS, "--model", two_layers(), "--zero", zero, *more]
 
 
 def resuming(source: Path, recipe: str, zero: str, *more: str):
     words = ["--resume_from_checkpoint", str(source / "checkpoint-4"), "--save_strategy", "no"]
-    return recipe, [*FLAGS, "--zero", zero, *words, *more]
+    return recipe, [*FLAGS, "--model", two_layers(), "--zero", zero, *words, *more]
 
 
 def check(before, after, tolerance=TOLERANCE["fp32"]):
@@ -51,7 +51,7 @@ def check(before, after, tolerance=TOLERANCE["fp32"]):
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(tmp_path_factory, request):
     """Saved on one rank and on two; each gone on with on two ranks and on one."""
     folder = tmp_path_factory.mktemp("resumed")
     bf16, dropout = ["--bf16", "true"], ["--lora_dropout", "0.1"]
@@ -71,10 +71,11 @@ def runs(tmp_path_factory):
         "dropout>": resuming(folder / "dropout", "lora", "2", *dropout, "--save_strategy", "steps"),
     }  # fmt: skip
     workers = [*dropout, "--dataloader_num_workers", "2", "--dataloader_persistent_workers", "true"]
-    cases |= {
-        "workers": saving("lora", "2", *workers),
-        "workers>": resuming(folder / "workers", "lora", "2", *workers),
-    }
+    if runs_slow(request):
+        cases |= {
+            "workers": saving("lora", "2", *workers),
+            "workers>": resuming(folder / "workers", "lora", "2", *workers),
+        }
     return one | run_world(2, cases, folder)
 
 
@@ -98,6 +99,7 @@ def test_it_goes_on_at_another_sp_size(runs, name):
     check(runs[name.split(">")[0]], runs[name])
 
 
+@pytest.mark.slow
 def test_data_workers_change_no_bit(runs):
     """Two epochs, in which workers live on, and a run that goes on within the second."""
     assert runs["workers"].losses == runs["dropout"].losses

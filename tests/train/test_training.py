@@ -8,7 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Run, run_python, run_world, runs_slow
+from conftest import ROOT, TINY, Run, run_python, run_world, runs_slow, two_layers
 from peft import PeftModel
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -39,7 +39,7 @@ LEARNING_RATE = {"sft": "1e-4", "lora": "2e-3"}
 
 def flags(recipe, zero="0", offload="none", bf16=False, micro=4, more=()):
     return [
-        *COMMON, "--zero", zero, "--offload", offload, "--bf16", str(bf16).lower(),
+        *COMMON, "--model", two_layers(), "--zero", zero, "--offload", offload, "--bf16", str(bf16).lower(),
         "--per_device_train_batch_size", str(micro), "--learning_rate", LEARNING_RATE[recipe], *more,
     ]  # fmt: skip
 
