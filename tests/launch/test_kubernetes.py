@@ -225,7 +225,7 @@ REFUSED = {
     "queue": (["--queue", "a b"], [], "--queue a b: must be the name"),
     "name": (["--name", "My_Run"], [], "--name My_Run"),
     "long name": (["--name", "x" * 60], [], "must be 1 to 54"),
-    "gpu": (["--gpu_type", "h100"], [], "--gpu_type h100: not in the table"),
+    "gpu": (["--gpu_type", "h100-8g"], [], "--gpu_type h100-8g: not in the table"),
     "token": ([], ["--hub_token", "hf_x"], "hub_token (flag): it would stand in the manifest"),
     "token=": ([], ["--hub-token=hf_x"], "it would stand in the manifest"),
     "folder": ([], ["--output_dir", "runs/x"], "is not on the volume"),

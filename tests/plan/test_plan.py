@@ -1160,7 +1160,7 @@ def test_a_real_plan_from_the_command_line(tmp_path):
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--gpu_type", "h100"], "--gpu_type h100: not in the table; did you mean h100-80g?"),
+        (["--gpu_type", "h100-8g"], "--gpu_type h100-8g: not in the table; did you mean h100-80g?"),
         (["--gpu_type", "h100-80g", "--gpus", "many"], "GPUS=many: must be a whole number"),
         (["--gpu_type", "h100-80g", "--nodes", "two"], "NODES=two: must be a whole number of 1 or more nodes"),
         (["--gpu_type", "h100-80g", "--nodes", "0", "--gpus", "4"], "NODES=0: must be a whole number"),
@@ -1744,19 +1744,32 @@ def test_an_unknown_model_fails_in_words(tmp_path):
 
 DEVICE_NAMES = {
     "NVIDIA H100 PCIe": "h100-80g-pcie", "NVIDIA H100 NVL": "h100-94g-nvl", "NVIDIA H100 80GB HBM3": "h100-80g",
-    "NVIDIA H200": "h200-141g", "NVIDIA GH200 480GB": "h200-141g", "NVIDIA B200": "b200-180g",
-    "NVIDIA GB200": "b200-180g",
+    "NVIDIA H200": "h200-141g", "NVIDIA H200 NVL": "h200-141g-nvl", "NVIDIA GH200 480GB": "gh200-96g",
+    "NVIDIA GH200 144G HBM3e": "gh200-144g", "NVIDIA B200": "b200-180g", "NVIDIA GB200": "gb200-186g",
+    "NVIDIA B300 SXM6 AC": "b300-288g", "NVIDIA GB300": "gb300-288g",
+    "NVIDIA H800": "h800-80g", "NVIDIA H800 PCIe": "h800-80g-pcie", "NVIDIA H20": "h20-96g",
+    "NVIDIA H20-3e": "h20-141g",
+    "NVIDIA A800-SXM4-80GB": "a800-80g", "NVIDIA A800 80GB PCIe": "a800-80g-pcie", "NVIDIA A40": "a40-48g",
+    "NVIDIA A30": "a30-24g", "NVIDIA L20": "l20-48g", "NVIDIA RTX A6000": "a6000-48g", "NVIDIA RTX A5000": "a5000-24g",
+    "NVIDIA RTX 6000 Ada Generation": "rtx6000ada-48g",
+    "NVIDIA RTX PRO 6000 Blackwell Server Edition": "rtxpro6000-96g",
+    "NVIDIA GeForce RTX 3070": "rtx3070-8g", "NVIDIA GeForce RTX 3080": "rtx3080-10g",
+    "NVIDIA GeForce RTX 3060 Ti": "rtx3060ti-8g", "NVIDIA GeForce RTX 3090 Ti": "rtx3090ti-24g",
+    "NVIDIA GeForce RTX 4070 Ti SUPER": "rtx4070tisuper-16g", "NVIDIA GeForce RTX 4070 Ti": "rtx4070ti-12g",
+    "NVIDIA GeForce RTX 4070 SUPER": "rtx4070super-12g", "NVIDIA GeForce RTX 4080": "rtx4080-16g",
+    "NVIDIA GeForce RTX 5070 Ti": "rtx5070ti-16g", "NVIDIA GeForce RTX 5080": "rtx5080-16g",
+    "Tesla V100-PCIE-16GB": "v100-16g-pcie", "Tesla V100-PCIE-32GB": "v100-32g-pcie",
     "NVIDIA A100-SXM4-40GB": "a100-40g", "NVIDIA A100-PCIE-40GB": "a100-40g-pcie", "NVIDIA A100-SXM4-80GB": "a100-80g",
-    "NVIDIA A100 80GB PCIe": "a100-80g", "NVIDIA L40S": "l40s-48g", "NVIDIA L40": "l40-48g", "NVIDIA L4": "l4-24g",
+    "NVIDIA A100 80GB PCIe": "a100-80g-pcie", "NVIDIA L40S": "l40s-48g", "NVIDIA L40": "l40-48g", "NVIDIA L4": "l4-24g",
     "NVIDIA A10G": "a10g-24g", "NVIDIA A10": "a10-24g", "Tesla V100-SXM2-32GB": "v100-32g",
     "Tesla V100-SXM2-16GB": "v100-16g", "Tesla T4": "t4-16g", "NVIDIA GeForce RTX 5090": "rtx5090-32g",
     "NVIDIA GeForce RTX 4090": "rtx4090-24g", "NVIDIA GeForce RTX 3090": "rtx3090-24g",
     "NVIDIA GeForce RTX 4060 Ti": "rtx4060ti-16g", "NVIDIA GeForce RTX 3060": "rtx3060-12g",
     # Others, and parts of these: no peak is known.
-    "NVIDIA RTX A1000": None, "NVIDIA RTX A1000 Laptop GPU": None, "NVIDIA H20": None, "NVIDIA T400 4GB": None,
+    "NVIDIA RTX A1000": None, "NVIDIA RTX A1000 Laptop GPU": None, "NVIDIA T400 4GB": None,
     "NVIDIA T1000 8GB": None, "NVIDIA A100-SXM4-40GB MIG 3g.20gb": None, "NVIDIA H100 80GB HBM3 MIG 1g.10gb": None,
-    "NVIDIA GeForce RTX 4090 Laptop GPU": None, "NVIDIA GeForce RTX 4080": None, "NVIDIA RTX A5000": None,
-    "Quadro M4000": None, "NVIDIA GeForce RTX 3060 Ti": None, "NVIDIA GeForce RTX 3090 Ti": None,
+    "NVIDIA GeForce RTX 4090 Laptop GPU": None, "NVIDIA GeForce RTX 2080 SUPER": None, "Quadro M4000": None,
+    "Quadro RTX 6000": None, "NVIDIA RTX 5000 Ada Generation": None, "AMD Instinct MI300X": None,
 }  # fmt: skip
 
 
@@ -1764,6 +1777,51 @@ DEVICE_NAMES = {
 def test_gpus_by_the_drivers_name(device, name):
     assert hardware.by_device_name(device) == (hardware.GPUS[name] if name else None)
     assert (hardware.peak_flops(device) is None) is (name is None)
+
+
+def test_a_gpu_has_the_links_of_its_form():
+    """A PCIe card has no NVLink, an export version a narrower one, and a superchip a wider link to its host."""
+    sent = {name: (gpu.link_gbs, gpu.host_gbs) for name, gpu in hardware.GPUS.items()}
+    for name in sent:
+        if name.endswith("-pcie"):
+            assert sent[name][0] == sent[name][1] < sent[name.removesuffix("-pcie")][0]
+    assert sent["h800-80g"][0] < sent["h100-80g"][0] and sent["a800-80g"][0] < sent["a100-80g"][0]
+    assert min(sent["gh200-96g"][1], sent["gb200-186g"][1], sent["gb300-288g"][1]) > 3 * sent["h200-141g"][1]
+    named = [gpu.device_name for gpu in hardware.GPUS.values()]
+    assert len(set(named)) == len(named) and all(
+        hardware.by_device_name(gpu.device_name) == gpu for gpu in hardware.GPUS.values()
+    )
+
+
+@pytest.mark.parametrize(
+    ("short", "name"),
+    [
+        ("h200", "h200-141g"), ("H100", "h100-80g"), ("h100-sxm", "h100-80g"), ("h100-pcie", "h100-80g-pcie"),
+        ("h100-80gb", "h100-80g"), ("4090", "rtx4090-24g"), ("rtx4090", "rtx4090-24g"), ("RTX 4090", "rtx4090-24g"),
+        ("NVIDIA GeForce RTX 5080", "rtx5080-16g"), ("a6000", "a6000-48g"), ("RTX A6000", "a6000-48g"),
+        ("rtx6000-ada", "rtx6000ada-48g"), ("rtx-pro-6000", "rtxpro6000-96g"), ("b200", "b200-180g"),
+        ("gb200", "gb200-186g"), ("t4", "t4-16g"), ("4070ti", "rtx4070ti-12g"), ("h200-nvl", "h200-141g-nvl"),
+    ],
+)  # fmt: skip
+def test_a_short_name_is_understood(short, name):
+    assert hardware.find(short) == hardware.GPUS[name]
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("short", "says"),
+    [
+        ("a100", "there are several: a100-40g, a100-80g; name one"),
+        ("gh200", "there are several: gh200-144g, gh200-96g; name one"),
+        ("mi300x-192g", "AMD's GPUs are not supported yet"),
+        ("MI300X", "AMD's GPUs are not supported yet"),
+        ("h100-8g", "not in the table; did you mean h100-80g"),
+        ("m60", r"not in the table\. Known: "),
+    ],
+)
+def test_a_short_name_that_is_no_or_several_gpus(short, says):
+    with pytest.raises(UserError, match=f"^--gpu_type {short}: {says}"):
+        hardware.find(short)
 
 
 def test_a_slice_can_be_described_by_the_user(tmp_path, monkeypatch):

@@ -176,33 +176,77 @@ class Gpu:
     fp8: bool = False  # whether it has products of 8-bit floats
 
 
-# From NVIDIA's data sheets. memory_gib as nvidia-smi shows it; link_gbs: half of NVLink's two-way figure, or PCIe.
+# From NVIDIA's data sheets and whitepapers. memory_gib as nvidia-smi shows it, or torch's total
+# where an out-of-memory message tells it; link_gbs: half of NVLink's two-way figure, or PCIe; host_gbs: what PCIe 3, 4
+# and 5 x16 reach of theirs, and half of NVLink-C2C's two-way figure (the two GPUs of a GB200 share it).
 GPUS = {
+    "gb300-288g": Gpu("GB300", 277.5, 2500.0, 8000, 900, 225, fp8=True),
+    "gb200-186g": Gpu("GB200", 185.0, 2500.0, 8000, 900, 225, fp8=True),
+    "b300-288g": Gpu("B300", 268.5, 2250.0, 8000, 900, 56, fp8=True),
     "b200-180g": Gpu("B200", 179.0, 2250.0, 8000, 900, 56, fp8=True),
+    "gh200-144g": Gpu("GH200 144G", 142.5, 989.0, 4900, 450, 450, fp8=True),
+    "gh200-96g": Gpu("GH200", 94.5, 989.0, 4000, 450, 450, fp8=True),
+    "h200-141g-nvl": Gpu("H200 NVL", 139.8, 835.0, 4800, 450, 56, fp8=True),
     "h200-141g": Gpu("H200", 139.8, 989.0, 4800, 450, 56, fp8=True),
     "h100-80g-pcie": Gpu("H100 PCIe", 79.6, 756.0, 2000, 56, 56, fp8=True),
     "h100-94g-nvl": Gpu("H100 NVL", 93.6, 835.0, 3900, 300, 56, fp8=True),
     "h100-80g": Gpu("H100", 79.6, 989.0, 3350, 450, 56, fp8=True),
+    "h800-80g-pcie": Gpu("H800 PCIe", 79.6, 756.0, 2000, 56, 56, fp8=True),
+    "h800-80g": Gpu("H800", 79.6, 989.0, 3350, 200, 56, fp8=True),
+    "h20-141g": Gpu("H20-3e", 139.8, 148.0, 4800, 450, 56, fp8=True),
+    "h20-96g": Gpu("H20", 95.0, 148.0, 4000, 450, 56, fp8=True),
     "a100-40g": Gpu("A100-SXM4-40GB", 39.4, 312.0, 1555, 300, 25),
     "a100-40g-pcie": Gpu("A100-PCIE-40GB", 39.4, 312.0, 1555, 25, 25),
+    "a100-80g-pcie": Gpu("A100 80GB PCIe", 79.3, 312.0, 1935, 25, 25),
     "a100-80g": Gpu("A100", 79.3, 312.0, 2039, 300, 25),
+    "a800-80g-pcie": Gpu("A800 80GB PCIe", 79.3, 312.0, 1935, 25, 25),
+    "a800-80g": Gpu("A800", 79.3, 312.0, 2039, 200, 25),
     "l40s-48g": Gpu("L40S", 44.5, 362.0, 864, 25, 25, fp8=True),
     "l40-48g": Gpu("L40", 44.5, 181.0, 864, 25, 25, fp8=True),
+    "l20-48g": Gpu("L20", 44.5, 119.5, 864, 25, 25, fp8=True),
     "l4-24g": Gpu("L4", 22.0, 121.0, 300, 25, 25, fp8=True),
+    "a40-48g": Gpu("A40", 44.4, 149.7, 696, 25, 25),
+    "a30-24g": Gpu("A30", 23.5, 165.0, 933, 25, 25),
     "a10g-24g": Gpu("A10G", 22.0, 70.0, 600, 25, 25),
     "a10-24g": Gpu("A10", 22.0, 125.0, 600, 25, 25),
     "v100-32g": Gpu("V100-SXM2-32GB", 31.7, 125.0, 900, 150, 12, bf16=False),
+    "v100-32g-pcie": Gpu("V100-PCIE-32GB", 31.7, 112.0, 900, 12, 12, bf16=False),
+    "v100-16g-pcie": Gpu("V100-PCIE-16GB", 15.8, 112.0, 900, 12, 12, bf16=False),
     "v100-16g": Gpu("V100", 15.8, 125.0, 900, 150, 12, bf16=False),
     "t4-16g": Gpu("T4", 14.6, 65.0, 320, 12, 12, bf16=False),
+    "rtxpro6000-96g": Gpu("RTX PRO 6000", 94.9, 503.8, 1792, 56, 56, fp8=True),
+    "rtx6000ada-48g": Gpu("RTX 6000 Ada", 47.5, 364.2, 960, 25, 25, fp8=True),
+    "a6000-48g": Gpu("RTX A6000", 47.5, 154.8, 768, 25, 25),
+    "a5000-24g": Gpu("RTX A5000", 23.5, 111.1, 768, 25, 25),
     "rtx5090-32g": Gpu("RTX 5090", 31.4, 209.5, 1792, 56, 56, fp8=True),
+    "rtx5080-16g": Gpu("RTX 5080", 15.4, 112.6, 960, 56, 56, fp8=True),
+    "rtx5070ti-16g": Gpu("RTX 5070 Ti", 15.4, 87.9, 896, 56, 56, fp8=True),
+    "rtx5070-12g": Gpu("RTX 5070", 11.5, 61.7, 672, 56, 56, fp8=True),
+    "rtx5060ti-16g": Gpu("RTX 5060 Ti", 15.4, 47.4, 448, 25, 25, fp8=True),
     "rtx4090-24g": Gpu("RTX 4090", 23.5, 165.2, 1008, 25, 25, fp8=True),
-    "rtx3090-24g": Gpu("RTX 3090", 23.6, 71.0, 936, 25, 25),
+    "rtx4080super-16g": Gpu("RTX 4080 SUPER", 15.6, 104.4, 736, 25, 25, fp8=True),
+    "rtx4080-16g": Gpu("RTX 4080", 15.6, 97.5, 717, 25, 25, fp8=True),
+    "rtx4070tisuper-16g": Gpu("RTX 4070 Ti SUPER", 15.6, 88.2, 672, 25, 25, fp8=True),
+    "rtx4070ti-12g": Gpu("RTX 4070 Ti", 11.6, 80.2, 504, 25, 25, fp8=True),
+    "rtx4070super-12g": Gpu("RTX 4070 SUPER", 11.6, 71.0, 504, 25, 25, fp8=True),
+    "rtx4070-12g": Gpu("RTX 4070", 11.6, 58.3, 504, 25, 25, fp8=True),
     "rtx4060ti-16g": Gpu("RTX 4060 Ti", 15.6, 44.1, 288, 12, 12, fp8=True),
+    "rtx4060-8g": Gpu("RTX 4060", 7.7, 30.2, 272, 12, 12, fp8=True),
+    "rtx3090ti-24g": Gpu("RTX 3090 Ti", 23.6, 80.0, 1008, 25, 25),
+    "rtx3090-24g": Gpu("RTX 3090", 23.6, 71.0, 936, 25, 25),
+    "rtx3080ti-12g": Gpu("RTX 3080 Ti", 11.6, 68.2, 912, 25, 25),
+    "rtx3080-10g": Gpu("RTX 3080", 9.7, 59.5, 760, 25, 25),
+    "rtx3070ti-8g": Gpu("RTX 3070 Ti", 7.7, 43.5, 608, 25, 25),
+    "rtx3070-8g": Gpu("RTX 3070", 7.7, 40.6, 448, 25, 25),
+    "rtx3060ti-8g": Gpu("RTX 3060 Ti", 7.7, 32.4, 448, 25, 25),
     "rtx3060-12g": Gpu("RTX 3060", 11.6, 25.5, 360, 25, 25),
 }
 
 
-OTHER_CHIPS = {"MIG", "Laptop", "Ti"}  # words of a device name: a slice of the GPU, another chip of the same name
+# Words of a device name: a slice of the GPU, another chip of the same name.
+OTHER_CHIPS = {"MIG", "Laptop", "Ti", "SUPER"}
+
+AMD = r"(amd|instinct|radeon|mi\d)"  # how names of GPUs begin for which there is no build of the kit's libraries
 
 BEFORE_SM_75 = ("V100", "P100", "P40")  # in device names: GPUs for which CUDA 13 has no kernels
 
@@ -269,21 +313,37 @@ def find(name: str, count: int | None = None) -> Gpu:
         base = asdict(known_gpu or GPUS["a100-80g"])
         return Gpu(**{**base, "device_name": device.name, "memory_gib": round(device.usable_bytes / 2**30, 2),
                       "bf16": device.capability >= (8, 0), "fp8": device.capability >= FP8_CAPABILITY})  # fmt: skip
-    if name.lower() not in known:
-        close = difflib.get_close_matches(name.lower(), known, 1, 0.5)
+    meant = [name.lower()] if name.lower() in known else [key for key in known if _stands_for(name, key)]
+    if len(meant) > 1:
+        raise UserError(f"--gpu_type {name}: there are several: {', '.join(meant)}; name one of them.")
+    if not meant and re.match(AMD, name.lower()):
+        raise UserError(
+            f"--gpu_type {name}: AMD's GPUs are not supported yet: the pinned torch, DeepSpeed and bitsandbytes are "
+            f"those for CUDA. An entry in {USER_TABLE}=file.json gives figures for its memory all the same."
+        )
+    if not meant:
+        close = difflib.get_close_matches(name.lower(), known, 1, 0.7)
         hint = f"; did you mean {close[0]}?" if close else "."
         raise UserError(
             f"--gpu_type {name}: not in the table{hint} Known: {', '.join(known)}; more with {USER_TABLE}=file.json."
         )
-    return known[name.lower()]
+    return known[meant[0]]
+
+
+def _stands_for(name: str, key: str) -> bool:
+    """Return whether a user's name is a table's without its memory: h200, 4090, "RTX 4090", h100-sxm."""
+
+    def plain(text: str) -> str:
+        return re.sub(r"nvidia|geforce|rtx|sxm\d?|[^a-z0-9]", "", re.sub(r"(?<=\d)gb", "g", text.lower()))
+
+    return plain(name) in (plain(key), plain(re.sub(r"-\d+g", "", key)))
 
 
 def by_device_name(device_name: str) -> Gpu | None:
     """Return the table's entry for a torch device name; None if unknown, a MIG slice or a laptop chip."""
     words = set(device_name.split())
     for gpu in table().values():
-        # GH200 and GB200, with a CPU in the package, have the GPUs H200 and B200.
-        matches = re.search(rf"(?<!\w)G?{re.escape(gpu.device_name)}(?!\w)", device_name)
+        matches = re.search(rf"(?<!\w){re.escape(gpu.device_name)}(?!\w)", device_name)
         if matches and not (OTHER_CHIPS & words) - set(gpu.device_name.split()):
             return gpu
     return None

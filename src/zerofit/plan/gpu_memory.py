@@ -16,6 +16,7 @@ CONTEXT_GIB = {
     "L40S": 0.5,
     "L40": 0.5,
     "RTX 4090": 0.5,
+    "RTX 6000 Ada": 0.5,
     "RTX 3090": 0.5,
     "RTX 5090": 0.6,
 }
@@ -30,13 +31,15 @@ NCCL_GIB = {"within a node": 0.8, "across nodes": 1.5}
 # 8 x H100, where 1.5 to 2.5 in all are usual: no message is known. A run measures it (outside_allocator of run.json).
 NVLS_GIB = 1.2
 
-WITH_NVLS = ("H100", "H200", "B200")
+WITH_NVLS = ("H100", "H200", "H800", "H20", "B200", "B300")
 
 # cuBLAS has a workspace for each of two handles (the main thread's and autograd's), counted by the allocator:
 # aten/src/ATen/cuda/CublasHandlePool.cpp, 32 MiB from Hopper on, else 8 MiB and 128 KiB. cuBLASLt's is 1 MiB.
 WORKSPACE_BYTES = {"Hopper": 2 * 32 * 2**20, "older": 2 * (8 * 2**20 + 128 * 2**10)}
 
-SINCE_HOPPER = ("H100", "H200", "B200", "GH200", "GB200", "RTX 5090")
+SINCE_HOPPER = (
+    *WITH_NVLS, "GH200", "GB200", "GB300", "RTX PRO 6000", "RTX 5060", "RTX 5070", "RTX 5080", "RTX 5090",
+)  # fmt: skip
 
 FRAGMENTATION = 0.03  # of the allocated bytes: what the allocator loses to fragmentation where it is not simulated
 
