@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, recipe_process, run_world, slow_but
+from conftest import TINY, recipe_process, run_world, slow_but, two_layers
 
 from zerofit import recipe
 from zerofit.base.errors import UserError
@@ -22,6 +22,7 @@ from zerofit.model.load import load_model, load_tokenizer
 from zerofit.train.trainer import ZerofitTrainer
 
 SHORT = [
+    "--model", two_layers(),
     "--data", str(TINY / "train.jsonl"), "--max_samples", "28", "--num_train_epochs", "2", "--save_strategy", "no",
     "--effective_batch_size", "8", "--num_samples", "0", "--use_cpu", "true",
 ]  # fmt: skip

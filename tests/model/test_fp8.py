@@ -6,7 +6,7 @@ import sys
 import pytest
 import test_compiled
 import torch
-from conftest import ROOT, TINY, run_world, slow_but
+from conftest import ROOT, TINY, run_world, slow_but, two_layers
 from torch.multiprocessing.reductions import StorageWeakRef
 from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
@@ -21,7 +21,7 @@ from zerofit.plan import candidates, formulas, simulate
 
 ON = ["--fp8", "true", "--bf16", "true"]
 
-COMMON = [*test_compiled.COMMON, "--bf16", "true"]
+COMMON = [*test_compiled.COMMON, "--model", two_layers(), "--bf16", "true"]
 
 # Of the losses of 20 steps against bf16, relative. Chosen after 0.05 held for padded rows and one step in 20 was 0.075
 # off for rows without padding, which are scaled together.
@@ -185,9 +185,8 @@ def test_a_plan_is_faster_only_where_the_casts_are_compiled():
     ("recipe", "flags"),
     [
         ("sft", "--zero 3"),
-        ("lora", "--zero 2"),
         *(pytest.param("sft", f"--zero {zero}", marks=pytest.mark.slow) for zero in (0, 1, 2)),
-        *(pytest.param("lora", f"--zero {zero}", marks=pytest.mark.slow) for zero in (0, 3)),
+        *(pytest.param("lora", f"--zero {zero}", marks=pytest.mark.slow) for zero in (0, 2, 3)),
     ],
 )
 def test_a_plan_has_the_bytes_of_real_tensors(recipe, flags, emulated):

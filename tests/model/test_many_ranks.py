@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from conftest import ROOT, TINY, run_world
+from conftest import ROOT, TINY, run_world, two_layers
 
 from zerofit.base import hardware
 from zerofit.config import resolve
@@ -68,7 +68,7 @@ def test_two_ranks_train_the_same_with_whole_layers(tmp_path):
     config["zero_optimization"] |= layers
     file = tmp_path / "layers.json"
     file.write_text(json.dumps(config))
-    common = ["--model", str(TINY / "model"), "--data", str(TINY / "train.jsonl"), "--max_samples", "32",
+    common = ["--model", two_layers(), "--data", str(TINY / "train.jsonl"), "--max_samples", "32",
               "--max_steps", "4", "--effective_batch_size", "8", "--logging_steps", "1", "--num_samples", "0",
               "--save_strategy", "no"]  # fmt: skip
     cases = {

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from conftest import ROOT, TINY, run_python, run_world, runs_slow, slow_but
+from conftest import ROOT, TINY, run_python, run_world, runs_slow, slow_but, two_layers
 
 from zerofit.base import command_line
 from zerofit.base.errors import UserError
@@ -17,6 +17,7 @@ from zerofit.parallel import sequence_parallel
 # --- the whole runs ---
 
 COMMON = [
+    "--model", two_layers(),
     "--data", str(TINY / "train.jsonl"), "--max_samples", "18", "--num_train_epochs", "1",
     "--effective_batch_size", "4", "--logging_steps", "1", "--save_strategy", "no", "--eval_fraction", "0.25",
     "--per_device_eval_batch_size", "2", "--num_samples", "1", "--max_tokens_per_sample", "4",

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world, runs_slow, slow_but
+from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world, runs_slow, slow_but, two_layers
 
 from zerofit.checkpoint import background, integrity, pickles
 from zerofit.checkpoint.facts import ASIDE, read_facts
@@ -18,6 +18,7 @@ from zerofit.job import run_folder
 from zerofit.plan import formulas
 
 FLAGS = [
+    "--model", two_layers(),
     "--data", str(TINY / "train.jsonl"), "--max_samples", "48", "--effective_batch_size", "8", "--num_samples", "0",
     "--per_device_train_batch_size", "4", "--learning_rate", "1e-3", "--max_steps", "8", "--logging_steps", "1",
     "--save_strategy", "steps", "--save_steps", "2", "--save_total_limit", "2",

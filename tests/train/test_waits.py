@@ -3,9 +3,9 @@
 import json
 
 import pytest
-from conftest import ROOT, TINY, run_python
+from conftest import ROOT, TINY, run_python, two_layers
 
-COMMON = f"""--model {TINY / "model"} --data {TINY / "train.jsonl"} --max_samples 32 --max_steps 6
+COMMON = f"""--model {two_layers()} --data {TINY / "train.jsonl"} --max_samples 32 --max_steps 6
     --effective_batch_size 8 --per_device_train_batch_size 2 --logging_steps 10 --num_samples 0 --save_strategy no
     --use_cpu true --dataloader_num_workers 1""".split()
 
