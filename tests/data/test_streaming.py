@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, Run, recipe_process, run_world
+from conftest import TINY, Run, recipe_process, run_world, two_layers
 
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
@@ -16,6 +16,7 @@ from zerofit.data import streaming as data_streaming
 from zerofit.job import program
 
 FLAGS = [
+    "--model", two_layers(),
     "--data", str(TINY / "train.jsonl"), "--streaming", "--max_steps", "8", "--max_samples", "40",
     "--effective_batch_size", "8", "--shuffle_buffer_size", "16", "--logging_steps", "1", "--learning_rate", "1e-4",
     "--num_samples", "0", "--lr_scheduler_type", "constant", "--save_strategy", "no",

@@ -788,6 +788,7 @@ while asked.received is None or sys.argv[1] == "hangs":
         step += 1
         heartbeat.beat(step)
     time.sleep(0.05)
+time.sleep(0.3)  # it saves while more signals come
 sys.exit(75)
 '''
 for line in sys.stdin:
