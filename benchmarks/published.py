@@ -15,13 +15,11 @@ where the source does not say which, is compared with the last. Class A: the sou
 and of torch, the length of every row, the attention kernel, precision and optimizer, whether logits are whole, and what
 the figure is of; B: one of these is not stated (the point's note says which); C: it used kernels or code that zerofit
 does not have, or rows of different lengths in segments that do not expand; fit: only that it ran, or ran out of memory.
-Figures that contradict others of their source (CONTRADICTS) are listed with their errors, but are no measure of a plan.
+No point of class A or B is left out: two figures of one source that contradict each other are both counted.
 """
 
 import argparse
 import csv
-import functools
-import itertools
 import json
 import os
 import shlex
@@ -81,11 +79,7 @@ SIMULATED = {"F": "overwrites_logits", "L": "copies_logits", "O": "keeps_outputs
 
 NEEDS_LESS = {"F"}  # differences with which a job needs less memory than its plan without them
 
-# Two figures of one source contradict each other where the job that needs at least as much has the lower one: the same
-# settings, or one of NEEDS_MORE larger and all else equal. One of the two then has a cause that the source does not
-# state, and nothing says which one, so neither is held against a plan.
-CONTRADICTS = 0.01  # beyond the rounding of figures
-NEEDS_MORE = ("--max_length", "--per_device_train_batch_size")
+SUPPOSED = {"S"}  # differences that nobody has verified: errors are given without them too
 
 REASONS = {
     "K": "fused Triton kernels (RMSNorm, RoPE, LoRA, cross entropy in place) that zerofit does not have",
@@ -118,45 +112,6 @@ def speeds() -> list[dict]:
         row["plan"] = candidate.tokens_per_second
         row["error"] = row["plan"] / float(row["tokens_per_second"]) - 1
     return rows
-
-
-@functools.cache
-def contradicted() -> dict[tuple[str, str], str]:
-    """Return {(id, kind of figure): id of the point that it contradicts} of all points."""
-    return contradictions(points())
-
-
-def contradictions(rows: list[dict]) -> dict[tuple[str, str], str]:
-    """Return {(id, kind of figure): id of the other point} of figures that contradict each other (CONTRADICTS)."""
-    found, jobs = {}, [(row, _job(row)) for row in rows if row["class"] in ("A", "B")]
-    for (less, job), (more, larger_job) in itertools.permutations(jobs, 2):
-        if not _needs_no_more(job, larger_job):
-            continue
-        for kind in KINDS:
-            if less[kind] and more[kind] and float(less[kind]) > (1 + CONTRADICTS) * float(more[kind]):
-                found |= {(less["id"], kind): more["id"], (more["id"], kind): less["id"]}
-    return found
-
-
-def _job(point: dict) -> dict[str, str | bool]:
-    """Return what the source ran, setting by setting; the batch of a step is left out, which repeats micro batches."""
-    job = {name: point[name] for name in ("source", "gpu", "gpus", "model", "method", "differences")}
-    job["expandable_segments"], flag = _expandable(point), ""
-    for word in shlex.split(point["flags"]):
-        if word.startswith("--"):
-            flag, job[word] = word, ""
-        else:
-            job[flag] = f"{job[flag]} {word}".strip()
-    job.pop("--effective_batch_size", None)
-    return job
-
-
-def _needs_no_more(job: dict, other: dict) -> bool:
-    """Return whether the jobs are the same, or the first one differs in a smaller NEEDS_MORE alone."""
-    if len(different := {name for name, _ in job.items() ^ other.items()}) != 1:
-        return not different
-    (name,) = different
-    return name in NEEDS_MORE and float(job[name]) < float(other[name])
 
 
 def _expandable(point: dict) -> bool:
@@ -249,30 +204,38 @@ def _differences(point: dict, candidate, gpu) -> dict[str, int]:
 
 
 def compare(point: dict, planned: dict) -> list[dict]:
-    """Return a row for each figure of the point: {"kind", "measured", "plan", "error", "after", "error_after"}."""
+    """Return a row for each figure of the point: {"kind", "measured", "plan", "error", "after", "error_after", ...}.
+
+    error_after: with all known differences; error_sure: without those that are SUPPOSED.
+    """
     rows = []
     for kind in KINDS:
         if not point[kind] or point["class"] == "fit" or "failed" in planned:
             continue
-        size = planned["driver" if kind == "unknown" else kind]
-        more = sum(
-            bytes_more
-            for letter, bytes_more in planned["differences"].items()
-            if kind == "allocated" or not DIFFERENCES[letter][1]
-        )
-        after = (planned.get("alike") or planned)["driver" if kind == "unknown" else kind] + more
-        if kind != "allocated":  # a full GPU returns unused segments
-            least = 0 if NEEDS_LESS & set(point["differences"].split()) else size
-            after = max(least, min(after, int(hardware.find(point["gpu"]).memory_gib * GIB)))
-        measured, other = float(point[kind]), contradicted().get((point["id"], kind))
+        size, measured = planned["driver" if kind == "unknown" else kind], float(point[kind])
+        after, sure = (_with_differences(point, planned, kind, without) / GIB for without in (set(), SUPPOSED))
         rows.append({
-            "id": point["id"], "class": "contradicted" if other else point["class"], "job": job_of(point),
+            "id": point["id"], "class": point["class"], "job": job_of(point), "gpus": int(point["gpus"]),
             "kind": kind, "measured": measured,
-            "plan": size / GIB, "error": size / GIB / measured - 1, "after": after / GIB,
-            "error_after": after / GIB / measured - 1,
-            "why": "; ".join(filter(None, (_why(point), f"contradicted by {other}" if other else ""))),
+            "plan": size / GIB, "error": size / GIB / measured - 1, "after": after,
+            "error_after": after / measured - 1, "error_sure": sure / measured - 1, "why": _why(point),
         })  # fmt: skip
     return rows
+
+
+def _with_differences(point: dict, planned: dict, kind: str, without: set[str]) -> int:
+    """Return the planned bytes of a kind of figure with the known differences of the point, but for some."""
+    name = "driver" if kind == "unknown" else kind
+    after = (planned.get("alike") or planned)[name] + sum(
+        more
+        for letter, more in planned["differences"].items()
+        if letter not in without and (kind == "allocated" or not DIFFERENCES[letter][1])
+    )
+    if kind == "allocated":
+        return after
+    least = 0 if NEEDS_LESS & set(point["differences"].split()) else planned[name]
+    # a full GPU returns unused segments
+    return max(least, min(after, int(hardware.find(point["gpu"]).memory_gib * GIB)))
 
 
 def job_of(point: dict) -> str:
@@ -291,22 +254,26 @@ def _why(point: dict) -> str:
 
 def summary(rows: list[dict]) -> list[str]:
     """Return a table of errors by class, kind of figure and kind of job."""
-    lines = ["| figures | n | median error | median size | worst | after known differences | median size | worst |"]
-    lines += ["|---|---|---|---|---|---|---|---|"]
+    lines = [
+        "| figures | n | median error | median size | worst | after known differences | median size | worst "
+        "| after those that are not supposed (S) | median size | worst |",
+        "|---|---|---|---|---|---|---|---|---|---|---|",
+    ]
     groups = {"A, all": lambda r: r["class"] == "A", "A and B, all": lambda r: r["class"] in "AB"}
+    groups["A and B, one GPU"] = lambda r: r["class"] in "AB" and r["gpus"] == 1
+    groups["A and B, several GPUs"] = lambda r: r["class"] in "AB" and r["gpus"] > 1
     for kind in KINDS:
         groups[f"A, {kind}"] = lambda r, kind=kind: r["class"] == "A" and r["kind"] == kind
     for kind in KINDS:
         groups[f"A and B, {kind}"] = lambda r, kind=kind: r["class"] in "AB" and r["kind"] == kind
     for job in sorted({row["job"] for row in rows}):
         groups[f"A and B, {job}"] = lambda r, job=job: r["class"] in "AB" and r["job"] == job
-    groups["contradicted by their own source"] = lambda r: r["class"] == "contradicted"
     groups["C: not comparable"] = lambda r: r["class"] == "C"
     for name, belongs in groups.items():
         group = [row for row in rows if belongs(row)]
         if group:
-            plain, after = ([row[key] for row in group] for key in ("error", "error_after"))
-            lines.append(f"| {name} | {len(group)} | {_three(plain)} | {_three(after)} |")
+            columns = (_three([row[key] for row in group]) for key in ("error", "error_after", "error_sure"))
+            lines.append(f"| {name} | {len(group)} | {' | '.join(columns)} |")
     return lines
 
 
@@ -327,10 +294,6 @@ def against_bounds(rows: list[dict]) -> list[str]:
             f"- {name}: median size {statistics.median(sizes):.1%} (bound {median_bound:.0%}), worst {max(sizes):.1%} "
             f"(bound {bound:.0%}){'; beyond it: ' + ', '.join(beyond) if beyond else ''}."
         )
-    left_out = [row for row in rows if row["class"] == "contradicted"]
-    if left_out:
-        errors = ", ".join(f"{row['id']} {row['kind']} {row['error_after']:+.1%}" for row in left_out)
-        lines.append(f"- Contradicted by their own source, and so in neither: {errors}.")
     return ["Bounds, on the errors after known differences:", "", *lines]
 
 

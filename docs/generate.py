@@ -220,6 +220,27 @@ def patches() -> list[str]:
     return lines
 
 
+ACCURACY = ("<!-- made by docs/generate.py from benchmarks/results/published.md -->\n", "<!-- end -->\n")
+
+
+def with_accuracy(page: Path) -> str:
+    """Return a page with its lines between ACCURACY from the result of benchmarks/published.py."""
+    lines = (ROOT / "benchmarks" / "results" / "published.md").read_text().splitlines()
+    rows = {cells[1]: cells[2:] for line in lines if len(cells := [c.strip() for c in line.split("|")]) > 11}
+
+    one, several = (rows[f"A and B, {kind}"] for kind in ("one GPU", "several GPUs"))
+    sizes = [cell.lstrip("+-") for row in (one, several) for cell in (row[5], row[6], row[0], row[2], row[8])]
+    text = (
+        "Beside figures that others measured, plans of **one GPU** are {} off in the median, {} at worst ({} of them),\n"
+        "of **several GPUs** {} and {} ({}). Known differences of their programs are added; without them the medians\n"
+        "are {} and {}, without one that is only supposed {} and {} ([points]({}benchmarks/results/published.md)).\n"
+    ).format(*sizes[:3], *sizes[5:8], sizes[3], sizes[8], sizes[4], sizes[9], "../" * (page.parent == DOCS))
+    if page.parent == ROOT:  # an item of a list
+        text = f"- {text}".replace("\n", "\n  ").rstrip(" ")
+    before, rest = page.read_text().split(ACCURACY[0])
+    return before + ACCURACY[0] + text + ACCURACY[1] + rest.split(ACCURACY[1])[1]
+
+
 def first_line(file: Path) -> str:
     """Return the first paragraph of a file's docstring on one line."""
     text = ast.get_docstring(ast.parse(file.read_text())) or ""
@@ -231,6 +252,8 @@ def main() -> None:
         DOCS / "flags.md": flags(),
         DOCS / "code.md": code(),
         DOCS / "compatibility.md": compatibility(),
+        ROOT / "README.md": with_accuracy(ROOT / "README.md"),
+        DOCS / "planning.md": with_accuracy(DOCS / "planning.md"),
     }
     if "--check" in sys.argv:
         stale = [page.name for page, text in pages.items() if not page.exists() or page.read_text() != text]
