@@ -231,7 +231,7 @@ def with_accuracy(page: Path) -> str:
     one, several = (rows[f"A and B, {kind}"] for kind in ("one GPU", "several GPUs"))
     sizes = [cell.lstrip("+-") for row in (one, several) for cell in (row[5], row[6], row[0], row[2], row[8])]
     text = (
-        "Beside figures that others measured, plans of **one GPU** are {} off in the median, {} at worst ({} of them),\n"
+        "Beside figures that others measured, plans of **one GPU** are {} off in the median, {} at worst ({}),\n"
         "of **several GPUs** {} and {} ({}). Known differences of their programs are added; without them the medians\n"
         "are {} and {}, without one that is only supposed {} and {} ([points]({}benchmarks/results/published.md)).\n"
     ).format(*sizes[:3], *sizes[5:8], sizes[3], sizes[8], sizes[4], sizes[9], "../" * (page.parent == DOCS))
