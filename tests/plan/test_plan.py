@@ -16,6 +16,7 @@ import psutil
 import pytest
 from conftest import ROOT, TINY, recipe_process, run_world
 from transformers import AutoConfig
+from transformers.models.auto import modeling_auto
 
 from zerofit.base import command_line, hardware
 from zerofit.base.errors import UserError
@@ -1199,6 +1200,63 @@ def test_an_image_text_model_is_refused(kind, tmp_path):
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=rf"^--model .*: {kind} is an image-text model, .* name a text-only checkpoint"):
         candidates.candidates("sft", job(["--model", str(tmp_path), "--zero", "2"]), 2, GPU)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("kind", "said"),
+    [("bert", "a bidirectional model"), ("bart", "an encoder-decoder model"), ("musicgen", "an encoder-decoder model")],
+)
+def test_what_is_no_causal_language_model_is_refused(kind, said, tmp_path):
+    """Though transformers has a causal class of each."""
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=rf"^--model .*: {kind} is {said}"):
+        candidates.candidates("sft", job(["--model", str(tmp_path), "--zero", "2"]), 2, GPU)
+
+
+def test_a_decoder_of_that_class_is_planned(tmp_path):
+    AutoConfig.for_model("bert", is_decoder=True).save_pretrained(tmp_path)
+    assert candidates.candidates("sft", job(["--model", str(tmp_path), "--zero", "2"]), 2, GPU)
+
+
+FEW_TYPES = ("llama", "qwen3_next", "gpt_oss", "deepseek_v3", "falcon_h1", "mamba2", "dots1", "hunyuan_v1_moe")
+
+
+@pytest.mark.parametrize("method", ["sft", "lora"])
+@pytest.mark.parametrize(
+    "kind",
+    [
+        kind if kind in FEW_TYPES else pytest.param(kind, marks=pytest.mark.slow)
+        for kind in modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES
+    ],
+)
+def test_each_type_of_model_is_planned_or_refused_in_a_sentence(kind, method, tmp_path):
+    """From the defaults of its configuration class."""
+    try:
+        config = AutoConfig.for_model(kind)
+    except Exception as error:
+        pytest.skip(f"transformers has no default configuration of {kind}: {type(error).__name__}")
+    config.save_pretrained(tmp_path)
+    flags = "--zero 3 --offload none --gradient_checkpointing true --per_device_train_batch_size 1 --sp_size 1"
+    words = ["--model", str(tmp_path), *flags.split(), "--tp_size", "1"]
+    try:
+        (planned,) = candidates.candidates(method, job(words, method), 8, GPU)
+    except UserError as error:
+        assert str(error).startswith("--")
+    else:
+        assert planned.shape.parameters > 1e6 and planned.peak > planned.shape.parameters / 8
+
+
+@pytest.mark.oracle
+def test_a_base_in_bf16_is_counted_so_in_a_run_in_fp32():
+    """--bf16 false --dtype bfloat16: DeepSpeed casts nothing, and the base stays as it is."""
+    words = [*FLAGS_1B, "--zero", "0", "--gradient_checkpointing", "true", "--per_device_train_batch_size", "1"]
+    sizes = {}
+    for dtype in ("bfloat16", "float32"):
+        request = job([*words, "--bf16", "false", "--dtype", dtype], "lora")
+        (planned,) = candidates.candidates("lora", request, 1, GPU)
+        sizes[dtype] = planned.shape.frozen_bytes
+    assert sizes == {"bfloat16": 2, "float32": 4}
 
 
 def test_a_folder_without_config(tmp_path):

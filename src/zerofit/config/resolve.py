@@ -96,6 +96,7 @@ def resolve_for_model(settings: Settings, config=None) -> None:
     if settings.knows_model:
         return
     config = load.load_config(settings) if config is None else config
+    load.check_kind(settings, config)
     settings.thaw()
     for technique in techniques_of(settings):
         technique.resolve_for_model(settings, config)

@@ -273,24 +273,19 @@ def check_model(settings, config=None):
 
     Args: settings: after resolve.resolve_for_model. config: the model's; default: its config.json.
     Returns: the model, without memory for weights.
-    Raises: UserError for an image-text model, and for an attention implementation or target modules that do not exist.
+    Raises: UserError for a config.json of which transformers can build no model, and for an attention implementation
+        or target modules that do not exist.
     """
     import torch
-    from transformers import AutoModelForCausalLM
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     from zerofit.model import fused_loss, tiled_mlp
 
     unset_hf_deepspeed_config()  # one of an earlier run in this process would shard the model
     config = load_config(settings) if config is None else config
-    _check_text_only(settings, config)
     try:
         with torch.device("meta"):
-            model = AutoModelForCausalLM.from_config(
-                config,
-                attn_implementation=settings.attn_implementation,
-                trust_remote_code=settings.trust_remote_code,
-            )
+            model = _built(settings, config)
             if settings.trains_adapter:
                 adapters.add_adapter(model, settings)
         fused_loss.install(settings, model)
@@ -301,17 +296,52 @@ def check_model(settings, config=None):
     return model
 
 
-def _check_text_only(settings, config) -> None:
-    """Raise UserError for a model of which transformers has only an image-text class, or uses it for text too."""
+def _built(settings, config):
+    """Return the causal model of a configuration. Raises: UserError where transformers' class cannot be built of it."""
+    from transformers import AutoModelForCausalLM
+
+    own_code = settings.trust_remote_code
+    try:
+        return AutoModelForCausalLM.from_config(
+            config, attn_implementation=settings.attn_implementation, trust_remote_code=own_code
+        )
+    except (ValueError, ImportError):  # of the attention implementation; said as it is
+        raise
+    except Exception as error:  # of any class: what a model's own code does with values that do not fit each other
+        raise UserError(
+            f"--model {settings.model}: transformers cannot build a causal language model of its config.json "
+            f"({config.model_type}): {type(error).__name__}: {first_line(error)}"
+        ) from None
+
+
+def check_kind(settings, config) -> None:
+    """Raise UserError for a model that is no causal language model of text.
+
+    transformers builds some of them as one: a decoder without its encoder, a bidirectional model, which sees what it is
+    to predict.
+    """
     from transformers.models.auto import modeling_auto
 
     name = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     own_code = settings.trust_remote_code and hasattr(config, "auto_map")
     of_images = name is None or name in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
-    if hasattr(config, "vision_config") and of_images and not own_code:
+    masked = config.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
+    if own_code:
+        return
+    if hasattr(config, "vision_config") and of_images:
         raise UserError(
             f"--model {settings.model}: {config.model_type} is an image-text model, and transformers has no causal "
             "language model of this type; name a text-only checkpoint."
+        )
+    if getattr(config, "is_encoder_decoder", False):
+        raise UserError(
+            f"--model {settings.model}: {config.model_type} is an encoder-decoder model; these recipes train causal "
+            "language models; name one."
+        )
+    if masked and not getattr(config, "is_decoder", False):
+        raise UserError(
+            f"--model {settings.model}: {config.model_type} is a bidirectional model: each token sees the next one, "
+            "which it would learn to copy; name a causal language model (its config.json would say is_decoder true)."
         )
 
 

@@ -427,13 +427,10 @@ def shape_of(settings, gpu: hardware.Gpu | None = None) -> Shape:
     from zerofit.model.load import check_model, load_config, weight_dtype
 
     resolve.resolve_for_model(settings)
-    try:
-        model = check_model(settings)
-    except NotImplementedError as error:
-        raise UserError(f"--model {settings.model}: cannot be built without weights: {error}.") from None
-    config = load_config(settings)
+    model, config = check_model(settings), load_config(settings)
     has_liger = gpu is not None and liger.will_run(settings, gpu.device_name)
-    fp32 = settings.precision == "fp32" or (settings.deepspeed is None and weight_dtype(settings) == "float32")
+    cast = settings.deepspeed is not None and settings.precision != "fp32"  # by DeepSpeed's engine, to 16 bits
+    fp32 = weight_dtype(settings) == "float32" and not cast
     each = {4: 0.55, 8: 1.0}.get(quantization.bits(settings))
     if each is None:
         return replace(formulas.shape(config, model, 4.0 if fp32 else 2.0), liger=has_liger)
