@@ -1247,6 +1247,19 @@ def test_each_type_of_model_is_planned_or_refused_in_a_sentence(kind, method, tm
         assert planned.shape.parameters > 1e6 and planned.peak > planned.shape.parameters / 8
 
 
+@pytest.mark.parametrize("kind", ["falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"])
+def test_all_linear_leaves_out_what_peft_refuses_in_mamba_layers(kind, tmp_path):
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    words = ["--model", str(tmp_path), "--zero", "2"]
+    assert candidates.candidates("lora", job(words, "lora"), 2, GPU)  # peft takes it
+    settings = resolve.resolve_settings("lora", [*words, "--data", "none"], 2, GPU)
+    resolve.resolve_for_model(settings)
+    assert settings.adapter_config == ["exclude_modules=[out_proj, conv1d]"]
+    assert any("peft adapts neither" in line for line in settings.decisions)
+    with pytest.raises(UserError, match="incompatible with Mamba-based models"):
+        candidates.candidates("lora", job([*words, "--lora_target_modules", "out_proj"], "lora"), 2, GPU)
+
+
 @pytest.mark.oracle
 def test_a_base_in_bf16_is_counted_so_in_a_run_in_fp32():
     """--bf16 false --dtype bfloat16: DeepSpeed casts nothing, and the base stays as it is."""

@@ -25,6 +25,10 @@ OWN_TARGETS = ("ia3", "ln_tuning", "adaption_prompt", *PROMPTS)
 # twice the rank, as the adapter alone would be wrong on the original base.
 CHANGES_BASE = r"pissa(_niter_\d+)?|olora"
 
+# Adapters and model types of peft's tuners_utils._check_lora_target_modules_mamba.
+_LORA_LIKE = ("lora", "adalora", "randlora")
+_WITH_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
+
 _KEEPS_BASE = ("true", "gaussian", "orthogonal")
 
 # Flag -> candidate fields of peft's configuration classes; the first that a class has is used.
@@ -84,6 +88,17 @@ def resolve(settings) -> None:
             f"--init_lora_weights {init} with rank_pattern or alpha_pattern: it is saved as a plain LoRA of one rank; "
             "leave one of the two out."
         )
+
+
+def resolve_for_model(settings, config) -> None:
+    """Leave out of all-linear what peft refuses in a model with Mamba layers, whose kernels read these weights."""
+    words = settings.values.get("adapter_config") or []
+    of_all = settings.trains_adapter and settings.lora_target_modules == ["all-linear"]
+    if not of_all or settings.adapter not in _LORA_LIKE or config.model_type not in _WITH_MAMBA:
+        return
+    if not any(word.startswith("exclude_modules=") for word in words):
+        why = f"peft adapts neither in {config.model_type}, whose Mamba kernels read their weights"
+        decide(settings, "adapter_config", [*words, "exclude_modules=[out_proj, conv1d]"], why)
 
 
 def _resolve_prompts(settings) -> None:
@@ -462,5 +477,6 @@ TECHNIQUES = (
             ),
         ),
     ),
-    Technique(name="adapters", resolve=resolve),  # last: it turns padding_free off for prompts, which is refused above
+    # last: it turns padding_free off for prompts, which is refused above
+    Technique(name="adapters", resolve=resolve, resolve_for_model=resolve_for_model),
 )
