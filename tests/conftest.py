@@ -43,10 +43,6 @@ def pytest_configure(config):
     global isolated, of_all_workers
     isolated = config.getoption("isolated")
     of_all_workers = getattr(config, "workerinput", {}).get("fork_server", "")
-    if hasattr(config, "workerinput"):
-        import torch
-
-        torch.set_num_threads(1)  # more would wait for cores that other workers use, turning round
     if not GPU_TESTS:
         return
     import torch
@@ -99,7 +95,12 @@ def process_as_before():
 
 
 @pytest.fixture(autouse=True)
-def isolated_test():
+def isolated_test(request):
+    """Restore what a test changes, and one thread a worker: more would spin on cores that other workers use."""
+    if hasattr(request.config, "workerinput"):
+        import torch
+
+        torch.set_num_threads(1)  # each time: code under test sets all cores, as for a run of one process
     with process_as_before():
         yield
 
