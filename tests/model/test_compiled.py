@@ -83,7 +83,7 @@ def results(model, batch) -> list[torch.Tensor]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("checkpointing", [False, True])
+@pytest.mark.parametrize("checkpointing", slow_but([True, False], [False]))
 def test_all_layers_and_lengths_share_the_graphs_of_the_first(checkpointing, graphs, capsys):
     compiled_one, eager = models(checkpointing)
     counts = []
@@ -117,7 +117,8 @@ def adapted(*flags) -> tuple:
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", slow_but(["lora", "ia3", "prompt_tuning"], ["ia3"]))
+@pytest.mark.parametrize("kind", ["lora", "ia3", "prompt_tuning"])
+@pytest.mark.slow
 def test_adapters_have_the_gradients_of_eager_layers(kind, graphs):
     ids = torch.randint(5, 60, (2, 24))
     batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
@@ -149,6 +150,7 @@ def kept_bytes(model, batch) -> int:
 
 
 @needs_compiler
+@pytest.mark.slow
 def test_compiled_layers_keep_no_more_than_a_plan_counts(graphs):
     """A plan simulates the layers without compiling them."""
     compiled_one, eager = models(checkpointing=False)
@@ -156,7 +158,8 @@ def test_compiled_layers_keep_no_more_than_a_plan_counts(graphs):
     assert kept_bytes(compiled_one, batch) < kept_bytes(eager, batch)
 
 
-@pytest.mark.parametrize("recipe", slow_but(["sft", "lora"], ["sft"]))
+@pytest.mark.parametrize("recipe", ["sft", "lora"])
+@pytest.mark.slow
 def test_a_plan_has_the_bytes_of_real_tensors(recipe):
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import plan as benchmark

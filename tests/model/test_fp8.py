@@ -184,11 +184,11 @@ def test_a_plan_is_faster_only_where_the_casts_are_compiled():
 @pytest.mark.parametrize(
     ("recipe", "flags"),
     [
-        ("sft", "--zero 3"),
-        *(pytest.param("sft", f"--zero {zero}", marks=pytest.mark.slow) for zero in (0, 1, 2)),
-        *(pytest.param("lora", f"--zero {zero}", marks=pytest.mark.slow) for zero in (0, 2, 3)),
+        *(("sft", f"--zero {zero}") for zero in range(4)),
+        *(("lora", f"--zero {zero}") for zero in (0, 2, 3)),
     ],
 )
+@pytest.mark.slow
 def test_a_plan_has_the_bytes_of_real_tensors(recipe, flags, emulated):
     sys.path.insert(0, str(ROOT / "benchmarks"))
     import plan as benchmark

@@ -101,7 +101,8 @@ def random_model(folder, layers: int):
     return str(folder)
 
 
-@pytest.mark.parametrize("checkpointing", ["true", pytest.param("false", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("checkpointing", ["true", "false"])
+@pytest.mark.slow
 def test_a_qlora_step_at_stage_3_holds_no_gathered_layer(checkpointing, tmp_path):
     """Real packed weights, the real engine as rank 0 of 2: bytes beside the model's own do not grow with its depth."""
     (tmp_path / "live.json").write_text(json.dumps(NOTHING_LIVE))
