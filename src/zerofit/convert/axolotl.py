@@ -16,13 +16,17 @@ def _recipe(done: Conversion) -> None:
     rl, adapter = done.take("rl"), done.take("adapter")
     if rl and rl not in PREFERENCE:
         done.refuse(f"rl: {rl}", f"has no counterpart: {OTHER_JOBS}")
-    for key in ("reward_model", "process_reward_model"):
+    for key in ("reward_model", "process_reward_model", "diffusion", "kd_trainer"):
         if done.take(key):
             done.refuse(key, f"has no counterpart: {OTHER_JOBS}")
+    if done.take("processor_type"):
+        done.differ("processor_type: rows with images, videos or audios are refused; their model's text part trains.")
     done.recipe = done.recipe or ("dpo" if rl else "lora" if adapter else "sft")
     if rl:
         _preference(done, rl)
     if not adapter:
+        for key in [key for key in done.unread if key.startswith("lora_")]:
+            done.lose(key, "the file has no adapter, so all weights train")
         return
     if done.recipe == "dpo":
         done.put("adapter", "lora", "adapter")
@@ -154,8 +158,10 @@ def _batch(done: Conversion) -> None:
     if size and size > 1:
         done.put("sp_size", size, key)
         done.differ(f"{key}: heads are exchanged (Ulysses), not a ring: it must divide the model's attention heads.")
-    if (size := done.take("tensor_parallel_size", 1)) > 1:
-        done.put("tp_size", size, "tensor_parallel_size")
+    if (width := done.take("tensor_parallel_size", 1)) > 1:
+        done.put("tp_size", width, "tensor_parallel_size")
+        if done.lines.pop("sp_size", None):
+            done.lose(str(key), "rows are split over GPUs or layers are, not both: tp_size is written")
     shared.batch(
         done,
         ("micro_batch_size" if micro else None, micro, 1),
@@ -188,8 +194,9 @@ def _times(done: Conversion) -> None:
 def _machine(done: Conversion) -> None:
     """Convert precision, attention, kernels, sharding and trackers."""
     shared.precision(done)
-    if done.take("bfloat16"):
-        done.put("bf16", True, "bfloat16")
+    for key, name in (("bfloat16", "bf16"), ("float16", "fp16")):
+        if done.take(key):
+            shared.half(done, name, key)
     shared.tf32(done)
     for key in ("flash_attention", "attn_implementation", "sdp_attention", "eager_attention", "xformers_attention"):
         value = done.take(key)
@@ -258,6 +265,8 @@ KIT = Kit(
         "dpo_label_smoothing": Key("label_smoothing"),
         "precompute_ref_log_probs": Key("precompute_ref_log_probs"),
         "seed": Key("seed", default=42),
+        "reinit_weights": Key("random_init", values={False: None}),
+        "tiled_mlp": Key("tiled_mlp", values={False: None, True: "auto"}),
         "logging_steps": Key("logging_steps"),
         "max_samples": Key("max_samples"),
         "streaming": Key("streaming", values={False: None}),
@@ -294,27 +303,34 @@ KIT = Kit(
         "special tokens are the tokenizer's own; words as one token each: new_tokens": "special_tokens "
         "added_tokens_overrides eot_tokens resize_token_embeddings_to_32x default_system_message",
         "rows are padded to the longest of a batch, or not at all (padding_free)": "pad_to_sequence_len "
-        "pad_to_multiple_of eval_sample_packing sample_packing_* multipack_real_batches batch_flattening "
+        "pad_to_multiple_of eval_sample_packing sample_packing_* multipack_real_batches streaming_multipack_buffer_size batch_flattening "
         "eval_batch_size eval_sequence_len min_sample_len max_prompt_len",
         "merge the adapter into its base first, and give the merged folder as model": "lora_model_dir",
         "resume with zerofit resume, or resume_from_checkpoint": "resume_from_checkpoint",
         "a run stops by itself only on NaN; there is no early stopping": "early_stopping_patience loss_watchdog_*",
         "evaluation computes the loss": "eval_table_size eval_max_new_tokens do_bench_eval do_causal_lm_eval "
-        "eval_causal_lm_metrics generate_samples num_generation_samples generation_*",
+        "eval_causal_lm_metrics generate_samples num_generation_samples generation_* accelerator_config",
         "fused_lora and compile_layers are this kit's kernels (docs/kernels.md)": "lora_mlp_kernel lora_qkv_kernel "
-        "lora_o_kernel lora_embedding_kernel flash_attn_* fused_attn_kernel use_kernels torch_compile*",
+        "lora_o_kernel lora_embedding_kernel flash_attn_* fused_attn_kernel use_kernels torch_compile* flex_attn* "
+        "flash_optimum gemma4_hybrid_attn_impl chunked_cross_entropy* sdpa_varlen use_glm_dsa_kernels dsv4_* pretrain_multipack_*",
         "LoRA's layers and ranks are the same everywhere": "peft_layers_to_transform peft_layers_pattern "
         "lora_rank_pattern lora_alpha_pattern lora_target_parameters lora_fan_in_fan_out peft unfrozen_parameters",
         "repeated rows are counted by zerofit data and limited by max_duplicate_fraction": "dataset_exact_deduplication",
         "one learning rate for all weights (loraplus_lr_ratio aside); optim_args as text: a=1,b=2": "embedding_lr* lr_groups "
-        "optim_args optim_target_modules lr_quadratic_warmup cosine_constant_lr_ratio loraplus_lr_embedding",
-        "no quantized training of this kind": "qat quantization gptq fp8* relora*",
+        "optim_args optim_target_modules lr_quadratic_warmup cosine_constant_lr_ratio eta_min adam_eps loraplus_lr_embedding",
+        "no method of this kind": "qat quantization gptq fp8* relora* lisa_* use_onebitllms jagged_restart_* use_pose pose_* "
+        "use_eaft eaft_* llmcompressor",
+        "zero: 3 shards experts and all other weights": "expert_parallel_* dp_shard_size dp_replicate_size "
+        "quantize_moe_experts use_scattermoe use_sonicmoe llama4_linearized_experts experts_implementation kt_config",
+        "the model's config.json decides": "model_config model_quantization_config* bnb_config_kwargs ple_cpu_offload "
+        "base_model_ignore_patterns tokenizer_use_mistral_common experimental_skip_move_to_device",
+        "the chat template alone decides what it writes": "chat_template_kwargs",
         "images are not trained": "skip_prepare_dataset remove_unused_columns image_size image_resize_algorithm "
         "freeze_mm_modules",
         "ray starts zerofit with launchers/ray (docs/ray.md)": "use_ray ray_*",
         "weights of data sets: data: [a.jsonl:2]": "shuffle_merged_datasets shuffle_before_merging_datasets",
         "not needed here": "strict ddp* local_rank debug device_map xformers_attention s2_attention "
-        "low_cpu_mem_usage save_safetensors save_first_step include_tkps is_preprocess gc_steps "
+        "use_otel_metrics otel_* low_cpu_mem_usage max_packed_sequence_len save_safetensors save_first_step include_tkps is_preprocess gc_steps "
         "save_only_model dataset_keep_in_memory include_tokens_per_second heads_k_stride ring_attn_func trl vllm",
     },
     meaning=(

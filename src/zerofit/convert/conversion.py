@@ -74,6 +74,7 @@ class Conversion:
 
     def __init__(self, kit: Kit, given: dict[str, Any], file: Path, gpus: int | None = None, recipe: str = ""):
         self.kit, self.given, self.file, self.gpus = kit, sections(given) if kit.nested else dict(given), file, gpus
+        self.sections = given  # as the file has them; `given` is one level of a nested file
         self.recipe = recipe  # "": not known yet
         self.lines: dict[str, Line] = {}
         self.on_gpus: dict[str, Line] = {}  # what a machine without a GPU would refuse

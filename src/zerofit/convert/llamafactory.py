@@ -16,6 +16,8 @@ KINDS = {"full": "sft", "lora": "lora", "oft": "lora"}
 def _recipe(done: Conversion) -> None:
     """Choose the recipe from `stage` and `finetuning_type`, and write the preference loss and the adapter."""
     stage, kind = done.take("stage", "sft"), done.take("finetuning_type", "lora")
+    if key := next((key for key in ("train_dataset", "dist_config", "peft_config") if key in done.given), None):
+        done.refuse(key, "is of LLaMA-Factory's new layout (v1), whose keys are not read here")
     if done.given.get("export_dir") or not (done.take("do_train") or done.given.get("dataset")):
         done.refuse("do_train", "the file trains nothing (it exports, chats or predicts)")
     if stage not in ("pt", "sft", "dpo"):
@@ -229,8 +231,11 @@ KIT = Kit(
         "the position embeddings are the model's own": "rope_scaling shift_attn mixture_of_depths",
         "galore_adamw and apollo_adamw are optimizers here, with optim_args: rank=16": "use_galore galore_* use_apollo "
         "apollo_*",
+        "of Megatron: zero, tp_size and pp_size (recipes/pipeline.py) split a model": "tensor_model_parallel_size "
+        "pipeline_model_parallel_size expert_model_parallel_size virtual_pipeline* moe_* overlap_* recompute_* use_mca "
+        "use_distributed_optimizer apply_rope_fusion bias_activation_fusion sequence_parallel",
         "no optimizer or method of this kind": "use_badam badam_* use_adam_mini use_llama_pro freeze_trainable_* "
-        "freeze_extra_modules use_dft_loss use_asft_loss asft_alpha use_eaft_loss eaft_alpha use_mca use_kt kt_* "
+        "freeze_extra_modules use_dft_loss use_asft_loss asft_alpha use_eaft_loss eaft_alpha use_kt kt_* "
         "use_hyper_parallel hyper_parallel_args ld_alpha pref_bco_weight early_stopping_steps",
         "images, videos and audios are not trained": "image_* video_* freeze_vision_tower media_dir crop_to_patches "
         "freeze_multi_modal_projector freeze_language_model use_audio_in_video audio_sampling_rate",
@@ -242,7 +247,7 @@ KIT = Kit(
         "ray starts zerofit with launchers/ray (docs/ray.md)": "use_ray ray_* resources_per_worker placement_strategy",
         "not needed here": "low_cpu_mem_usage upcast_* infer_* print_param_status use_kv_cache quantization_type "
         "double_quantization quantization_device_map pissa_convert disable_shuffling ddp_timeout_ "
-        "include_effective_tokens_per_second moe_aux_loss_coef interleave_probs ignore_pad_token_for_loss offload_folder "
+        "include_effective_tokens_per_second interleave_probs ignore_pad_token_for_loss offload_folder "
         "vllm_* sglang_* loraplus_lr_embedding fp8_* enable_torch_profiler profil*",
     },
     meaning=(

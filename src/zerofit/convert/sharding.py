@@ -5,7 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from zerofit.convert.conversion import Conversion, Key, Kit, Rule, as_object
+from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, as_object
 
 DEEPSPEED_FILE = "what the file says is what runs with `--deepspeed FILE`, instead of zero and offload"
 
@@ -101,8 +101,10 @@ def _accelerate(done: Conversion) -> None:
     else:
         done.lose("distributed_type", f"there is no {kind} here; zero: 3 shards the model")
     precision = str(done.take("mixed_precision", "no"))
-    if precision in ("bf16", "fp16"):
-        done.put(precision, True, "mixed_precision")
+    if precision == "bf16":
+        done.put("bf16", True, "mixed_precision")
+    elif precision == "fp16":
+        done.on_gpus["fp16"] = Line(True, "mixed_precision")
     elif precision == "fp8":
         done.lose("mixed_precision", "fp8: true computes the decoder layers' matrices in 8 bits, on GPUs that can")
 
@@ -164,9 +166,11 @@ def _own_json(done: Conversion) -> None:
     ):
         if value not in (None, "auto"):
             done.put(ours, value, theirs)
-    for name in ("bf16", "fp16"):
-        if (done.take(name) or {}).get("enabled") is True:
-            done.put(name, True, f"{name}: enabled")
+    enabled = [name for name in ("bf16", "fp16") if (done.take(name) or {}).get("enabled") is True]
+    if "bf16" in enabled:
+        done.put("bf16", True, "bf16: enabled")
+    elif enabled:
+        done.on_gpus["fp16"] = Line(True, "fp16: enabled")
     _optimizer(done)
     _scheduler(done)
 
@@ -217,7 +221,7 @@ DEEPSPEED = Kit(
     lost={
         DEEPSPEED_FILE: "steps_per_print wall_clock_breakdown zero_allow_untested_optimizer prescale_gradients "
         "zero_force_ds_cpu_optimizer communication_data_type activation_checkpointing aio amp tensorboard wandb "
-        "flops_profiler gradient_predivide_factor sparse_attention compression_training",
+        "flops_profiler gradient_predivide_factor compile sparse_attention compression_training",
     },
     meaning=("The file itself can be used as it is, with --deepspeed FILE.",),
 )  # fmt: skip

@@ -133,12 +133,21 @@ def precision(done: Conversion, bf16: str = "bf16", fp16: str = "fp16") -> None:
     """Write bf16 or fp16 where they are asked for; `auto` is what happens here without."""
     for ours, key in (("bf16", bf16), ("fp16", fp16)):
         value = done.take(key)
-        if value is True or str(value).lower() == "true" or value == "full":
-            done.put(ours, True, key)
+        if str(value).lower() in ("true", "full"):
+            half(done, ours, key)
     done.differ(
         "precision: weights that train are kept in fp32 and computed in bf16, which needs more memory than bf16 weights; "
         "pure_bf16: true keeps them in bf16."
     )
+
+
+def half(done: Conversion, name: str, key: str) -> None:
+    """Write bf16; fp16 is for GPUs, as it needs a loss scaler, and chosen there by itself where bf16 is missing."""
+    if name == "bf16":
+        done.put("bf16", True, key)
+    else:
+        done.on_gpus["fp16"] = Line(True, key)
+        done.differ(f"{key}: fp16 is chosen by itself on GPUs without bf16 arithmetic; on others take the # away.")
 
 
 def attention(done: Conversion, key: str, value: str | None) -> None:
@@ -236,7 +245,7 @@ def evaluation(done: Conversion, has_rows: bool, strategy: str | None = "eval_st
     chosen = "no" if chosen is False else chosen
     origin = next((key for key in keys[:2] if values[key] is not None), None)
     if has_rows and chosen is not None:
-        done.put("eval_strategy", chosen, origin)
+        done.put("eval_strategy", chosen, origin or "eval_steps")
         if chosen == "steps" and values["eval_steps"]:
             done.put("eval_steps", values["eval_steps"], "eval_steps")
     elif has_rows and strategy:

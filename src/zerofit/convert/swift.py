@@ -185,7 +185,7 @@ def _machine(done: Conversion) -> None:
     """Convert precision, attention, kernels, sharding, trackers and the template."""
     dtype = str(done.first("torch_dtype", "dtype")[1] or "")
     if dtype in ("float16", "fp16") and "fp16" not in done.given:
-        done.put("fp16", True, "torch_dtype")
+        shared.half(done, "fp16", "torch_dtype")
     elif dtype in ("bfloat16", "bf16") and "bf16" not in done.given:
         done.put("bf16", True, "torch_dtype")
     shared.precision(done)

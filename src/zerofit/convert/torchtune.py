@@ -35,6 +35,8 @@ def _recipe(done: Conversion) -> None:
                       ("policy_model._component_", "PPO"), ("tasks", "evaluation"), ("prompt.user", "generation")):  # fmt: skip
         if key in done.given and (what != "quantized training" or "dataset._component_" not in done.given):
             done.refuse(key.partition(".")[0], f"is of {what}: zerofit trains SFT, LoRA and preference pairs")
+    if not any(key.startswith(("dataset", "optimizer")) for key in done.given):
+        done.refuse("optimizer", "is not there: the file trains nothing (it generates, evaluates or quantizes)")
     if not model or "vision" in model or "clip" in model:
         done.refuse(f"model: {model or 'none'}", "has no counterpart: zerofit trains language models on text")
     builder = model.rpartition(".")[2]
@@ -91,10 +93,9 @@ def _model(done: Conversion) -> None:
 
 def _data(done: Conversion) -> None:
     """Convert the data set, or a list of them, by its builder."""
-    listed = done.take("dataset")
-    if not isinstance(listed, list):
-        prefix = "dataset."
-        listed = [{key[len(prefix):]: done.take(key) for key in list(done.given) if key.startswith(prefix)}]
+    listed = done.sections.get("dataset") or []
+    listed = listed if isinstance(listed, list) else [listed]
+    done.unread = {key for key in done.unread if key != "dataset" and not key.startswith("dataset.")}
     sources, masks = [], set()
     for one in listed:
         source, on_prompt = _source(done, one)
@@ -146,6 +147,7 @@ def _training(done: Conversion) -> None:
     done.put("num_train_epochs", epochs or 1, key)
     if limit := done.take("max_steps_per_epoch"):
         done.put("max_steps", number(limit) * number(epochs or 1), "max_steps_per_epoch x epochs")
+        done.differ("max_steps_per_epoch: so many steps are made here even where an epoch has fewer.")
     kind = str(done.take("optimizer._component_", "torch.optim.AdamW")).rpartition(".")[2]
     shared.optimizer(done, "optimizer", OPTIMIZERS.get(kind, kind))
     for theirs, ours, default in (("optimizer.lr", "learning_rate", 1e-3), ("optimizer.weight_decay", "weight_decay", 0.01),
@@ -235,13 +237,14 @@ KIT = Kit(
     ),
     lost={
         "the tokenizer is the model folder's": "tokenizer",
-        "rows are shuffled, and resumed with zerofit resume": "shuffle resume_from_checkpoint checkpointer "
+        "the files of the model's folder are all read": "checkpointer",
+        "rows are shuffled, and a run goes on with zerofit resume": "shuffle resume_from_checkpoint "
         "save_adapter_weights_only enable_async_checkpointing keep_last_n_checkpoints save_last_epoch_only",
         "compile_layers: true compiles the decoder layers": "compile*",
         "the loss is computed in chunks by itself (fused_loss)": "loss num_output_chunks",
         "not needed here": "device log_peak_memory_stats log_level custom_sharded_layers fsdp_reshard_after_forward "
         "optimizer_in_bwd cudnn_deterministic_mode metric_logger ac_mode ac_option memory_efficient_fsdp_wrap "
-        "run_val_every_n_steps batch_size_val base_dir model_dir",
+        "tensor_parallel_plan quantizer run_val_every_n_steps batch_size_val base_dir model_dir",
         "memory_report: true records a step": "profiler",
     },
     meaning=(

@@ -10,6 +10,8 @@ PREFERENCE_KEYS = ("beta", "max_prompt_length", "precompute_ref_log_probs", "rpo
                    "reference_free", "simpo_gamma", "cpo_alpha", "f_divergence_type", "sync_ref_model", "use_weighting",
                    "ref_model_init_kwargs", "truncation_mode_of_pairs", "loss_weights", "max_completion_length")  # fmt: skip
 
+EVAL_SPLITS = ("eval", "validation", "valid", "val", "dev", "test")  # that are found by themselves in a hub set
+
 LOSSES = ("sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero", "simpo", "orpo")
 
 OTHER_JOBS = {  # keys of trainers that have no counterpart
@@ -149,8 +151,8 @@ def _training(done: Conversion) -> None:
     shared.schedule_arguments(done)
     given = done.take("optim")
     shared.optimizer(done, given and "optim", given)
-    done.unread -= {"do_eval"}
-    shared.evaluation(done, "eval_fraction" in done.lines)
+    held_out = "eval_fraction" in done.lines or done.given.get("dataset_test_split", "test") in EVAL_SPLITS
+    shared.evaluation(done, held_out and str(done.given.get("eval_strategy", "no")) not in ("no", "False"))
     shared.saving(done)
 
 
