@@ -30,8 +30,9 @@ def main(argv: list[str]) -> None:
     args = parser.parse_args(argv)
     if args.gpus is not None and args.gpus < 1:
         raise UserError(f"--gpus {args.gpus}: it must be 1 or more.")
-    done = of_files(args.files, args.kit, args.recipe, args.gpus)
-    output = args.output or f"{Path(args.files[0]).stem}.zerofit.yaml"
+    files = [part for word in args.files for part in ([word] if Path(word).exists() else word.split() or [word])]
+    done = of_files(files, args.kit, args.recipe, args.gpus)
+    output = args.output or f"{done.file.stem}.zerofit.yaml"
     command = _command(done, "FILE" if output == "-" else output)
     text = page.text(done, command)
     check(done, text)
@@ -109,9 +110,12 @@ def check(done: Conversion, text: str) -> None:
             said = str(error).replace(str(file), f"{done.file}, converted")
             raise UserError(f"{said} Correct it in {done.file}.") from None
     for name, line in done.lines.items():
-        words, is_allowed = defaults.RANGES.get(name, defaults.ANY)
-        if isinstance(line.value, int | float) and not is_allowed(line.value):
-            raise UserError(f"{done.file}: {line.origin} is {line.value}: it must be {words} ({name}).")
+        words, is_allowed = defaults.RANGES.get(name, (None, None))
+        if words and line.value != "auto":
+            is_number = isinstance(line.value, int | float)
+            if not is_number or not is_allowed(line.value):
+                what = words if is_number else "a number"
+                raise UserError(f"{done.file}: {line.origin} is {line.value}: it must be {what} ({name}).")
 
 
 def _command(done: Conversion, output: str) -> str:
