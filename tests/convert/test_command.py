@@ -87,7 +87,7 @@ def test_it_refuses(text, flags, sentence, theirs, tmp_path):
 @pytest.mark.bad_input
 def test_it_overwrites_nothing(theirs, tmp_path):
     (tmp_path / "mine.yaml").write_text("zero: 3\n")
-    with pytest.raises(UserError, match="mine.yaml: is there already; remove it, or name another with --output"):
+    with pytest.raises(UserError, match=r"mine\.yaml: is there already; remove it, or name another with --output"):
         convert.main([str(theirs), "--output", "mine.yaml"])
     assert (tmp_path / "mine.yaml").read_text() == "zero: 3\n"
 
@@ -121,7 +121,9 @@ def test_a_foreign_file_as_config_gives_one_short_sentence(text, kit, tmp_path, 
 def test_no_file_of_ours_is_taken_for_another_kits():
     recipe = parse.program.recipe_of("dpo")
     for file in [*ROOT.glob("examples/*.yaml"), *ROOT.glob("examples/tiny/**/*.yaml")]:
-        assert kits.foreign(yaml.safe_load(file.read_text()), str(file), frozenset(parse._argument_names(recipe))) is None
+        assert (
+            kits.foreign(yaml.safe_load(file.read_text()), str(file), frozenset(parse._argument_names(recipe))) is None
+        )
 
 
 def test_a_single_foreign_key_is_answered_by_its_name(tmp_path):

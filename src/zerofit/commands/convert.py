@@ -23,8 +23,12 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="zerofit convert", allow_abbrev=False, description=__doc__)
     known = ", ".join(kit.name for kit in kits.KITS)
     parser.add_argument("files", nargs="+", help=f"their YAML or JSON files, of one job: {known}")
-    parser.add_argument("--output", default="", help="the file to write (default NAME.zerofit.yaml here; -: the terminal)")
-    parser.add_argument("--recipe", default="", choices=["", *RECIPES], help="where the file does not say what it trains")
+    parser.add_argument(
+        "--output", default="", help="the file to write (default NAME.zerofit.yaml here; -: the terminal)"
+    )
+    parser.add_argument(
+        "--recipe", default="", choices=["", *RECIPES], help="where the file does not say what it trains"
+    )
     parser.add_argument("--kit", default="", help="whose file it is, where its keys do not say")
     parser.add_argument("--gpus", type=int, help="GPUs of the original: write its effective batch, for any number here")
     args = parser.parse_args(argv)
@@ -56,7 +60,9 @@ def of_files(files: list[str], kit: str = "", recipe: str = "", gpus: int | None
     jobs = [one for one in read if one[2] not in kits.LAUNCHERS]
     if len(jobs) > 1:
         raise UserError(f"{jobs[1][0]}: one job at a time, {jobs[0][0]} is one too.")
-    launchers = [convert(theirs, values, file, recipe=recipe) for file, values, theirs in read if theirs in kits.LAUNCHERS]
+    launchers = [
+        convert(theirs, values, file, recipe=recipe) for file, values, theirs in read if theirs in kits.LAUNCHERS
+    ]
     if not jobs:
         done = launchers[0]
         done.recipe = done.recipe or "sft"

@@ -2,7 +2,7 @@
 
 from typing import Any
 
-from zerofit.convert import shared, sharding
+from zerofit.convert import sharding, shared
 from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, number, words
 from zerofit.convert.templates import template
 
@@ -240,9 +240,12 @@ def _template(done: Conversion) -> None:
 KIT = Kit(
     name="axolotl",
     version="0.19.0",
-    marks=("base_model", "micro_batch_size", "sequence_len", "num_epochs", "sample_packing", "val_set_size", "datasets",
-           "dataset_prepared_path", "lora_target_linear", "lr_scheduler", "optimizer", "pad_to_sequence_len",
-           "flash_attention", "evals_per_epoch", "saves_per_epoch", "train_on_inputs", "special_tokens"),
+    marks=(
+        "base_model", "micro_batch_size", "sequence_len", "num_epochs", "sample_packing", "val_set_size",
+        "datasets", "dataset_prepared_path", "lora_target_linear", "lr_scheduler", "optimizer",
+        "pad_to_sequence_len", "flash_attention", "evals_per_epoch", "saves_per_epoch", "train_on_inputs",
+        "special_tokens",
+    ),
     keys={
         "base_model": Key("model"),
         "revision_of_model": Key("model_revision"),
@@ -300,42 +303,65 @@ KIT = Kit(
              "bf16, fp16, tf32, attn_implementation, use_liger_kernel, report_to", _machine),
     ),
     lost=shared.NO_COUNTERPART | {
-        "special tokens are the tokenizer's own; words as one token each: new_tokens": "special_tokens "
-        "added_tokens_overrides eot_tokens resize_token_embeddings_to_32x default_system_message",
-        "rows are padded to the longest of a batch, or not at all (padding_free)": "pad_to_sequence_len "
-        "pad_to_multiple_of eval_sample_packing sample_packing_* multipack_real_batches streaming_multipack_buffer_size batch_flattening "
-        "eval_batch_size eval_sequence_len min_sample_len max_prompt_len",
+        "special tokens are the tokenizer's own; words as one token each: new_tokens": (
+            "special_tokens added_tokens_overrides eot_tokens resize_token_embeddings_to_32x default_system_message"
+        ),
+        "rows are padded to the longest of a batch, or not at all (padding_free)": (
+            "pad_to_sequence_len pad_to_multiple_of eval_sample_packing sample_packing_* multipack_real_batches "
+            "streaming_multipack_buffer_size batch_flattening eval_batch_size eval_sequence_len min_sample_len "
+            "max_prompt_len"
+        ),
         "merge the adapter into its base first, and give the merged folder as model": "lora_model_dir",
         "resume with zerofit resume, or resume_from_checkpoint": "resume_from_checkpoint",
         "a run stops by itself only on NaN; there is no early stopping": "early_stopping_patience loss_watchdog_*",
-        "evaluation computes the loss": "eval_table_size eval_max_new_tokens do_bench_eval do_causal_lm_eval "
-        "eval_causal_lm_metrics generate_samples num_generation_samples generation_* accelerator_config",
-        "fused_lora and compile_layers are this kit's kernels (docs/kernels.md)": "lora_mlp_kernel lora_qkv_kernel "
-        "lora_o_kernel lora_embedding_kernel flash_attn_* fused_attn_kernel use_kernels torch_compile* flex_attn* "
-        "flash_optimum gemma4_hybrid_attn_impl chunked_cross_entropy* sdpa_varlen use_glm_dsa_kernels dsv4_* pretrain_multipack_*",
-        "LoRA's layers and ranks are the same everywhere": "peft_layers_to_transform peft_layers_pattern "
-        "lora_rank_pattern lora_alpha_pattern lora_target_parameters lora_fan_in_fan_out peft unfrozen_parameters",
-        "repeated rows are counted by zerofit data and limited by max_duplicate_fraction": "dataset_exact_deduplication",
-        "one learning rate for all weights (loraplus_lr_ratio aside); optim_args as text: a=1,b=2": "embedding_lr* lr_groups "
-        "optim_args optim_target_modules lr_quadratic_warmup cosine_constant_lr_ratio eta_min adam_eps loraplus_lr_embedding",
-        "no method of this kind": "qat quantization gptq fp8* relora* lisa_* use_onebitllms jagged_restart_* use_pose pose_* "
-        "use_eaft eaft_* llmcompressor",
-        "zero: 3 shards experts and all other weights": "expert_parallel_* dp_shard_size dp_replicate_size "
-        "quantize_moe_experts use_scattermoe use_sonicmoe llama4_linearized_experts experts_implementation kt_config",
-        "the model's config.json decides": "model_config model_quantization_config* bnb_config_kwargs ple_cpu_offload "
-        "base_model_ignore_patterns tokenizer_use_mistral_common experimental_skip_move_to_device",
+        "evaluation computes the loss": (
+            "eval_table_size eval_max_new_tokens do_bench_eval do_causal_lm_eval eval_causal_lm_metrics "
+            "generate_samples num_generation_samples generation_* accelerator_config"
+        ),
+        "fused_lora and compile_layers are this kit's kernels (docs/kernels.md)": (
+            "lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel flash_attn_* fused_attn_kernel "
+            "use_kernels torch_compile* flex_attn* flash_optimum gemma4_hybrid_attn_impl chunked_cross_entropy* "
+            "sdpa_varlen use_glm_dsa_kernels dsv4_* pretrain_multipack_*"
+        ),
+        "LoRA's layers and ranks are the same everywhere": (
+            "peft_layers_to_transform peft_layers_pattern lora_rank_pattern lora_alpha_pattern "
+            "lora_target_parameters lora_fan_in_fan_out peft unfrozen_parameters"
+        ),
+        "repeated rows are counted by zerofit data and limited by max_duplicate_fraction": (
+            "dataset_exact_deduplication"
+        ),
+        "one learning rate for all weights (loraplus_lr_ratio aside); optim_args as text: a=1,b=2": (
+            "embedding_lr* lr_groups optim_args optim_target_modules lr_quadratic_warmup cosine_constant_lr_ratio "
+            "eta_min adam_eps loraplus_lr_embedding"
+        ),
+        "no method of this kind": (
+            "qat quantization gptq fp8* relora* lisa_* use_onebitllms jagged_restart_* use_pose pose_* use_eaft "
+            "eaft_* llmcompressor"
+        ),
+        "zero: 3 shards experts and all other weights": (
+            "expert_parallel_* dp_shard_size dp_replicate_size quantize_moe_experts use_scattermoe use_sonicmoe "
+            "llama4_linearized_experts experts_implementation kt_config"
+        ),
+        "the model's config.json decides": (
+            "model_config model_quantization_config* bnb_config_kwargs ple_cpu_offload base_model_ignore_patterns "
+            "tokenizer_use_mistral_common experimental_skip_move_to_device"
+        ),
         "the chat template alone decides what it writes": "chat_template_kwargs",
-        "images are not trained": "skip_prepare_dataset remove_unused_columns image_size image_resize_algorithm "
-        "freeze_mm_modules",
+        "images are not trained": (
+            "skip_prepare_dataset remove_unused_columns image_size image_resize_algorithm freeze_mm_modules"
+        ),
         "ray starts zerofit with launchers/ray (docs/ray.md)": "use_ray ray_*",
         "weights of data sets: data: [a.jsonl:2]": "shuffle_merged_datasets shuffle_before_merging_datasets",
-        "not needed here": "strict ddp* local_rank debug device_map xformers_attention s2_attention "
-        "use_otel_metrics otel_* low_cpu_mem_usage max_packed_sequence_len save_safetensors save_first_step include_tkps is_preprocess gc_steps "
-        "save_only_model dataset_keep_in_memory include_tokens_per_second heads_k_stride ring_attn_func trl vllm",
+        "not needed here": (
+            "strict ddp* local_rank debug device_map xformers_attention s2_attention use_otel_metrics otel_* "
+            "low_cpu_mem_usage max_packed_sequence_len save_safetensors save_first_step include_tkps is_preprocess "
+            "gc_steps save_only_model dataset_keep_in_memory include_tokens_per_second heads_k_stride "
+            "ring_attn_func trl vllm"
+        ),
     },
     meaning=(
-        "packing: bins of micro_batch_size x sequence_len tokens there; here micro batch packs of max_length tokens each, "
-        "as many tokens a step.",
+        "packing: bins of micro_batch_size x sequence_len tokens there; here as many packs of max_length tokens as the "
+        "micro batch has, so a step has as many tokens.",
         "loss: mean over the trained tokens of the whole step on all GPUs; axolotl averages the GPUs' means.",
     ),
 )  # fmt: skip

@@ -62,7 +62,16 @@ class Names:
     refused: Mapping[str, str] = field(default_factory=dict)  # transformers' argument -> why it has no effect here
 
 
-TEXTS = ("model", "model_revision", "output_dir", "run_name", "data", "eval_data", "data_config", "columns")  # not numbers
+TEXTS = (
+    "model",
+    "model_revision",
+    "output_dir",
+    "run_name",
+    "data",
+    "eval_data",
+    "data_config",
+    "columns",
+)  # not numbers
 
 OFF = (None, False, "", "none", "None", "no")  # values that ask for nothing
 

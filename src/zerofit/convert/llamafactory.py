@@ -2,9 +2,8 @@
 
 import json
 from pathlib import Path
-from typing import Any
 
-from zerofit.convert import shared, sharding
+from zerofit.convert import sharding, shared
 from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, number, words
 from zerofit.convert.templates import template
 
@@ -23,7 +22,9 @@ def _recipe(done: Conversion) -> None:
     if stage not in ("pt", "sft", "dpo"):
         done.refuse(f"stage: {stage}", f"has no counterpart: {OTHER_JOBS}")
     if kind not in KINDS:
-        done.refuse(f"finetuning_type: {kind}", "has no counterpart: all weights train (sft, dpo), or an adapter (lora)")
+        done.refuse(
+            f"finetuning_type: {kind}", "has no counterpart: all weights train (sft, dpo), or an adapter (lora)"
+        )
     done.recipe = done.recipe or ("dpo" if stage == "dpo" else KINDS[kind])
     if stage == "dpo":
         _preference(done)
@@ -85,14 +86,16 @@ def _data(done: Conversion) -> None:
         shared.data(done, sources, key, ours)
         if unknown:
             done.differ(
-                f"{key}: {', '.join(unknown)}: the files' names are in LLaMA-Factory's {folder}/dataset_info.json, which "
-                "is not here; check those in data, or convert where it is."
+                f"{key}: {', '.join(unknown)}: the files' names are in LLaMA-Factory's {folder}/dataset_info.json, "
+                "which is not here; check those in data, or convert where it is."
             )
     kind = done.given.get("stage", "sft")
     if kind != "dpo":
         rest = done.take("train_on_prompt"), done.take("mask_history")
         value, key = ("all", "stage: pt") if kind == "pt" else ("assistant", None)
-        value, key = ("all", "train_on_prompt") if rest[0] else ("last_turn", "mask_history") if rest[1] else (value, key)
+        value, key = (
+            ("all", "train_on_prompt") if rest[0] else ("last_turn", "mask_history") if rest[1] else (value, key)
+        )
         done.put("train_on", value, key)
     if (count := done.take("max_samples")) and len(words(done.given.get("dataset", []))) > 1:
         done.lose("max_samples", f"{count} rows of each set there: max_samples counts the rows of all sets")
@@ -188,9 +191,11 @@ def _machine(done: Conversion) -> None:
 KIT = Kit(
     name="LLaMA-Factory",
     version="0.9.5",
-    marks=("finetuning_type", "stage", "cutoff_len", "lora_target", "dataset_dir", "template", "plot_loss",
-           "overwrite_cache", "preprocessing_num_workers", "val_size", "lora_rank", "pref_loss", "pref_beta",
-           "quantization_bit", "neat_packing", "flash_attn", "enable_liger_kernel", "export_dir"),
+    marks=(
+        "finetuning_type", "stage", "cutoff_len", "lora_target", "dataset_dir", "template", "plot_loss",
+        "overwrite_cache", "preprocessing_num_workers", "val_size", "lora_rank", "pref_loss", "pref_beta",
+        "quantization_bit", "neat_packing", "flash_attn", "enable_liger_kernel", "export_dir",
+    ),
     keys=shared.TRAINING | {
         "model_name_or_path": Key("model"),
         "model_revision": Key("model_revision", values={"main": None}),
@@ -210,7 +215,8 @@ KIT = Kit(
     rules=(
         Rule("stage finetuning_type quantization_bit", "recipe sft, lora or dpo; adapter, load_in_4bit", _recipe),
         Rule("lora_rank lora_alpha lora_dropout lora_target additional_target",
-             "lora_r, lora_alpha, lora_dropout, lora_target_modules, modules_to_save", note="lora_alpha: 2 x lora_rank"),
+             "lora_r, lora_alpha, lora_dropout, lora_target_modules, modules_to_save",
+             note="lora_alpha: 2 x lora_rank"),
         Rule("pref_loss pref_beta pref_ftx simpo_gamma", "loss_type, beta, rpo_alpha, simpo_gamma"),
         Rule("dataset eval_dataset dataset_dir max_samples train_on_prompt mask_history",
              "data, eval_data, columns, train_on", _data, "names are looked up in dataset_info.json where it is here"),
@@ -224,31 +230,45 @@ KIT = Kit(
         Rule(shared.SAME, "the same"),
     ),
     lost=shared.NO_COUNTERPART | {
-        "merge the adapter into its base first (llamafactory-cli export), and give the merged folder as model":
-            "adapter_name_or_path create_new_adapter adapter_folder",
-        "the recipe trains; rows to evaluate on are eval_data or eval_fraction": "do_train do_eval do_predict "
-        "predict_with_generate compute_accuracy eval_on_each_dataset eval_num_beams",
+        "merge the adapter into its base first (llamafactory-cli export), and give the merged folder as model": (
+            "adapter_name_or_path create_new_adapter adapter_folder"
+        ),
+        "the recipe trains; rows to evaluate on are eval_data or eval_fraction": (
+            "do_train do_eval do_predict predict_with_generate compute_accuracy eval_on_each_dataset eval_num_beams"
+        ),
         "the position embeddings are the model's own": "rope_scaling shift_attn mixture_of_depths",
-        "galore_adamw and apollo_adamw are optimizers here, with optim_args: rank=16": "use_galore galore_* use_apollo "
-        "apollo_*",
-        "of Megatron: zero, tp_size and pp_size (recipes/pipeline.py) split a model": "tensor_model_parallel_size "
-        "pipeline_model_parallel_size expert_model_parallel_size virtual_pipeline* moe_* overlap_* recompute_* use_mca "
-        "use_distributed_optimizer apply_rope_fusion bias_activation_fusion sequence_parallel",
-        "no optimizer or method of this kind": "use_badam badam_* use_adam_mini use_llama_pro freeze_trainable_* "
-        "freeze_extra_modules use_dft_loss use_asft_loss asft_alpha use_eaft_loss eaft_alpha use_kt kt_* "
-        "use_hyper_parallel hyper_parallel_args ld_alpha pref_bco_weight early_stopping_steps",
-        "images, videos and audios are not trained": "image_* video_* freeze_vision_tower media_dir crop_to_patches "
-        "freeze_multi_modal_projector freeze_language_model use_audio_in_video audio_sampling_rate",
-        "special tokens are the tokenizer's own; words as one token each: new_tokens": "resize_vocab "
-        "split_special_tokens add_special_tokens new_special_tokens_config init_special_tokens default_system tool_format",
-        "the chat template alone decides how thinking is written (mask_generation_prompt)": "enable_thinking "
-        "preserve_thinking",
+        "galore_adamw and apollo_adamw are optimizers here, with optim_args: rank=16": (
+            "use_galore galore_* use_apollo apollo_*"
+        ),
+        "of Megatron: zero, tp_size and pp_size (recipes/pipeline.py) split a model": (
+            "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size virtual_pipeline* "
+            "moe_* overlap_* recompute_* use_mca use_distributed_optimizer apply_rope_fusion bias_activation_fusion "
+            "sequence_parallel"
+        ),
+        "no optimizer or method of this kind": (
+            "use_badam badam_* use_adam_mini use_llama_pro freeze_trainable_* freeze_extra_modules use_dft_loss "
+            "use_asft_loss asft_alpha use_eaft_loss eaft_alpha use_kt kt_* use_hyper_parallel hyper_parallel_args "
+            "ld_alpha pref_bco_weight early_stopping_steps"
+        ),
+        "images, videos and audios are not trained": (
+            "image_* video_* freeze_vision_tower media_dir crop_to_patches freeze_multi_modal_projector "
+            "freeze_language_model use_audio_in_video audio_sampling_rate"
+        ),
+        "special tokens are the tokenizer's own; words as one token each: new_tokens": (
+            "resize_vocab split_special_tokens add_special_tokens new_special_tokens_config init_special_tokens "
+            "default_system tool_format"
+        ),
+        "the chat template alone decides how thinking is written (mask_generation_prompt)": (
+            "enable_thinking preserve_thinking"
+        ),
         "compile_layers: true and fused_lora are this kit's kernels": "use_unsloth use_v1_kernels",
         "ray starts zerofit with launchers/ray (docs/ray.md)": "use_ray ray_* resources_per_worker placement_strategy",
-        "not needed here": "low_cpu_mem_usage upcast_* infer_* print_param_status use_kv_cache quantization_type "
-        "double_quantization quantization_device_map pissa_convert disable_shuffling ddp_timeout_ "
-        "include_effective_tokens_per_second interleave_probs ignore_pad_token_for_loss offload_folder "
-        "vllm_* sglang_* loraplus_lr_embedding fp8_* enable_torch_profiler profil*",
+        "not needed here": (
+            "low_cpu_mem_usage upcast_* infer_* print_param_status use_kv_cache quantization_type "
+            "double_quantization quantization_device_map pissa_convert disable_shuffling ddp_timeout_ "
+            "include_effective_tokens_per_second interleave_probs ignore_pad_token_for_loss offload_folder vllm_* "
+            "sglang_* loraplus_lr_embedding fp8_* enable_torch_profiler profil*"
+        ),
     },
     meaning=(
         "loss: mean over the trained tokens of the whole step on all GPUs, as in transformers 5.",

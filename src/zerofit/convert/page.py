@@ -8,12 +8,13 @@ from zerofit.convert.conversion import GPU_ONLY, Conversion, Line
 
 # The order of the lines; others follow by name.
 ORDER = (
-    "model model_revision trust_remote_code random_init adapter load_in_4bit load_in_8bit lora_r lora_alpha lora_dropout "
-    "lora_target_modules use_rslora use_dora init_lora_weights modules_to_save loss_type beta label_smoothing rpo_alpha "
-    "simpo_gamma data data_config data_split columns eval_data eval_fraction max_samples chat_template train_on "
-    "mask_generation_prompt max_length truncation packing effective_batch_size per_device_train_batch_size "
-    "gradient_accumulation_steps num_train_epochs max_steps learning_rate lr_scheduler_type lr_scheduler_kwargs "
-    "warmup_steps weight_decay max_grad_norm optim seed bf16 fp16 pure_bf16 gpus zero offload sp_size tp_size"
+    "model model_revision trust_remote_code random_init adapter load_in_4bit load_in_8bit lora_r lora_alpha "
+    "lora_dropout lora_target_modules use_rslora use_dora init_lora_weights modules_to_save loss_type beta "
+    "label_smoothing rpo_alpha simpo_gamma data data_config data_split columns eval_data eval_fraction "
+    "max_samples chat_template train_on mask_generation_prompt max_length truncation packing "
+    "effective_batch_size per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps "
+    "learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay max_grad_norm optim seed "
+    "bf16 fp16 pure_bf16 gpus zero offload sp_size tp_size"
 ).split()
 
 WIDTH = 44  # of a line before its comment
@@ -54,7 +55,9 @@ def _lost(done: Conversion, key: str, why: str) -> str:
 
 def summary(done: Conversion, path: str, command: str) -> str:
     """Return what the terminal says of a conversion."""
-    lines = [f"{done.file} is a file of {done.kit.name}; {path}: {len(done.lines)} arguments of the recipe {done.recipe}"]
+    lines = [
+        f"{done.file} is a file of {done.kit.name}; {path}: {len(done.lines)} arguments of the recipe {done.recipe}"
+    ]
     if done.lost:
         lines += ["without a counterpart"]
         lines += [f"  - {_lost(done, key, why)}" for key, why in done.lost.items()]

@@ -61,7 +61,9 @@ def of_json(done: Conversion, config: dict, key: str) -> None:
         done.differ(f"{key}: offload to NVMe; name the disk's folder with offload_path.")
     tuned = {"overlap_comm", "reduce_bucket_size", "stage3_prefetch_bucket_size", "allgather_bucket_size"}
     if (len(tuned & zero.keys())) or config.get("optimizer") or config.get("scheduler"):
-        done.differ(f"{key}: sizes of its buckets, and an optimizer or scheduler in it, are not taken; {DEEPSPEED_FILE}.")
+        done.differ(
+            f"{key}: sizes of its buckets, and an optimizer or scheduler in it, are not taken; {DEEPSPEED_FILE}."
+        )
 
 
 FSDP_NOTE = "FSDP has no counterpart, ZeRO shards as much"

@@ -25,7 +25,7 @@ NO_COUNTERPART = {
     "not needed: the tokenizer and the model class come from the model's own files": "tokenizer_type model_type "
     "tokenizer_config tokenizer_use_fast tokenizer_legacy tokenizer_name_or_path use_fast_tokenizer processor_type "
     "is_falcon_derived_model is_llama_derived_model is_mistral_derived_model is_qwen_derived_model model_code_revision",
-    "the project's name is an environment variable (WANDB_PROJECT, WANDB_ENTITY), and run_name names the run": "wandb_* "
+    "the project's name is an environment variable (WANDB_PROJECT), and run_name names the run": "wandb_* "
     "mlflow_* comet_* swanlab_* trackio_* use_mlflow use_comet use_swanlab use_trackio logging_dir",
     "name a new output_dir, or resume with zerofit resume": "overwrite_output_dir auto_resume_from_checkpoints",
     "tokenized rows are cached by themselves ($ZEROFIT_CACHE)": "overwrite_cache dataset_prepared_path "
@@ -92,7 +92,6 @@ def warmup(done: Conversion, default: float = 0) -> None:
         done.put("warmup_steps", default)
 
 
-
 def schedule_arguments(done: Conversion, key: str = "lr_scheduler_kwargs") -> None:
     """Write the schedule's further arguments, which may be a JSON text."""
     if value := as_object(done.take(key)):
@@ -101,8 +100,8 @@ def schedule_arguments(done: Conversion, key: str = "lr_scheduler_kwargs") -> No
 
 # Theirs -> ours, of the optimizers that both have.
 OPTIMIZERS = dict.fromkeys(
-    "adamw_torch adamw_torch_fused adamw_8bit adafactor sgd lion_32bit lion_8bit muon adamw_torch_8bit adamw_torch_4bit "
-    "galore_adamw apollo_adamw".split()
+    "adamw_torch adamw_torch_fused adamw_8bit adafactor sgd lion_32bit lion_8bit muon adamw_torch_8bit "
+    "adamw_torch_4bit galore_adamw apollo_adamw".split()
 )
 OPTIMIZERS = {name: name for name in OPTIMIZERS} | {
     "adamw_bnb_8bit": "adamw_8bit",
@@ -136,8 +135,8 @@ def precision(done: Conversion, bf16: str = "bf16", fp16: str = "fp16") -> None:
         if str(value).lower() in ("true", "full"):
             half(done, ours, key)
     done.differ(
-        "precision: weights that train are kept in fp32 and computed in bf16, which needs more memory than bf16 weights; "
-        "pure_bf16: true keeps them in bf16."
+        "precision: weights that train are kept in fp32 and computed in bf16, which needs more memory than bf16 "
+        "weights; pure_bf16: true keeps them in bf16."
     )
 
 
@@ -234,7 +233,9 @@ def _of_all(done: Conversion, sources: list[Source], key: str, ours: str, of: Ca
             done.put(ours, values[0], key)
         return
     each = ", ".join(f"{source.path}: {value}" for source, value in zip(sources, values, strict=True) if value)
-    done.lose(f"{key} ({ours})", f"there is one {ours} for all sets, these have several: {each}; bring them to one form")
+    done.lose(
+        f"{key} ({ours})", f"there is one {ours} for all sets, these have several: {each}; bring them to one form"
+    )
 
 
 def evaluation(done: Conversion, has_rows: bool, strategy: str | None = "eval_strategy") -> None:

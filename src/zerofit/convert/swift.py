@@ -1,8 +1,6 @@
 """The table of ms-swift's keys."""
 
-from typing import Any
-
-from zerofit.convert import shared, sharding
+from zerofit.convert import sharding, shared
 from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, as_object, number, words
 from zerofit.convert.templates import template
 
@@ -58,7 +56,7 @@ def _adapter(done: Conversion, kind: str) -> None:
         shared.lora(done, {
             "lora_r": done.named("lora_rank", 8),
             "lora_alpha": done.named("lora_alpha", 32),
-            "lora_dropout": done.given.get("lora_dropout_p") is not None and done.named("lora_dropout_p", 0.05)
+            "lora_dropout": (done.given.get("lora_dropout_p") is not None and done.named("lora_dropout_p", 0.05))
             or done.named("lora_dropout", 0.05),
         })  # fmt: skip
     key, value = done.first("target_modules", "lora_target_modules")
@@ -66,9 +64,8 @@ def _adapter(done: Conversion, kind: str) -> None:
     shared.targets(done, key, value, "all-linear")
     if value := done.take("modules_to_save"):
         done.put("modules_to_save", words(value), "modules_to_save")
-    if weights := done.take("init_weights"):
-        if str(weights).lower() != "true":
-            done.put("init_lora_weights", weights, "init_weights")
+    if (weights := done.take("init_weights")) and str(weights).lower() != "true":
+        done.put("init_lora_weights", weights, "init_weights")
     key, bits = done.first("quant_bits", "quantization_bit")
     if bits:
         if bits in (4, 8) and done.take("quant_method", "bnb") == "bnb":
@@ -86,11 +83,9 @@ def _data(done: Conversion) -> None:
         shared.data(done, sources, key, ours)
         if any("/" in source.path and "." not in source.path for source in sources):
             done.differ(f"{key}: ids are looked up on the Hugging Face Hub here, on ModelScope there (unless use_hf).")
-    if columns := as_object(done.take("columns")):
-        if isinstance(columns, dict):
-            # theirs: {name in the file: standard name}
-            names = {"query": "prompt", "response": "completion", "rejected_response": "rejected"}
-            done.put("columns", [f"{names.get(to, to)}={name}" for name, to in columns.items()], "columns")
+    if isinstance(columns := as_object(done.take("columns")), dict):  # {name in the file: standard name}
+        names = {"query": "prompt", "response": "completion", "rejected_response": "rejected"}
+        done.put("columns", [f"{names.get(to, to)}={name}" for name, to in columns.items()], "columns")
     if done.recipe == "dpo":
         return
     scale = str(done.take("loss_scale", "default"))
@@ -208,9 +203,12 @@ def _machine(done: Conversion) -> None:
 KIT = Kit(
     name="ms-swift",
     version="4.6.0",
-    marks=("tuner_type", "train_type", "sft_type", "rlhf_type", "split_dataset_ratio", "attn_impl", "torch_dtype",
-           "model_author", "dataset_num_proc", "quant_bits", "quant_method", "loss_scale", "target_modules",
-           "lora_rank", "truncation_strategy", "val_dataset", "lazy_tokenize", "packing_length", "dataset", "model_type"),
+    marks=(
+        "tuner_type", "train_type", "sft_type", "rlhf_type", "split_dataset_ratio", "attn_impl", "torch_dtype",
+        "model_author", "dataset_num_proc", "quant_bits", "quant_method", "loss_scale", "target_modules",
+        "lora_rank", "truncation_strategy", "val_dataset", "lazy_tokenize", "packing_length", "dataset",
+        "model_type",
+    ),
     keys=shared.TRAINING | {
         "model": Key("model"),
         "model_id_or_path": Key("model"),
@@ -230,40 +228,56 @@ KIT = Kit(
         "experts_impl": Key("experts_implementation"),
     },
     rules=(
-        Rule("tuner_type train_type sft_type rlhf_type learning_rate", "recipe sft, lora or dpo; learning_rate", _recipe,
-             "default rate 1e-4, of all weights 1e-5"),
+        Rule("tuner_type train_type sft_type rlhf_type learning_rate", "recipe sft, lora or dpo; learning_rate",
+             _recipe, "default rate 1e-4, of all weights 1e-5"),
         Rule("lora_rank lora_alpha lora_dropout target_modules quant_bits",
-             "lora_r, lora_alpha, lora_dropout, lora_target_modules, load_in_4bit", note="defaults 8, 32, 0.05, all-linear"),
+             "lora_r, lora_alpha, lora_dropout, lora_target_modules, load_in_4bit",
+             note="defaults 8, 32, 0.05, all-linear"),
         Rule("beta loss_type rpo_alpha simpo_gamma cpo_alpha", "beta, loss_type, rpo_alpha, simpo_gamma"),
         Rule("dataset val_dataset columns loss_scale", "data, eval_data, columns, max_samples, train_on", _data,
              "ids of the Hugging Face Hub, not of ModelScope"),
         Rule("max_length packing packing_length truncation_strategy", "max_length, packing, truncation", _length,
              "longer rows are dropped there by default"),
-        Rule("per_device_train_batch_size gradient_accumulation_steps num_train_epochs warmup_ratio split_dataset_ratio",
-             "the same, effective_batch_size, warmup_steps, eval_fraction", _training, "default: 16 rows a step, or more"),
+        Rule("per_device_train_batch_size gradient_accumulation_steps num_train_epochs warmup_ratio "
+             "split_dataset_ratio",
+             "the same, effective_batch_size, warmup_steps, eval_fraction", _training,
+             "default: 16 rows a step, or more"),
         Rule("deepspeed fsdp", "zero, offload", note="deepspeed_autotp_size is tp_size"),
         Rule("torch_dtype attn_impl use_liger_kernel report_to template", "bf16, attn_implementation, chat_template",
              _machine),
         Rule(shared.SAME, "the same"),
     ),
     lost=shared.NO_COUNTERPART | {
-        "rows of swift/self-cognition have these names as {{NAME}}: write them into the file": "model_name model_author",
-        "merge the adapter into its base first (swift export --merge_lora), and give the merged folder as model":
-            "adapters resume_only_model ref_model ref_adapters",
-        "images, videos and audios are not trained": "freeze_vit freeze_aligner freeze_llm max_pixels vit_* aligner_lr",
+        "rows of swift/self-cognition have these names as {{NAME}}: write them into the file": (
+            "model_name model_author"
+        ),
+        "merge the adapter into its base first (swift export --merge_lora), and give the merged folder as model": (
+            "adapters resume_only_model ref_model ref_adapters"
+        ),
+        "images, videos and audios are not trained": (
+            "freeze_vit freeze_aligner freeze_llm max_pixels vit_* aligner_lr"
+        ),
         "the system turn is a turn of the rows": "system",
-        "the chat template alone decides how thinking is written (mask_generation_prompt)": "enable_thinking "
-        "add_non_thinking_prefix disable_ignore_empty_think preserve_thinking response_prefix agent_template",
-        "not needed here": "add_version create_checkpoint_symlink check_model lazy_tokenize dataset_shuffle "
-        "load_args tuner_backend bnb_4bit_* packing_num_proc packing_strategy train_dataloader_shuffle remove_unused_columns "
-        "dataloader_persistent_workers ddp_backend use_chat_template padding_side max_model_len device_map save_only_model "
-        "ignore_args_error gradient_checkpointing save_safetensors safe_serialization max_shard_size strict "
-        "disable_auto_column_mapping template_backend val_dataset_shuffle logging_first_step lora_bias",
-        "no method of this kind": "lisa_* use_galore galore_* freeze_parameters* trainable_parameters* external_plugins "
-        "custom_* callbacks acc_strategy router_aux_loss_coef enable_dft_loss lora_ga_* reft_* adalora_* interleave_prob "
-        "stopping_strategy",
-        "what a generation does is said to zerofit chat": "max_new_tokens temperature top_k top_p repetition_penalty "
-        "predict_with_generate eval_* metric",
+        "the chat template alone decides how thinking is written (mask_generation_prompt)": (
+            "enable_thinking add_non_thinking_prefix disable_ignore_empty_think preserve_thinking response_prefix "
+            "agent_template"
+        ),
+        "not needed here": (
+            "add_version create_checkpoint_symlink check_model lazy_tokenize dataset_shuffle load_args "
+            "tuner_backend bnb_4bit_* packing_num_proc packing_strategy train_dataloader_shuffle "
+            "remove_unused_columns dataloader_persistent_workers ddp_backend use_chat_template padding_side "
+            "max_model_len device_map save_only_model ignore_args_error gradient_checkpointing save_safetensors "
+            "safe_serialization max_shard_size strict disable_auto_column_mapping template_backend "
+            "val_dataset_shuffle logging_first_step lora_bias"
+        ),
+        "no method of this kind": (
+            "lisa_* use_galore galore_* freeze_parameters* trainable_parameters* external_plugins custom_* "
+            "callbacks acc_strategy router_aux_loss_coef enable_dft_loss lora_ga_* reft_* adalora_* interleave_prob "
+            "stopping_strategy"
+        ),
+        "what a generation does is said to zerofit chat": (
+            "max_new_tokens temperature top_k top_p repetition_penalty predict_with_generate eval_* metric"
+        ),
     },
     meaning=("loss: mean over the trained tokens of the whole step on all GPUs, as in ms-swift.",),
     same_names=True,

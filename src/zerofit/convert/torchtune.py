@@ -25,14 +25,15 @@ SETS: dict[str, tuple[str | None, bool, dict[str, str]]] = {
 }  # fmt: skip
 
 OPTIMIZERS = {"AdamW": "adamw_torch", "Adam": "adamw_torch", "AdamW8bit": "adamw_8bit", "PagedAdamW8bit":
-              "paged_adamw_8bit", "PagedAdamW": "paged_adamw_32bit", "SGD": "sgd", "AdamW4bit": "adamw_torch_4bit"}  # fmt: skip
+              "paged_adamw_8bit", "PagedAdamW": "paged_adamw_32bit", "SGD": "sgd",
+              "AdamW4bit": "adamw_torch_4bit"}  # fmt: skip
 
 
 def _recipe(done: Conversion) -> None:
     """Choose the recipe: by the loss (DPO), and by the model's builder (lora_..., qlora_...)."""
     model, loss = str(done.take("model._component_", "")), str(done.take("loss._component_", ""))
     for key, what in (("teacher_model._component_", "distillation"), ("quantizer._component_", "quantized training"),
-                      ("policy_model._component_", "PPO"), ("tasks", "evaluation"), ("prompt.user", "generation")):  # fmt: skip
+                      ("policy_model._component_", "PPO"), ("tasks", "evaluation")):  # fmt: skip
         if key in done.given and (what != "quantized training" or "dataset._component_" not in done.given):
             done.refuse(key.partition(".")[0], f"is of {what}: zerofit trains SFT, LoRA and preference pairs")
     if not any(key.startswith(("dataset", "optimizer")) for key in done.given):
@@ -86,7 +87,9 @@ def _model(done: Conversion) -> None:
     kind = str(done.take("checkpointer._component_", ""))
     if "Meta" in kind and Path(folder).name == "original":
         folder = str(Path(folder).parent)
-        done.differ("checkpoint_dir: Meta's consolidated weights are not read; the folder above has the Hugging Face ones.")
+        done.differ(
+            "checkpoint_dir: Meta's consolidated weights are not read; the folder above has the Hugging Face ones."
+        )
     if folder:
         done.put("model", folder, "checkpointer.checkpoint_dir")
 
@@ -124,7 +127,7 @@ def _source(done: Conversion, one: dict[str, Any]) -> tuple[shared.Source, bool]
     for ours, theirs in (one.get("column_map") or {}).items():
         mapped[{"input": "prompt", "output": "completion"}.get(ours, ours)] = theirs
     if builder == "alpaca_dataset" and one.get("column_map"):
-        mapped = {k: v for k, v in one["column_map"].items()}
+        mapped = dict(one["column_map"])
     for key, ours in (("conversation_column", "messages"), ("column", "text")):
         if one.get(key) and one[key] not in ("conversations", "messages", "text"):
             mapped[ours] = one[key]
@@ -150,8 +153,8 @@ def _training(done: Conversion) -> None:
         done.differ("max_steps_per_epoch: so many steps are made here even where an epoch has fewer.")
     kind = str(done.take("optimizer._component_", "torch.optim.AdamW")).rpartition(".")[2]
     shared.optimizer(done, "optimizer", OPTIMIZERS.get(kind, kind))
-    for theirs, ours, default in (("optimizer.lr", "learning_rate", 1e-3), ("optimizer.weight_decay", "weight_decay", 0.01),
-                                  ("optimizer.eps", "adam_epsilon", None)):  # fmt: skip
+    for theirs, ours, default in (("optimizer.lr", "learning_rate", 1e-3), ("optimizer.eps", "adam_epsilon", None),
+                                  ("optimizer.weight_decay", "weight_decay", 0.01)):  # fmt: skip
         key, value, _ = done.named(theirs)
         if value is not None or default is not None:
             done.put(ours, default if value is None else value, key)
@@ -209,7 +212,11 @@ def _machine(done: Conversion) -> None:
     if (size := done.take("tensor_parallel_dim", 1)) > 1:
         done.put("tp_size", size, "tensor_parallel_dim")
     logger = str(done.take("metric_logger._component_", ""))
-    names = [name for name, word in (("wandb", "WandB"), ("tensorboard", "TensorBoard"), ("comet_ml", "Comet")) if word in logger]
+    names = [
+        name
+        for name, word in (("wandb", "WandB"), ("tensorboard", "TensorBoard"), ("comet_ml", "Comet"))
+        if word in logger
+    ]
     shared.report(done, "metric_logger", names)
     done.differ("sharding: torchtune's distributed recipes shard with FSDP: zero: 3 does as much (default: 2).")
 
@@ -217,19 +224,23 @@ def _machine(done: Conversion) -> None:
 KIT = Kit(
     name="torchtune",
     version="0.6.1",
-    marks=("model._component_", "tokenizer._component_", "checkpointer._component_", "dataset._component_",
-           "optimizer._component_", "metric_logger._component_", "loss._component_"),
+    marks=(
+        "model._component_", "tokenizer._component_", "checkpointer._component_", "dataset._component_",
+        "optimizer._component_", "metric_logger._component_", "loss._component_",
+    ),
     keys={
         "output_dir": Key("output_dir"),
         "log_every_n_steps": Key("logging_steps"),
     },
     rules=(
-        Rule("model checkpointer loss", "recipe sft, lora or dpo; model", _recipe, "the model is the checkpoint's folder"),
+        Rule("model checkpointer loss", "recipe sft, lora or dpo; model", _recipe,
+             "the model is the checkpoint's folder"),
         Rule("model.lora_rank model.lora_alpha model.lora_attn_modules model.apply_lora_to_mlp",
              "lora_r, lora_alpha, lora_target_modules", note="qlora_ and dora_ builders: load_in_4bit, use_dora"),
         Rule("dataset", "data, columns, data_split, train_on, packing", _data, "alpaca's trains on the prompt too"),
         Rule("batch_size gradient_accumulation_steps epochs max_steps_per_epoch optimizer lr_scheduler clip_grad_norm",
-             "per_device_train_batch_size, num_train_epochs, max_steps, optim, learning_rate, lr_scheduler_type", _training,
+             "per_device_train_batch_size, num_train_epochs, max_steps, optim, learning_rate, lr_scheduler_type",
+             _training,
              "without lr_scheduler: constant; without clip_grad_norm: 0"),
         Rule("tokenizer.max_seq_len", "max_length"),
         Rule("dtype enable_activation_checkpointing enable_activation_offloading fsdp_cpu_offload tensor_parallel_dim",
@@ -238,18 +249,22 @@ KIT = Kit(
     lost={
         "the tokenizer is the model folder's": "tokenizer",
         "the files of the model's folder are all read": "checkpointer",
-        "rows are shuffled, and a run goes on with zerofit resume": "shuffle resume_from_checkpoint "
-        "save_adapter_weights_only enable_async_checkpointing keep_last_n_checkpoints save_last_epoch_only",
+        "rows are shuffled, and a run goes on with zerofit resume": (
+            "shuffle resume_from_checkpoint save_adapter_weights_only enable_async_checkpointing "
+            "keep_last_n_checkpoints save_last_epoch_only"
+        ),
         "compile_layers: true compiles the decoder layers": "compile*",
         "the loss is computed in chunks by itself (fused_loss)": "loss num_output_chunks",
-        "not needed here": "device log_peak_memory_stats log_level custom_sharded_layers fsdp_reshard_after_forward "
-        "optimizer_in_bwd cudnn_deterministic_mode metric_logger ac_mode ac_option memory_efficient_fsdp_wrap "
-        "tensor_parallel_plan quantizer run_val_every_n_steps batch_size_val base_dir model_dir",
+        "not needed here": (
+            "device log_peak_memory_stats log_level custom_sharded_layers fsdp_reshard_after_forward "
+            "optimizer_in_bwd cudnn_deterministic_mode metric_logger ac_mode ac_option memory_efficient_fsdp_wrap "
+            "tensor_parallel_plan quantizer run_val_every_n_steps batch_size_val base_dir model_dir"
+        ),
         "memory_report: true records a step": "profiler",
     },
     meaning=(
-        "template: torchtune's tokenizers write the family's prompt format; here it is the model's own chat template. Alpaca "
-        "rows are wrapped in `### Instruction:` there.",
+        "template: torchtune's tokenizers write the family's prompt format; here it is the model's own chat template. "
+        "Alpaca rows are wrapped in `### Instruction:` there.",
     ),
     nested=True,
 )  # fmt: skip

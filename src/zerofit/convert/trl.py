@@ -2,13 +2,14 @@
 
 from typing import Any
 
-from zerofit.convert import shared, sharding
+from zerofit.convert import sharding, shared
 from zerofit.convert.conversion import Conversion, Key, Kit, Rule, as_object, number, words
 from zerofit.convert.templates import TOKENIZER
 
 PREFERENCE_KEYS = ("beta", "max_prompt_length", "precompute_ref_log_probs", "rpo_alpha", "label_smoothing",
                    "reference_free", "simpo_gamma", "cpo_alpha", "f_divergence_type", "sync_ref_model", "use_weighting",
-                   "ref_model_init_kwargs", "truncation_mode_of_pairs", "loss_weights", "max_completion_length")  # fmt: skip
+                   "ref_model_init_kwargs", "loss_weights",
+                   "max_completion_length")  # fmt: skip
 
 EVAL_SPLITS = ("eval", "validation", "valid", "val", "dev", "test")  # that are found by themselves in a hub set
 
@@ -72,8 +73,8 @@ def _adapter(done: Conversion) -> None:
     key, value, _ = done.named("lora_target_modules")
     shared.targets(done, key, value, ["q_proj", "v_proj"])
     if key is None:
-        done.differ("lora_target_modules: peft's default for the model, q_proj and v_proj for Llama and its kin; another "
-                    "family may have others.")  # fmt: skip
+        done.differ("lora_target_modules: peft's default for the model is q_proj and v_proj for Llama and its kin; "
+                    "another family may have others.")  # fmt: skip
     if value := done.take("lora_modules_to_save"):
         done.put("modules_to_save", words(value), "lora_modules_to_save")
     for bits in ("4", "8"):
@@ -85,15 +86,13 @@ def _data(done: Conversion) -> None:
     """Convert dataset_name, TRL's `datasets` and the handbook's dataset_mixture and dataset_mixer."""
     key, sources = _listed(done)
     shared.data(done, sources, key)
-    if columns := as_object(done.take("dataset_text_field")):
-        if columns != "text":
-            done.put("columns", [f"text={columns}"], "dataset_text_field")
-    for name in ("test_split_size",):
-        if share := number((as_object(done.given.get("dataset_mixture")) or {}).get(name)):
-            if share < 1:
-                done.put("eval_fraction", share, f"dataset_mixture: {name}")
-            else:
-                done.lose(f"dataset_mixture: {name}", "a number of rows: eval_fraction takes a share of them")
+    if done.take("dataset_text_field", "text") != "text":
+        done.put("columns", [f"text={done.given['dataset_text_field']}"], "dataset_text_field")
+    share = number((as_object(done.given.get("dataset_mixture")) or {}).get("test_split_size", 0))
+    if share >= 1:
+        done.lose("dataset_mixture: test_split_size", "a number of rows: eval_fraction takes a share of them")
+    elif share:
+        done.put("eval_fraction", share, "dataset_mixture: test_split_size")
     if done.recipe != "dpo":
         _mask(done)
 
@@ -128,7 +127,9 @@ def _entry(one: dict[str, Any], done: Conversion) -> shared.Source:
     known = {"messages", "prompt", "completion", "chosen", "rejected", "text"}
     for column in set(words(one.get("columns") or [])) - known:
         done.lose(f"dataset_mixture: {column}", "columns beside those of a format are not used (docs/data.md)")
-    return shared.Source(path, one.get("split"), one.get("config") or one.get("name"), weight=float(one.get("weight") or 1))
+    return shared.Source(
+        path, one.get("split"), one.get("config") or one.get("name"), weight=float(one.get("weight") or 1)
+    )
 
 
 def _mask(done: Conversion) -> None:
@@ -214,16 +215,23 @@ KEYS = {key: value for key, value in shared.TRAINING.items() if key != "learning
 
 LOST = shared.NO_COUNTERPART | {
     "the reference is the model before training": "ref_model* sync_ref_model model_init_kwargs_of_reference",
-    "the weights' type follows from the precision; pure_bf16: true keeps them in bf16": "torch_dtype dtype "
-    "model_init_kwargs bnb_4bit_* use_bnb_nested_quant",
+    "the weights' type follows from the precision; pure_bf16: true keeps them in bf16": (
+        "torch_dtype dtype model_init_kwargs bnb_4bit_* use_bnb_nested_quant"
+    ),
     "prompts are cut with their rows, at max_length": "max_prompt_length max_completion_length",
-    "rows are shuffled and read by their columns": "dataset_kwargs shuffle_dataset ignore_bias_buffers dataset_splits "
-    "dataset_configs auto_insert_empty_system_msg text_column",
+    "rows are shuffled and read by their columns": (
+        "dataset_kwargs shuffle_dataset ignore_bias_buffers dataset_splits dataset_configs "
+        "auto_insert_empty_system_msg text_column"
+    ),
     "the tokenizer's own; words as one token each: new_tokens": "eos_token pad_token",
-    "nothing to set": "eval_packing pad_to_multiple_of hub_model_revision disable_dropout decontaminate* "
-    "average_tokens_across_devices use_logits_to_keep num_completions log_completions",
-    "no such loss here": "ld_alpha f_divergence_type f_alpha_divergence_coef use_weighting loss_weights discopop_tau "
-    "loss_type router_aux_loss_coef",
+    "nothing to set": (
+        "eval_packing pad_to_multiple_of hub_model_revision disable_dropout decontaminate* "
+        "average_tokens_across_devices use_logits_to_keep num_completions log_completions"
+    ),
+    "no such loss here": (
+        "ld_alpha f_divergence_type f_alpha_divergence_coef use_weighting loss_weights discopop_tau loss_type "
+        "router_aux_loss_coef"
+    ),
     "the adapter is for all ranks and layers alike": "lora_target_parameters lora_task_type lora_bias",
     "the base model of an adapter is its model": "base_model_revision",
 }
@@ -249,20 +257,24 @@ MEANING = ("loss: mean over the trained tokens of the whole step on all GPUs, as
 TRL = Kit(
     name="TRL",
     version="1.16.0",
-    marks=("dataset_name", "model_name_or_path", "use_peft", "max_seq_length", "dataset_train_split", "dataset_test_split",
-           "assistant_only_loss", "torch_dtype", "dataset_text_field", "packing_strategy", "dataset_config",
-           "dataset_num_proc", "lora_modules_to_save", "max_prompt_length", "chat_template_path"),
+    marks=(
+        "dataset_name", "model_name_or_path", "use_peft", "max_seq_length", "dataset_train_split",
+        "dataset_test_split", "assistant_only_loss", "torch_dtype", "dataset_text_field", "packing_strategy",
+        "dataset_config", "dataset_num_proc", "lora_modules_to_save", "max_prompt_length", "chat_template_path",
+    ),
     keys=KEYS, rules=RULES, lost=LOST, meaning=MEANING, same_names=True,
 )  # fmt: skip
 
 HANDBOOK = Kit(
     name="alignment-handbook",
     version="0.4 (TRL 1.16.0)",
-    marks=("dataset_mixer", "dataset_mixture", "dataset_splits", "dataset_configs", "auto_insert_empty_system_msg",
-           "model_name_or_path", "torch_dtype", "use_peft", "max_seq_length", "max_prompt_length"),
+    marks=(
+        "dataset_mixer", "dataset_mixture", "dataset_splits", "dataset_configs", "auto_insert_empty_system_msg",
+        "model_name_or_path", "torch_dtype", "use_peft", "max_seq_length", "max_prompt_length",
+    ),
     keys=KEYS,
     rules=(
-        Rule("dataset_mixer dataset_mixture dataset_splits dataset_configs", "data (with weights), data_split, data_config",
+        Rule("dataset_mixer dataset_mixture dataset_splits dataset_configs", "data (weighted), data_split, data_config",
              note="one split and one configuration for all sets"),
         *RULES,
     ),

@@ -72,8 +72,11 @@ def _training(done: Conversion) -> None:
 KIT = Kit(
     name="unsloth",
     version="2026.10",
-    marks=("training.training_type", "training.max_seq_length", "training.random_seed", "training.batch_size", "lora.lora_r",
-           "data.dataset", "data.local_dataset", "data.format_type", "logging.enable_wandb", "training.train_on_completions"),
+    marks=(
+        "training.training_type", "training.max_seq_length", "training.random_seed", "training.batch_size",
+        "lora.lora_r", "data.dataset", "data.local_dataset", "data.format_type", "logging.enable_wandb",
+        "training.train_on_completions",
+    ),
     keys={
         "model": Key("model"),
         "model_revision": Key("model_revision"),
@@ -91,18 +94,21 @@ KIT = Kit(
         Rule("training.training_type training.load_in_4bit", "recipe sft or lora; load_in_4bit", _recipe),
         Rule("lora.lora_r lora.lora_alpha lora.lora_dropout lora.target_modules lora.use_rslora", "the same names",
              note="defaults 64, 16, 0 and the seven matrices of a layer"),
-        Rule("data.dataset data.local_dataset data.split training.train_on_completions", "data, data_split, train_on", _data,
-             "all tokens are trained by default"),
+        Rule("data.dataset data.local_dataset data.split training.train_on_completions", "data, data_split, train_on",
+             _data, "all tokens are trained by default"),
         Rule("training.batch_size training.gradient_accumulation_steps training.num_epochs training.warmup_steps",
-             "per_device_train_batch_size and the same", _training, "defaults 2, 4, 3 epochs, 5 steps, adamw_8bit, linear"),
+             "per_device_train_batch_size and the same", _training,
+             "defaults 2, 4, 3 epochs, 5 steps, adamw_8bit, linear"),
         Rule("logging.enable_wandb logging.enable_tensorboard", "report_to"),
     ),
     lost=shared.NO_COUNTERPART | {
         "images are not trained": "lora.vision_all_linear lora.finetune_vision_layers vision",
-        "lora_target_modules names the modules": "lora.finetune_language_layers lora.finetune_attention_modules "
-        "lora.finetune_mlp_modules",
-        "the project's name is an environment variable (WANDB_PROJECT)": "logging.wandb_* logging.tensorboard_dir "
-        "logging.hf_token",
+        "lora_target_modules names the modules": (
+            "lora.finetune_language_layers lora.finetune_attention_modules lora.finetune_mlp_modules"
+        ),
+        "the project's name is an environment variable (WANDB_PROJECT)": (
+            "logging.wandb_* logging.tensorboard_dir logging.hf_token"
+        ),
         "what a generation does is said to zerofit chat": "inference",
     },
     meaning=("loss: mean over the trained tokens of the whole step on all GPUs, as in TRL, on which unsloth runs.",),
