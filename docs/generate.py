@@ -122,13 +122,13 @@ make convert FILE=their.yaml
 ```
 
 It reads files of {kits},
-also DeepSpeed's JSON inside them. Whose a file is follows from its keys, or from `--kit`. The new file has our names, with the
-original key beside each line. It also has the other kit's defaults: rate, epochs, schedule, warm-up, weight decay, length,
-adapter, optimizer, packing and what is in the loss.
+also DeepSpeed's JSON inside them. Whose a file is follows from its keys, or from `--kit`. The new file has our names,
+with the original key beside each line. It also has the other kit's defaults: rate, epochs, schedule, warm-up,
+weight decay, length, adapter, optimizer, packing and what is in the loss.
 
-Two lists follow in the file and in the terminal. One has the keys without a counterpart, each with the reason or the
-nearest way. The other says what differs in meaning. What needs a GPU is written as a comment, since a machine without one
-refuses it. `make show sft CONFIG=their.zerofit.yaml` shows what a run would take from the file.
+Two lists follow in the file and in the terminal. One has the keys without a counterpart, each with the reason or
+the nearest way. The other says what differs in meaning. What needs a GPU is written as a comment, since a machine
+without one refuses it. `make show sft CONFIG=their.zerofit.yaml` shows what a run would take from the file.
 
 Refused are jobs that nothing here trains: rewards, PPO, GRPO, KTO, distillation, images.
 

@@ -101,7 +101,7 @@ def schedule_arguments(done: Conversion, key: str = "lr_scheduler_kwargs") -> No
 # Theirs -> ours, of the optimizers that both have.
 OPTIMIZERS = dict.fromkeys(
     "adamw_torch adamw_torch_fused adamw_8bit adafactor sgd lion_32bit lion_8bit muon adamw_torch_8bit "
-    "adamw_torch_4bit galore_adamw apollo_adamw".split()
+    "adamw_torch_4bit rmsprop adagrad galore_adamw apollo_adamw".split()
 )
 OPTIMIZERS = {name: name for name in OPTIMIZERS} | {
     "adamw_bnb_8bit": "adamw_8bit",

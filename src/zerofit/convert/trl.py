@@ -152,8 +152,9 @@ def _training(done: Conversion) -> None:
     shared.schedule_arguments(done)
     given = done.take("optim")
     shared.optimizer(done, given and "optim", given)
-    held_out = "eval_fraction" in done.lines or done.given.get("dataset_test_split", "test") in EVAL_SPLITS
-    shared.evaluation(done, held_out and str(done.given.get("eval_strategy", "no")) not in ("no", "False"))
+    by_itself = not done.given.get("dataset_splits") and done.given.get("dataset_test_split", "test") in EVAL_SPLITS
+    asked = done.given.get("eval_strategy", done.given.get("evaluation_strategy"))
+    shared.evaluation(done, asked not in (None, False, "no") and (by_itself or "eval_fraction" in done.lines))
     shared.saving(done)
 
 
