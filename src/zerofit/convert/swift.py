@@ -28,6 +28,8 @@ def _recipe(done: Conversion) -> None:
         _preference(done, rl or "dpo")
     if kind != "full":
         _adapter(done, kind)
+    for key in done.unread & {"lora_rank", "lora_alpha", "lora_dropout", "target_modules"} if kind == "full" else ():
+        done.lose(key, "the file has no adapter, so all weights train")
     rate = done.take("learning_rate")
     done.put("learning_rate", rate or (1e-5 if kind == "full" else 1e-4), "learning_rate" if rate else None)
 
@@ -275,6 +277,7 @@ KIT = Kit(
             "callbacks acc_strategy router_aux_loss_coef enable_dft_loss lora_ga_* reft_* adalora_* interleave_prob "
             "stopping_strategy"
         ),
+        "ray starts zerofit with launchers/ray (docs/ray.md)": "use_ray device_groups",
         "what a generation does is said to zerofit chat": (
             "max_new_tokens temperature top_k top_p repetition_penalty predict_with_generate eval_* metric"
         ),

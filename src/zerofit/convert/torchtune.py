@@ -248,7 +248,7 @@ KIT = Kit(
     ),
     lost={
         "the tokenizer is the model folder's": "tokenizer",
-        "the files of the model's folder are all read": "checkpointer",
+        "the files of the model's folder are all read": "checkpointer ref_checkpointer",
         "rows are shuffled, and a run goes on with zerofit resume": (
             "shuffle resume_from_checkpoint save_adapter_weights_only enable_async_checkpointing "
             "keep_last_n_checkpoints save_last_epoch_only"
