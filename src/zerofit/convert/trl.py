@@ -268,7 +268,7 @@ TRL = Kit(
 
 HANDBOOK = Kit(
     name="alignment-handbook",
-    version="0.4 (TRL 1.16.0)",
+    version="of 2025 (TRL 1.16.0)",
     marks=(
         "dataset_mixer", "dataset_mixture", "dataset_splits", "dataset_configs", "auto_insert_empty_system_msg",
         "model_name_or_path", "torch_dtype", "use_peft", "max_seq_length", "max_prompt_length",

@@ -71,7 +71,7 @@ def _training(done: Conversion) -> None:
 
 KIT = Kit(
     name="unsloth",
-    version="2026.10",
+    version="2026.10.9",
     marks=(
         "training.training_type", "training.max_seq_length", "training.random_seed", "training.batch_size",
         "lora.lora_r", "data.dataset", "data.local_dataset", "data.format_type", "logging.enable_wandb",
