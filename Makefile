@@ -40,9 +40,10 @@ INCLUDE ?=
 EXCLUDE ?=
 NODES ?=
 RUN ?=
+FILE ?=
 MERGE ?=
 DTYPE ?=
-VARIABLES := NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP SETUP CONTAINER RUN MERGE DTYPE GPUS ZERO OFFLOAD SP TP PP MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU_TYPE METHOD HOST_MEMORY RECIPE
+VARIABLES := NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP SETUP CONTAINER RUN FILE MERGE DTYPE GPUS ZERO OFFLOAD SP TP PP MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU_TYPE METHOD HOST_MEMORY RECIPE
 ON_COMMAND_LINE := $(foreach v,$(.VARIABLES),$(if $(filter command%,$(origin $v)),$v))
 # taken literally: a $ in a value stays a $
 $(foreach v,$(VARIABLES),$(eval override $(v) := $$(value $(v))))
@@ -62,6 +63,7 @@ READS_launch := $(READS_sft) RECIPE
 READS_resume := RUN GPUS RECIPE ZERO OFFLOAD SP TP PP ARGS PORT LAUNCHER $(OF_NODES)
 READS_export := RUN MERGE DTYPE OUT ARGS
 READS_chat := RUN ARGS
+READS_convert := FILE OUT ARGS
 READS_report := RUN ARGS
 READS_slurm := $(OF_RECIPE) RECIPE GPUS NODES SBATCH SWEEP SETUP CONTAINER JOIN_TIMEOUT INTERFACE PORT
 READS_status := RUN
@@ -123,7 +125,7 @@ PLACE = $(if $(HOSTS),launchers/hostfile.sh --hosts="$$HOSTS" $(if $(INCLUDE),--
 	launchers/local.sh) --gpus="$$GPUS" --launcher="$$LAUNCHER")
 LAUNCH = PYTHON="$(PY)" $(PLACE) --port="$$PORT" --args="$$ARGS" $(SHOW)
 
-.PHONY: help sft lora dpo pipeline launch resume export chat report slurm status cancel show doctor plan batch-size data
+.PHONY: help sft lora dpo pipeline launch convert resume export chat report slurm status cancel show doctor plan batch-size data
 help: ## this list
 	@echo 'zerofit: fine-tune language models with Accelerate and DeepSpeed ZeRO'
 	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -155,6 +157,11 @@ resume: $(STAMP) ## resume RUN=runs/x from its latest valid checkpoint (GPUS= ZE
 		--node_rank="$$NODE_RANK" --master_addr="$$MASTER_ADDR" $(BETWEEN)) "$$RUN" \
 		$(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(if $(SP),--sp_size="$$SP") $(if $(TP),--tp_size="$$TP") \
 		$(if $(PP),--pp_size="$$PP")
+
+convert: $(STAMP) ## write FILE=theirs.yaml of axolotl, LLaMA-Factory, ms-swift, TRL ... in our names (OUT= ARGS="--gpus 8")
+	@test -n "$$FILE" || { echo 'zerofit: error: make convert: name their YAML file with FILE=...' >&2; exit 2; }
+	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit convert $(if $(OUT),--output="$$OUT") \
+		$$ARGS "$$FILE"
 
 export: $(STAMP) ## write RUN=runs/x as a Hugging Face folder, compared with what was trained (MERGE=1 DTYPE=bf16 OUT=)
 	@test -n "$$RUN" || { echo 'zerofit: error: make export: name what to export with RUN=runs/...' >&2; exit 2; }

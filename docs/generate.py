@@ -1,4 +1,4 @@
-"""Write the pages that are made from the code: docs/flags.md, docs/code.md and docs/compatibility.md.
+"""Write the pages that are made from the code: docs/flags.md, code.md, compatibility.md and coming-from.md.
 
 python docs/generate.py            write them
 python docs/generate.py --check    exit 1 where a page is not what the code says
@@ -15,7 +15,7 @@ DOCS, SRC = ROOT / "docs", ROOT / "src" / "zerofit"
 sys.path.insert(0, str(SRC.parent))
 
 FOLDERS = [
-    *("", "base", "job", "data", "model", "model/weights", "model/kernels", "parallel", "optim", "config"),
+    *("", "base", "job", "data", "model", "model/weights", "model/kernels", "parallel", "optim", "convert", "config"),
     *("certificate", "checkpoint", "train", "report", "plan", "export", "launch", "launch/cluster", "commands"),
 ]
 
@@ -44,8 +44,8 @@ the run), `--report_to none`. bf16 is on where the GPU has it, fp16 on GPUs that
 CODE = """# The code
 
 ```
-base < job < data < model < parallel < optim < config < certificate < checkpoint < train < report < plan < export
-    < launch < commands < entrypoint.py < recipe.py < cli.py
+base < job < data < model < parallel < optim < convert < config < certificate < checkpoint < train < report < plan
+    < export < launch < commands < entrypoint.py < recipe.py < cli.py
 ```
 
 `import zerofit` changes nothing in the process and loads no library. Its public names are `zerofit.Recipe`,
@@ -110,6 +110,60 @@ loaded; every other pair is accepted, at each ZeRO stage. What a technique needs
 
 <!-- made by docs/generate.py: edit the techniques' conflicts in src/zerofit -->
 """
+
+
+COMING_FROM = """# Coming from another kit
+
+```bash
+zerofit convert their.yaml                      # writes their.zerofit.yaml, and says which make line trains with it
+zerofit convert their.yaml --gpus 8             # the original ran on 8 GPUs: keep its effective batch on any number
+zerofit convert config.yaml accelerate.yaml     # a job's file with its launcher's
+make convert FILE=their.yaml
+```
+
+It reads files of {kits},
+also DeepSpeed's JSON inside them. Whose a file is follows from its keys, or from `--kit`. The new file has our names,
+with the original key beside each line. It also has the other kit's defaults: rate, epochs, schedule, warm-up,
+weight decay, length, adapter, optimizer, packing and what is in the loss.
+
+Two lists follow in the file and in the terminal. One has the keys without a counterpart, each with the reason or
+the nearest way. The other says what differs in meaning. What needs a GPU is written as a comment, since a machine
+without one refuses it. `make show sft CONFIG=their.zerofit.yaml` shows what a run would take from the file.
+
+Refused are jobs that nothing here trains: rewards, PPO, GRPO, KTO, distillation, images.
+
+<!-- made by docs/generate.py: edit the tables in src/zerofit/convert -->
+"""
+
+
+def coming_from() -> str:
+    """Return docs/coming-from.md: for each kit its keys with ours, what has none, and what differs."""
+    from zerofit.convert import kits, shared
+
+    names = [kit.name for kit in kits.KITS]
+    lines = [COMING_FROM.replace("{kits}", f"{', '.join(names[:-1])} and {names[-1]}")]
+    for kit in kits.KITS:
+        lines += [f"## {kit.name} {kit.version}", "", f"| {kit.name} | here | |", "|---|---|---|"]
+        if kit.like:
+            own = [rule for rule in kit.rules if rule not in kit.like.rules]
+            lines += [*map(_rule, own), "", f"The rest as {kit.like.name}.", ""]
+            continue
+        lines += map(_rule, kit.rules)
+        for theirs, key in kit.keys.items():
+            default = "" if key.default is None else f"default {str(key.default).lower()}"
+            lines.append(f"| `{theirs}` | `{key.ours}` | {default or key.note} |")
+        lines += ["", *_lost({why: keys for why, keys in kit.lost.items() if why not in shared.NO_COUNTERPART})]
+        lines += ["", *(f"{sentence}" for sentence in kit.meaning), ""]
+    lines += ["## Keys of several kits without a counterpart", "", *_lost(shared.NO_COUNTERPART)]
+    return "\n".join(lines).rstrip() + "\n"
+
+
+def _rule(rule) -> str:
+    return f"| {', '.join(f'`{key}`' for key in rule.keys.split())} | {rule.ours} | {rule.note} |"
+
+
+def _lost(lost: dict[str, str]) -> list[str]:
+    return [f"- {', '.join(f'`{key}`' for key in keys.split())}: {why}" for why, keys in lost.items()]
 
 
 def flags() -> str:
@@ -252,6 +306,7 @@ def main() -> None:
         DOCS / "flags.md": flags(),
         DOCS / "code.md": code(),
         DOCS / "compatibility.md": compatibility(),
+        DOCS / "coming-from.md": coming_from(),
         ROOT / "README.md": with_accuracy(ROOT / "README.md"),
         DOCS / "planning.md": with_accuracy(DOCS / "planning.md"),
     }

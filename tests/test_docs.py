@@ -9,6 +9,7 @@ DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.glob("*.md"))  # docs/notes has measurements and derivations, of any length
 PAGE_WORDS, CELL_WORDS = 900, 25
 LONGER = {
+    "coming-from.md": "made from the tables of zerofit convert: a row for each key",
     "code.md": "made from the code: a line for each file and each patch",
     "compatibility.md": "made from the code: a row for each technique",
     "flags.md": "made from the code: a row for each flag",

@@ -9,7 +9,7 @@ from conftest import ROOT
 SRC = ROOT / "src" / "zerofit"
 FILES = sorted(SRC.rglob("*.py"))
 ORDER = [
-    *("base", "job", "data", "model", "parallel", "optim", "config", "certificate", "checkpoint", "train"),
+    *("base", "job", "data", "model", "parallel", "optim", "convert", "config", "certificate", "checkpoint", "train"),
     *("report", "plan", "export", "launch", "commands", ""),
 ]
 LAST = ["entrypoint", "recipe", "cli", "__main__", "__init__"]  # files of the package that may import all folders

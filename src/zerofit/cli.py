@@ -15,6 +15,7 @@ from zerofit.job import program
 USAGE = """usage: zerofit sft|lora|dpo|pipeline [--gpus N] [--show] [flags]     train on N processes, in any folder
        zerofit sft --help                                            a recipe's flags; --help all: every one
        zerofit init DIR                                              lay recipes, DeepSpeed files and a Makefile down
+       zerofit convert THEIRS.yaml                                   write axolotl's, TRL's ... file in our names
        zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     train with a recipe of your own
        zerofit launch --nnodes 2 --node_rank 0 --master_addr HOST    this node's part of a job on several
        zerofit hosts --hosts FILE recipes/sft.py [flags]             a job on a DeepSpeed hostfile's hosts, over ssh
@@ -36,6 +37,7 @@ USAGE = """usage: zerofit sft|lora|dpo|pipeline [--gpus N] [--show] [flags]     
 VERBS = {
     "launch": "launch.launch",
     "init": "commands.init",
+    "convert": "commands.convert",
     "data": "commands.data",
     "batch-size": "launch.batch_search",
     "plan": "commands.plan",
@@ -55,7 +57,7 @@ VERBS = {
 }
 
 
-LIGHT = ("status", "cancel", "init")  # verbs that must start fast and need no torch
+LIGHT = ("status", "cancel", "init", "convert")  # verbs that must start fast and need no torch
 
 STARTS_RANKS = ("launch", "resume")
 

@@ -219,7 +219,11 @@ def test_changing_gpus_keeps_the_effective_batch():
         (["--batch_size", "4"], "did you mean --per_device_train_batch_size"),
         (["--micro_batch_size", "4"], "did you mean --per_device_train_batch_size"),
         (["--num_epochs", "4"], "did you mean --num_train_epochs"),
-        (["--stage", "sft"], "did you mean --zero"),
+        (["--stage", "sft"], "did you mean recipes/sft.py or recipes/dpo.py"),
+        (["--use_ray", "true"], "did you mean launchers/ray"),
+        (["--no_eval", "true"], "did you mean --eval_strategy no"),
+        (["--rdzv_backend", "static"], "unknown flag --rdzv_backend; --help all lists every flag"),
+        (["--training", "x"], "unknown flag --training; --help all lists every flag"),
         (["--finetuning_type", "lora"], "did you mean recipes/lora.py"),
         (["--lora_target", "all"], r"did you mean recipes/lora.py \(make lora\) with --lora_target_modules\?"),
         (["--base_model", "x"], "did you mean --model"),
@@ -338,7 +342,7 @@ def test_every_synonym_names_an_argument_that_exists():
         if meant.startswith('"'):  # a key of the DeepSpeed JSON
             assert meant.split('"')[1] in {key.rpartition(".")[2] for key in OF_STAGE_3}
         else:
-            assert meant.startswith("recipes/") or meant.split()[0].strip("-,") in names, meant
+            assert meant.startswith(("recipes/", "launchers/")) or meant.split()[0].strip("-,") in names, meant
 
 
 @pytest.mark.bad_input

@@ -21,6 +21,7 @@ from zerofit.base.command_line import by_flag, drop, names, repeated, with_auto_
 from zerofit.base.errors import UserError
 from zerofit.base.paths import read_text
 from zerofit.config import arguments, presets, synonyms
+from zerofit.convert import kits
 from zerofit.data import formats
 from zerofit.job import program
 from zerofit.job.recipe import Recipe
@@ -196,6 +197,8 @@ def read_yaml(path: str, recipe: Recipe, early: bool = False) -> dict[str, Any]:
         raise UserError(f"{place}: not valid YAML: {getattr(error, 'problem', error)}.") from None
     if not isinstance(values, dict):
         raise UserError(f"{path}: must hold `argument: value` lines, found a {type(values).__name__}.")
+    if sentence := kits.foreign(values, path, frozenset(_argument_names(recipe))):
+        raise UserError(sentence)
     lines = {key: nodes[str(key)].start_mark.line + 1 if str(key) in nodes else 1 for key in values}
     texts = _text_flags(recipe, early)
     flags = {}
@@ -254,6 +257,12 @@ def _as_written(place: str, value: Any, node: yaml.Node | None) -> Any:
             )
         return value
     return node.value
+
+
+@functools.cache
+def _argument_names(recipe: Recipe) -> set[str]:
+    """Return the names of all arguments of a recipe."""
+    return {action.dest for action in _early_parser(recipe)._actions}
 
 
 def _takes_several(recipe: Recipe, key: str, early: bool) -> bool:

@@ -22,7 +22,8 @@ _ELSEWHERE = {
     "--per_device_train_batch_size auto": "probe",
     "--ignore_resume_mismatch": "resume_anyway",
     "--zero": "zero_stage",
-    "--zero (the ZeRO stage; what is trained follows from the recipe)": "stage",
+    "recipes/sft.py or recipes/dpo.py (--zero is the ZeRO stage)": "stage",
+    "launchers/ray (docs/ray.md)": "use_ray",
     "--offload optimizer (deepspeed 0.19's ZenFlow trains another function)": "zenflow",
     # keys of the DeepSpeed JSON
     '"ratio" in deepspeed_configs/offload_optimizer.json': "offload_ratio",
@@ -42,6 +43,9 @@ _ELSEWHERE = {
     "--eval_fraction": "val_size val_set_size",
     "--max_length": "max_seq_len cutoff_len sequence_len seq_length",
     "--packing": "sample_packing neat_packing",
+    "--packing (rows are packed whole)": "packing_strategy",
+    "--eval_strategy no": "no_eval",
+    "--chat_template (the end tokens that it writes are trained)": "eot_tokens",
     "--sp_size": "sequence_parallel_size sequence_parallel_degree ulysses_sequence_parallel_size",
     "--sp_size (by heads, not a ring)": "context_parallel_size",
     "--tp_size": "tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size deepspeed_autotp_size",
@@ -81,6 +85,8 @@ _ELSEWHERE = {
 }
 
 RENAMED = {name: flag for flag, names in _ELSEWHERE.items() for name in names.split()}
+
+NO_GUESS = ("train", "training", "lora_query", "rdzv_backend")  # the closest name here is of something else
 
 # Argument -> value elsewhere -> the flag of zerofit.
 VALUES = {
@@ -143,7 +149,7 @@ def of_unknown(unknown: list[str], recipe: Recipe, names: list[str], origin: str
 
 def _hint(name: str, recipe: Recipe, names: list[str]) -> str | None:
     """Return the flag or recipe to use instead of an unknown argument; None if there is no guess."""
-    close = difflib.get_close_matches(name, names, 1, 0.75)
+    close = difflib.get_close_matches(name, names, 1, 0.75) if name not in NO_GUESS else []
     hint = f"--{name}" if name in names else RENAMED.get(name) or (f"--{close[0]}" if close else None)
     for other in sorted(program.kit().values(), key=lambda other: len(other.arguments)):
         of_other = {*other.own_arguments} - {*names}

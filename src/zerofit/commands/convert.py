@@ -1,0 +1,132 @@
+"""`zerofit convert`: write another kit's configuration in our names, as a file for --config."""
+
+import argparse
+import shlex
+import tempfile
+from dataclasses import fields
+from pathlib import Path
+
+from zerofit.base.errors import UserError
+from zerofit.config import arguments, defaults, parse, transformers_flags
+from zerofit.convert import kits, page
+from zerofit.convert.conversion import Conversion, Kit, Names, convert
+from zerofit.job import program
+
+RECIPES = ("sft", "lora", "dpo")
+
+
+def main(argv: list[str]) -> None:
+    """Convert the files of a command line (see --help), check the result with our own parser, and write it.
+
+    Raises: UserError for a file of no known kit, a job that nothing here trains, or an output file that is there.
+    """
+    parser = argparse.ArgumentParser(prog="zerofit convert", allow_abbrev=False, description=__doc__)
+    known = ", ".join(kit.name for kit in kits.KITS)
+    parser.add_argument("files", nargs="+", help=f"their YAML or JSON files, of one job: {known}")
+    parser.add_argument(
+        "--output", default="", help="the file to write (default NAME.zerofit.yaml here; -: the terminal)"
+    )
+    parser.add_argument(
+        "--recipe", default="", choices=["", *RECIPES], help="where the file does not say what it trains"
+    )
+    parser.add_argument("--kit", default="", help="whose file it is, where its keys do not say")
+    parser.add_argument("--gpus", type=int, help="GPUs of the original: write its effective batch, for any number here")
+    args = parser.parse_args(argv)
+    if args.gpus is not None and args.gpus < 1:
+        raise UserError(f"--gpus {args.gpus}: it must be 1 or more.")
+    files = [part for word in args.files for part in ([word] if Path(word).exists() else word.split() or [word])]
+    done = of_files(files, args.kit, args.recipe, args.gpus)
+    output = args.output or f"{done.file.stem}.zerofit.yaml"
+    command = _command(done, "FILE" if output == "-" else output)
+    text = page.text(done, command)
+    check(done, text)
+    if output == "-":
+        print(text, end="")
+        return
+    try:
+        with Path(output).expanduser().open("x", encoding="utf-8") as file:
+            file.write(text)
+    except FileExistsError:
+        raise UserError(f"{output}: is there already; remove it, or name another with --output.") from None
+    except OSError as error:
+        raise UserError(f"{output}: cannot be written: {error.strerror}.") from None
+    print(page.summary(done, output, command))
+
+
+def of_files(files: list[str], kit: str = "", recipe: str = "", gpus: int | None = None) -> Conversion:
+    """Return the conversion of a job's file; those of its launcher add how it is sharded."""
+    read = [(Path(file), values := kits.read(file), _kit(file, values, kit)) for file in files]
+    read.sort(key=lambda one: one[2] in kits.LAUNCHERS)
+    jobs = [one for one in read if one[2] not in kits.LAUNCHERS]
+    if len(jobs) > 1:
+        raise UserError(f"{jobs[1][0]}: one job at a time, {jobs[0][0]} is one too.")
+    launchers = [
+        convert(theirs, values, file, recipe=recipe) for file, values, theirs in read if theirs in kits.LAUNCHERS
+    ]
+    if not jobs:
+        done = launchers[0]
+        done.recipe = done.recipe or "sft"
+        launchers = launchers[1:]
+    else:
+        file, values, theirs = jobs[0]
+        count = next((one.lines["gpus"].value for one in launchers if "gpus" in one.lines), None)
+        done = convert(theirs, values, file, gpus or count, recipe, names())
+    for other in launchers:
+        _add(done, other)
+    return done
+
+
+def _kit(file: str, values: dict, name: str) -> Kit:
+    """Return the kit that --kit names, or whose keys a file has."""
+    found = kits.NAMES.get(name.lower()) if name else kits.detect(values)[0]
+    if found is None:
+        known = ", ".join(kit.name for kit in kits.KITS)
+        raise UserError(
+            f"--kit {name}: must be one of {known}."
+            if name
+            else f"{file}: is of no kit known here by its keys ({known}); name it with --kit."
+        )
+    return found
+
+
+def _add(done: Conversion, launcher: Conversion) -> None:
+    """Add what a launcher's file says of processes, sharding and precision."""
+    for name, line in launcher.lines.items():
+        if name not in ("gpus", "use_cpu") and name not in done.lines:
+            done.lines[name] = line
+    done.lost |= {f"{launcher.file.name}: {key}": why for key, why in launcher.lost.items()}
+    done.differs += [sentence for sentence in launcher.differs if sentence not in launcher.kit.meaning]
+
+
+def names() -> Names:
+    """Return the arguments of the recipes, and those of transformers that have no effect here."""
+    ours = {one.name for recipe in RECIPES for group in arguments.kit_groups(recipe) for one in fields(group)}
+    refused = transformers_flags.REFUSED
+    return Names(frozenset({*ours, *parse.training_argument_names()} - refused.keys()), refused)
+
+
+def check(done: Conversion, text: str) -> None:
+    """Raise UserError where our own parser refuses the converted file: a value of theirs that no recipe takes."""
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "converted.yaml"
+        file.write_text(text, encoding="utf-8")
+        try:
+            parse.read_yaml(str(file), program.recipe_of(done.recipe), early=True)
+        except UserError as error:
+            said = str(error).replace(str(file), f"{done.file}, converted")
+            raise UserError(f"{said} Correct it in {done.file}.") from None
+    for name, line in done.lines.items():
+        words, is_allowed = defaults.RANGES.get(name, (None, None))
+        if words and line.value != "auto":
+            is_number = isinstance(line.value, int | float)
+            if not is_number or not is_allowed(line.value):
+                what = words if is_number else "a number"
+                raise UserError(f"{done.file}: {line.origin} is {line.value}: it must be {what} ({name}).")
+
+
+def _command(done: Conversion, output: str) -> str:
+    """Return the line that trains with the converted file."""
+    gpus = done.lines["gpus"].value if "gpus" in done.lines else done.gpus
+    groups = [done.lines[name].value for name in ("sp_size", "tp_size") if name in done.lines]
+    count = gpus or (max(groups) if groups else 1)
+    return f"make {done.recipe}{f' GPUS={count}' if count > 1 else ''} CONFIG={shlex.quote(output)}"

@@ -1,0 +1,367 @@
+"""The table of axolotl's keys."""
+
+from typing import Any
+
+from zerofit.convert import sharding, shared
+from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, number, words
+from zerofit.convert.templates import template
+
+PREFERENCE = {"dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
+
+OTHER_JOBS = "zerofit trains SFT, LoRA and preference pairs (dpo, ipo, orpo, simpo)"
+
+
+def _recipe(done: Conversion) -> None:
+    """Choose the recipe from `rl` and `adapter`, and write the preference loss."""
+    rl, adapter = done.take("rl"), done.take("adapter")
+    if rl and rl not in PREFERENCE:
+        done.refuse(f"rl: {rl}", f"has no counterpart: {OTHER_JOBS}")
+    for key in ("reward_model", "process_reward_model", "diffusion", "kd_trainer"):
+        if done.take(key):
+            done.refuse(key, f"has no counterpart: {OTHER_JOBS}")
+    if done.take("processor_type"):
+        done.differ("processor_type: rows with images, videos or audios are refused; their model's text part trains.")
+    done.recipe = done.recipe or ("dpo" if rl else "lora" if adapter else "sft")
+    if rl:
+        _preference(done, rl)
+    if not adapter:
+        for key in [key for key in done.unread if key.startswith("lora_")]:
+            done.lose(key, "the file has no adapter, so all weights train")
+        return
+    if done.recipe == "dpo":
+        done.put("adapter", "lora", "adapter")
+    for bits in ("4", "8"):
+        if done.take(f"load_in_{bits}bit") or (bits == "4" and adapter == "qlora" and not done.given.get("gptq")):
+            done.put(f"load_in_{bits}bit", True, f"load_in_{bits}bit")
+            break
+    _adapter(done)
+
+
+def _preference(done: Conversion, rl: str) -> None:
+    losses = words(done.take("dpo_loss_type", [])) or [PREFERENCE[rl]]
+    if len(losses) > 1 or done.take("dpo_loss_weights"):
+        done.refuse("dpo_loss_type", "zerofit has one loss at a time")
+    done.put("loss_type", losses[0], "rl")
+    key, beta = done.first("rl_beta", "dpo_beta", "orpo_alpha")
+    done.put("beta", 0.1 if beta is None else beta, key)
+    if rl == "simpo":
+        done.put("simpo_gamma", done.take("simpo_gamma", 0.5), "simpo_gamma")
+        done.put("rpo_alpha", done.take("cpo_alpha", 1.0), "cpo_alpha")
+    if done.take("rpo_alpha"):
+        done.put("rpo_alpha", done.given["rpo_alpha"], "rpo_alpha")
+
+
+def _adapter(done: Conversion) -> None:
+    shared.lora(done, {
+        "lora_r": done.named("lora_r"),
+        "lora_alpha": done.named("lora_alpha"),
+        "lora_dropout": done.named("lora_dropout", 0.0),
+    })  # fmt: skip
+    linear, named = done.take("lora_target_linear"), done.take("lora_target_modules")
+    if linear:
+        done.put("lora_target_modules", ["all-linear"], "lora_target_linear")
+    elif named:
+        shared.targets(done, "lora_target_modules", named, None)
+    for theirs, ours in (
+        ("lora_modules_to_save", "modules_to_save"),
+        ("peft_use_dora", "use_dora"),
+        ("peft_use_rslora", "use_rslora"),
+        ("peft_init_lora_weights", "init_lora_weights"),
+        ("loraplus_lr_ratio", "loraplus_lr_ratio"),
+    ):
+        if value := done.take(theirs):
+            done.put(ours, value, theirs)
+
+
+def _data(done: Conversion) -> None:
+    """Convert the list of data sets: path, split, configuration, columns, and what the type of a row means."""
+    key, listed = done.first("datasets", "pretraining_dataset")
+    listed = [{"path": listed}] if isinstance(listed, str) else listed or []
+    listed = [one if isinstance(one, dict) else {"path": one} for one in listed]
+    shared.data(done, [source for one in listed for source in _sources(done, one)], key or "datasets")
+    kinds = {str(one.get("type")) for one in listed}
+    if done.recipe != "dpo":
+        everything = done.take("train_on_inputs") is True or key == "pretraining_dataset" or kinds == {"completion"}
+        turns = {str(one["roles_to_train"]) for one in listed if one.get("roles_to_train")}
+        origin = key if kinds == {"completion"} else "train_on_inputs" if "train_on_inputs" in done.given else None
+        done.put("train_on", "all" if everything else "assistant", origin)
+        if turns - {"['assistant']", "['gpt']", "['assistant', 'gpt']", "['gpt', 'assistant']"}:
+            done.lose("datasets: roles_to_train", "answers of the assistant are trained (train_on), or marked turns")
+    held_out = done.take("test_datasets")
+    if held_out:
+        shared.data(done, [source for one in held_out for source in _sources(done, one)], "test_datasets", "eval_data")
+    if any(kind.startswith(("alpaca", "{")) or kind in ("context_qa", "explainchoice") for kind in kinds):
+        done.differ(
+            "datasets: type: axolotl writes `### Instruction:` and the like around such rows; here they go through the "
+            "chat template, and chat_template takes a Jinja file."
+        )
+
+
+READ = {"path", "type", "split", "name", "data_files", "ds_type", "field_messages", "field_chosen", "field_rejected",
+        "field", "roles_to_train", "conversation", "train_on_eos", "train_on_eot", "revision", "roles",
+        "message_field_role", "message_field_content", "message_property_mappings", "chat_template",
+        "text_column", "trust_remote_code", "preprocess_shards"}  # fmt: skip
+
+
+def _sources(done: Conversion, one: dict[str, Any]) -> list[shared.Source]:
+    columns = {}
+    for theirs, ours in (("field_messages", "messages"), ("field_chosen", "chosen"), ("field_rejected", "rejected"),
+                         ("field", "text"), ("text_column", "text")):  # fmt: skip
+        if one.get(theirs) and not (ours == "messages" and one[theirs] in ("conversations", "messages")):
+            columns[ours] = one[theirs]
+    if isinstance(kind := one.get("type"), dict):
+        for theirs, ours in (("field_system", "system"), ("field_instruction", "instruction"), ("field_input", "input"),
+                             ("field_output", "output"), ("field_prompt", "prompt"), ("field_chosen", "chosen"),
+                             ("field_rejected", "rejected")):  # fmt: skip
+            if kind.get(theirs):
+                columns[ours] = kind[theirs]
+    for name in sorted(one.keys() - READ):
+        if one[name] not in (None, False, "", [], {}):
+            done.lose(f"datasets: {one.get('path')}: {name}", "rows are read by their columns (docs/data.md)")
+    if one.get("chat_template") and not done.given.get("chat_template"):
+        template(done, "datasets: chat_template", one["chat_template"])
+    split = one.get("split")
+    if split and "[" in str(split):
+        done.differ(f"datasets: split {split}: a part of a split; max_samples takes the first rows of all sets.")
+        split = str(split).partition("[")[0]
+    files = words(one["data_files"]) if one.get("data_files") else []
+    return [shared.Source(str(path), split, one.get("name"), columns) for path in files or [one.get("path", "")]]
+
+
+def _schedule(done: Conversion) -> None:
+    """Convert optimizer, epochs, warm-up and the schedule with its smallest rate."""
+    given = done.take("optimizer")
+    shared.optimizer(done, "optimizer" if given else None, given)
+    shared.steps(done, done.named("num_epochs", 1.0))
+    if all(done.given.get(key) is None for key in ("warmup_steps", "warmup_ratio")):
+        done.differ("warm-up: axolotl's default is 3 % of the steps and at most 100; the limit is not written.")
+    shared.warmup(done, 0.03)
+    kind, smallest = done.take("lr_scheduler", "cosine"), done.take("cosine_min_lr_ratio")
+    origin = "lr_scheduler" if "lr_scheduler" in done.given else None
+    if kind in ("one_cycle", "rex"):
+        done.lose("lr_scheduler", f"no schedule {kind} here, cosine is written instead")
+        kind = "cosine"
+    if smallest and kind == "cosine":
+        done.put("lr_scheduler_type", "cosine_with_min_lr", "lr_scheduler, cosine_min_lr_ratio")
+        done.put("lr_scheduler_kwargs", {"min_lr_rate": smallest}, "cosine_min_lr_ratio")
+    else:
+        done.put("lr_scheduler_type", kind, origin)
+        shared.schedule_arguments(done)
+
+
+def _batch(done: Conversion) -> None:
+    micro, whole = done.take("micro_batch_size"), done.take("batch_size")
+    accumulation = done.take("gradient_accumulation_steps")
+    if whole and not accumulation:
+        accumulation = max(1, number(whole) // number(micro or 1))
+    key, size = done.first("context_parallel_size", "sequence_parallel_degree")
+    if size and size > 1:
+        done.put("sp_size", size, key)
+        done.differ(f"{key}: heads are exchanged (Ulysses), not a ring: it must divide the model's attention heads.")
+    if (width := done.take("tensor_parallel_size", 1)) > 1:
+        done.put("tp_size", width, "tensor_parallel_size")
+        if done.lines.pop("sp_size", None):
+            done.lose(str(key), "rows are split over GPUs or layers are, not both: tp_size is written")
+    shared.batch(
+        done,
+        ("micro_batch_size" if micro else None, micro, 1),
+        ("gradient_accumulation_steps" if accumulation else None, accumulation, 1),
+    )
+
+
+def _times(done: Conversion) -> None:
+    """Convert when to save and to evaluate: n times an epoch is a share of all steps."""
+    epochs = number(done.take("num_epochs", 1.0))
+    for theirs, ours in (("saves_per_epoch", "save_steps"), ("evals_per_epoch", "eval_steps")):
+        count = done.take(theirs)
+        if count and done.given.get(ours) is None and (share := 1 / (count * epochs)) < 1:
+            done.given[ours] = round(share, 6)
+    share = number(done.take("val_set_size", 0))
+    if share >= 1:
+        done.lose("val_set_size", "a number of rows: eval_fraction takes a share of them")
+    elif share:
+        done.put("eval_fraction", share, "val_set_size")
+    has_rows = 0 < share < 1 or "eval_data" in done.lines
+    if has_rows and done.given.get("eval_strategy") is None:
+        done.given["eval_strategy"] = "steps" if done.given.get("eval_steps") else None
+    shared.evaluation(done, has_rows)
+    shared.saving(done, "epoch", limit=4)
+    for key, ours in (("evals_per_epoch", "eval_steps"), ("saves_per_epoch", "save_steps")):
+        if done.given.get(key) and ours in done.lines:
+            done.lines[ours] = Line(done.lines[ours].value, f"{key}: {done.given[key]}")
+
+
+def _machine(done: Conversion) -> None:
+    """Convert precision, attention, kernels, sharding and trackers."""
+    shared.precision(done)
+    for key, name in (("bfloat16", "bf16"), ("float16", "fp16")):
+        if done.take(key):
+            shared.half(done, name, key)
+    shared.tf32(done)
+    for key in ("flash_attention", "attn_implementation", "sdp_attention", "eager_attention", "xformers_attention"):
+        value = done.take(key)
+        if value and key != "sdp_attention":
+            name = {"flash_attention": "flash_attention_2", "eager_attention": "eager"}.get(key, value)
+            shared.attention(done, key, name if isinstance(name, str) else None)
+    plugins = " ".join(map(str, done.take("plugins", [])))
+    kernels = [key for key in sorted(done.unread) if key.startswith("liger_") and done.take(key)]
+    if "LigerPlugin" in plugins or kernels:
+        done.on_gpus["use_liger_kernel"] = Line(True, "plugins: LigerPlugin")
+    for name in plugins.split():
+        if "LigerPlugin" not in name and "CutCrossEntropy" not in name:
+            done.lose(f"plugins: {name}", "plugins of axolotl do not run here (docs/extending.md)")
+    for key in [key for key in done.unread if key.startswith(("liger_", "cut_cross_entropy"))]:
+        done.take(key)  # the loss is computed in chunks by itself (fused_loss)
+    checkpointing = done.take("gradient_checkpointing")
+    if checkpointing:
+        done.put("gradient_checkpointing", True, "gradient_checkpointing")
+    if checkpointing in ("offload", "unsloth") or done.take("activation_offloading"):
+        done.put("activation_offload", True, "gradient_checkpointing" if checkpointing else "activation_offloading")
+    sharding.deepspeed(done, "deepspeed")
+    sharding.fsdp(done, "fsdp", "fsdp_config", "fsdp_version")
+    report = [name for name in ("wandb", "mlflow", "tensorboard") if done.take(f"use_{name}")]
+    report = [*report, "wandb"] if done.given.get("wandb_project") and "wandb" not in report else report
+    shared.report(done, "wandb_project" if "use_wandb" not in done.given else "use_wandb", report)
+    if (name := done.take("wandb_name") or done.take("wandb_run_id")) and report:
+        done.put("run_name", name, "wandb_name")
+
+
+def _template(done: Conversion) -> None:
+    value, text = done.take("chat_template"), done.take("chat_template_jinja")
+    if value == "jinja" or text:
+        if text and str(text).endswith((".jinja", ".j2")):
+            done.put("chat_template", text, "chat_template_jinja")
+        else:
+            done.lose("chat_template_jinja", "write its text to a file and name it: chat_template: FILE.jinja")
+    else:
+        template(done, "chat_template", str(value).removeprefix("tokenizer_default_fallback_") if value else None)
+
+
+KIT = Kit(
+    name="axolotl",
+    version="0.19.0",
+    marks=(
+        "base_model", "micro_batch_size", "sequence_len", "num_epochs", "sample_packing", "val_set_size",
+        "datasets", "dataset_prepared_path", "lora_target_linear", "lr_scheduler", "optimizer",
+        "pad_to_sequence_len", "flash_attention", "evals_per_epoch", "saves_per_epoch", "train_on_inputs",
+        "special_tokens",
+    ),
+    keys={
+        "base_model": Key("model"),
+        "revision_of_model": Key("model_revision"),
+        "trust_remote_code": Key("trust_remote_code", values={False: None}),
+        "output_dir": Key("output_dir", default="./model-out"),
+        "sequence_len": Key("max_length", default=512),
+        "excess_length_strategy": Key("truncation", default="drop",
+                                      values={"truncate": "truncate_right", "raise": "error"}),
+        "sample_packing": Key("packing", default=False),
+        "pretraining_sample_concatenation": Key("packing"),
+        "tokens": Key("new_tokens"),
+        "learning_rate": Key("learning_rate"),
+        "weight_decay": Key("weight_decay", default=0.0),
+        "max_grad_norm": Key("max_grad_norm", default=1.0),
+        "adam_beta1": Key("adam_beta1"),
+        "adam_beta2": Key("adam_beta2"),
+        "adam_epsilon": Key("adam_epsilon"),
+        "neftune_noise_alpha": Key("neftune_noise_alpha"),
+        "noisy_embedding_alpha": Key("neftune_noise_alpha"),
+        "dpo_label_smoothing": Key("label_smoothing"),
+        "precompute_ref_log_probs": Key("precompute_ref_log_probs"),
+        "seed": Key("seed", default=42),
+        "reinit_weights": Key("random_init", values={False: None}),
+        "tiled_mlp": Key("tiled_mlp", values={False: None, True: "auto"}),
+        "logging_steps": Key("logging_steps"),
+        "max_samples": Key("max_samples"),
+        "streaming": Key("streaming", values={False: None}),
+        "dataset_processes": Key("preprocessing_num_workers"),
+        "dataset_num_proc": Key("preprocessing_num_workers"),
+        "dataloader_num_workers": Key("dataloader_num_workers"),
+        "dataloader_prefetch_factor": Key("dataloader_prefetch_factor"),
+        "ddp_timeout": Key("ddp_timeout"),
+        "hub_model_id": Key("hub_model_id", note="push_to_hub: true uploads the model at the end"),
+        "hub_strategy": Key("hub_strategy"),
+        "load_best_model_at_end": Key("load_best_model_at_end", values={False: None}),
+        "metric_for_best_model": Key("metric_for_best_model"),
+        "greater_is_better": Key("greater_is_better"),
+    },
+    rules=(
+        Rule("rl adapter load_in_4bit load_in_8bit", "recipe sft, lora or dpo; load_in_4bit", _recipe),
+        Rule("lora_r lora_alpha lora_dropout lora_target_linear lora_target_modules",
+             "lora_r, lora_alpha, lora_dropout, lora_target_modules", note="lora_target_linear: all-linear"),
+        Rule("lora_modules_to_save peft_use_dora peft_use_rslora", "modules_to_save, use_dora, use_rslora"),
+        Rule("datasets pretraining_dataset test_datasets train_on_inputs", "data, eval_data, columns, train_on", _data,
+             "one split, configuration and set of columns for all sets"),
+        Rule("chat_template chat_template_jinja", "chat_template", _template),
+        Rule("micro_batch_size gradient_accumulation_steps batch_size",
+             "per_device_train_batch_size, gradient_accumulation_steps", _batch),
+        Rule("optimizer lr_scheduler cosine_min_lr_ratio num_epochs max_steps warmup_steps warmup_ratio",
+             "optim, lr_scheduler_type, num_train_epochs, warmup_steps", _schedule),
+        Rule("val_set_size saves_per_epoch evals_per_epoch save_steps eval_steps",
+             "eval_fraction, save_steps, eval_steps", _times, "n times an epoch is a share of all steps"),
+        Rule("deepspeed fsdp fsdp_config", "zero, offload", note=sharding.FSDP_NOTE),
+        Rule("bf16 fp16 tf32 flash_attention plugins gradient_checkpointing use_wandb",
+             "bf16, fp16, tf32, attn_implementation, use_liger_kernel, report_to", _machine),
+    ),
+    lost=shared.NO_COUNTERPART | {
+        "special tokens are the tokenizer's own; words as one token each: new_tokens": (
+            "special_tokens added_tokens_overrides eot_tokens resize_token_embeddings_to_32x default_system_message"
+        ),
+        "rows are padded to the longest of a batch, or not at all (padding_free)": (
+            "pad_to_sequence_len pad_to_multiple_of eval_sample_packing sample_packing_* multipack_real_batches "
+            "streaming_multipack_buffer_size batch_flattening eval_batch_size eval_sequence_len min_sample_len "
+            "max_prompt_len"
+        ),
+        "merge the adapter into its base first, and give the merged folder as model": "lora_model_dir",
+        "resume with zerofit resume, or resume_from_checkpoint": "resume_from_checkpoint",
+        "a run stops by itself only on NaN; there is no early stopping": "early_stopping_patience loss_watchdog_*",
+        "evaluation computes the loss": (
+            "eval_table_size eval_max_new_tokens do_bench_eval do_causal_lm_eval eval_causal_lm_metrics "
+            "generate_samples num_generation_samples generation_* accelerator_config"
+        ),
+        "fused_lora and compile_layers are this kit's kernels (docs/kernels.md)": (
+            "lora_mlp_kernel lora_qkv_kernel lora_o_kernel lora_embedding_kernel flash_attn_* fused_attn_kernel "
+            "use_kernels torch_compile* flex_attn* flash_optimum gemma4_hybrid_attn_impl chunked_cross_entropy* "
+            "sdpa_varlen use_glm_dsa_kernels dsv4_* pretrain_multipack_*"
+        ),
+        "LoRA's layers and ranks are the same everywhere": (
+            "peft_layers_to_transform peft_layers_pattern lora_rank_pattern lora_alpha_pattern "
+            "lora_target_parameters lora_fan_in_fan_out peft unfrozen_parameters"
+        ),
+        "repeated rows are counted by zerofit data and limited by max_duplicate_fraction": (
+            "dataset_exact_deduplication"
+        ),
+        "one learning rate for all weights (loraplus_lr_ratio aside); optim_args as text: a=1,b=2": (
+            "embedding_lr* lr_groups optim_args optim_target_modules lr_quadratic_warmup cosine_constant_lr_ratio "
+            "eta_min adam_eps loraplus_lr_embedding"
+        ),
+        "no method of this kind": (
+            "qat quantization gptq fp8* relora* lisa_* use_onebitllms jagged_restart_* use_pose pose_* use_eaft "
+            "eaft_* llmcompressor"
+        ),
+        "zero: 3 shards experts and all other weights": (
+            "expert_parallel_* dp_shard_size dp_replicate_size quantize_moe_experts use_scattermoe use_sonicmoe "
+            "llama4_linearized_experts experts_implementation kt_config"
+        ),
+        "the model's config.json decides": (
+            "model_config model_quantization_config* bnb_config_kwargs ple_cpu_offload base_model_ignore_patterns "
+            "tokenizer_use_mistral_common experimental_skip_move_to_device"
+        ),
+        "the chat template alone decides what it writes": "chat_template_kwargs",
+        "images are not trained": (
+            "skip_prepare_dataset remove_unused_columns image_size image_resize_algorithm freeze_mm_modules"
+        ),
+        "ray starts zerofit with launchers/ray (docs/ray.md)": "use_ray ray_*",
+        "weights of data sets: data: [a.jsonl:2]": "shuffle_merged_datasets shuffle_before_merging_datasets",
+        "not needed here": (
+            "strict ddp* local_rank debug device_map xformers_attention s2_attention use_otel_metrics otel_* "
+            "low_cpu_mem_usage max_packed_sequence_len save_safetensors save_first_step include_tkps is_preprocess "
+            "gc_steps save_only_model dataset_keep_in_memory include_tokens_per_second heads_k_stride "
+            "ring_attn_func trl vllm"
+        ),
+    },
+    meaning=(
+        "packing: bins of micro_batch_size x sequence_len tokens there; here as many packs of max_length tokens as the "
+        "micro batch has, so a step has as many tokens.",
+        "loss: mean over the trained tokens of the whole step on all GPUs; axolotl averages the GPUs' means.",
+    ),
+)  # fmt: skip

@@ -1,0 +1,277 @@
+"""The table of LLaMA-Factory's keys."""
+
+import json
+from pathlib import Path
+
+from zerofit.convert import sharding, shared
+from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, number, words
+from zerofit.convert.templates import template
+
+OTHER_JOBS = "zerofit trains pt, sft and dpo (with pref_loss sigmoid, hinge, ipo, orpo or simpo)"
+
+KINDS = {"full": "sft", "lora": "lora", "oft": "lora"}
+
+
+def _recipe(done: Conversion) -> None:
+    """Choose the recipe from `stage` and `finetuning_type`, and write the preference loss and the adapter."""
+    stage, kind = done.take("stage", "sft"), done.take("finetuning_type", "lora")
+    if key := next((key for key in ("train_dataset", "dist_config", "peft_config") if key in done.given), None):
+        done.refuse(key, "is of LLaMA-Factory's new layout (v1), whose keys are not read here")
+    if done.given.get("export_dir") or not (done.take("do_train") or done.given.get("dataset")):
+        done.refuse("do_train", "the file trains nothing (it exports, chats or predicts)")
+    if stage not in ("pt", "sft", "dpo"):
+        done.refuse(f"stage: {stage}", f"has no counterpart: {OTHER_JOBS}")
+    if kind not in KINDS:
+        done.refuse(
+            f"finetuning_type: {kind}", "has no counterpart: all weights train (sft, dpo), or an adapter (lora)"
+        )
+    done.recipe = done.recipe or ("dpo" if stage == "dpo" else KINDS[kind])
+    if stage == "dpo":
+        _preference(done)
+    if kind != "full":
+        _adapter(done, kind)
+    elif bits := done.take("quantization_bit"):
+        done.lose("quantization_bit", f"all weights train, so none are in {bits} bits")
+
+
+def _preference(done: Conversion) -> None:
+    loss = done.take("pref_loss", "sigmoid")
+    if loss == "kto_pair":
+        done.refuse("pref_loss: kto_pair", f"has no counterpart: {OTHER_JOBS}")
+    done.put("loss_type", loss, "pref_loss" if "pref_loss" in done.given else None)
+    if loss == "simpo":
+        done.put("simpo_gamma", done.take("simpo_gamma", 0.5), "simpo_gamma" if "simpo_gamma" in done.given else None)
+    for theirs, ours in (("pref_ftx", "rpo_alpha"), ("dpo_label_smoothing", "label_smoothing")):
+        if value := done.take(theirs):
+            done.put(ours, value, theirs)
+    done.put("beta", done.take("pref_beta", 0.1), "pref_beta" if "pref_beta" in done.given else None)
+    if done.take("ref_model"):
+        done.lose("ref_model", "the reference is the model before training")
+
+
+def _adapter(done: Conversion, kind: str) -> None:
+    if done.recipe == "dpo" or kind == "oft":
+        done.put("adapter", kind, "finetuning_type" if "finetuning_type" in done.given else None)
+    if bits := done.take("quantization_bit"):
+        if bits in (4, 8) and done.take("quantization_method", "bnb") in ("bnb", "bitsandbytes"):
+            done.put(f"load_in_{bits}bit", True, "quantization_bit")
+        else:
+            done.lose("quantization_bit", "load_in_4bit (NF4) or load_in_8bit, by bitsandbytes")
+    rank = number(done.take("lora_rank"))
+    alpha = number(done.take("lora_alpha"))
+    if kind == "lora":
+        shared.lora(done, {
+            "lora_r": (rank and "lora_rank", rank, 8),
+            "lora_alpha": (alpha and "lora_alpha", alpha, 2 * (rank or 8)),
+            "lora_dropout": done.named("lora_dropout", 0.0),
+        })  # fmt: skip
+        if done.take("pissa_init"):
+            rounds = done.take("pissa_iter", 16)
+            done.put("init_lora_weights", "pissa" if rounds == -1 else f"pissa_niter_{rounds}", "pissa_init")
+    else:
+        done.put("adapter_config", [f"oft_block_size={done.take('oft_block_size', 32)}"], "oft_block_size")
+    shared.targets(done, *done.named("lora_target" if kind == "lora" else "oft_target", "all"))
+    if value := done.take("additional_target"):
+        done.put("modules_to_save", words(value), "additional_target")
+
+
+def _data(done: Conversion) -> None:
+    """Convert the names of data sets, looked up in dataset_info.json where it is here."""
+    folder = str(done.take("dataset_dir", "data"))
+    registry = _registry(done.file, folder)
+    for key, ours in (("dataset", "data"), ("eval_dataset", "eval_data")):
+        names = words(done.take(key, []))
+        unknown = [name for name in names if name not in registry]
+        sources = [_source(done, name, registry.get(name), folder) for name in names]
+        shared.data(done, sources, key, ours)
+        if unknown:
+            done.differ(
+                f"{key}: {', '.join(unknown)}: the files' names are in LLaMA-Factory's {folder}/dataset_info.json, "
+                "which is not here; check those in data, or convert where it is."
+            )
+    kind = done.given.get("stage", "sft")
+    if kind != "dpo":
+        rest = done.take("train_on_prompt"), done.take("mask_history")
+        value, key = ("all", "stage: pt") if kind == "pt" else ("assistant", None)
+        value, key = (
+            ("all", "train_on_prompt") if rest[0] else ("last_turn", "mask_history") if rest[1] else (value, key)
+        )
+        done.put("train_on", value, key)
+    if (count := done.take("max_samples")) and len(words(done.given.get("dataset", []))) > 1:
+        done.lose("max_samples", f"{count} rows of each set there: max_samples counts the rows of all sets")
+    elif count:
+        done.put("max_samples", count, "max_samples")
+    if done.take("mix_strategy", "concat") != "concat":
+        done.lose("mix_strategy", "sets are concatenated: weigh them as data: [a.jsonl:2]")
+
+
+def _registry(file: Path, folder: str) -> dict[str, dict]:
+    for base in (Path(folder), file.parent / folder, file.parent):
+        path = base / "dataset_info.json"
+        if path.is_file():
+            known = json.loads(path.read_text(encoding="utf-8"))
+            return {name: entry | {"_folder": str(path.parent)} for name, entry in known.items()}
+    return {}
+
+
+COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "history": "history", "system": "system",
+           "messages": "messages", "chosen": "chosen", "rejected": "rejected", "tools": "tools"}  # fmt: skip
+
+DEFAULT_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
+
+
+def _source(done: Conversion, name: str, entry: dict | None, folder: str) -> shared.Source:
+    if entry is None:
+        return shared.Source(name if "/" in name or "." in name else f"{folder}/{name}.json")
+    theirs = entry.get("columns") or {}
+    columns = {ours: theirs[key] for key, ours in COLUMNS.items() if key in theirs and theirs[key] != ours}
+    if columns.get("messages") == "conversations":
+        del columns["messages"]
+    if entry.get("tags"):
+        done.differ(f"dataset: {name}: tags of turns are read as role/content or from/value.")
+    path = entry.get("hf_hub_url") or (entry.get("file_name") and str(Path(entry["_folder"]) / entry["file_name"]))
+    path = path or entry.get("ms_hub_url") or name
+    return shared.Source(str(path), entry.get("split"), entry.get("subset"), columns)
+
+
+def _training(done: Conversion) -> None:
+    """Convert batch, epochs, warm-up, evaluation, saving and the optimizer."""
+    shared.batch(
+        done,
+        done.named("per_device_train_batch_size", 8),
+        done.named("gradient_accumulation_steps", 1),
+    )
+    shared.steps(done, done.named("num_train_epochs", 3.0))
+    shared.warmup(done)
+    shared.schedule_arguments(done)
+    given = done.take("optim")
+    muon = done.take("use_muon")
+    shared.optimizer(done, "use_muon" if muon else given and "optim", "muon" if muon else given)
+    share = number(done.take("val_size", 0))
+    if share >= 1:
+        done.lose("val_size", "a number of rows: eval_fraction takes a share of them")
+    elif share:
+        done.put("eval_fraction", share, "val_size")
+    shared.evaluation(done, 0 < share < 1 or "eval_data" in done.lines)
+    shared.saving(done)
+
+
+def _packing(done: Conversion) -> None:
+    neat, packing = done.take("neat_packing"), done.take("packing")
+    is_text = done.given.get("stage") == "pt"
+    on = bool(neat or (is_text if packing is None else packing))
+    done.put("packing", on, "neat_packing" if neat else "packing" if packing is not None else None)
+    if on and not neat:
+        done.differ(
+            "packing: rows of a pack do not see each other here, as with neat_packing; LLaMA-Factory's do without it"
+            + (", and its texts are cut at cutoff_len, not packed whole." if is_text else ".")
+        )
+
+
+def _machine(done: Conversion) -> None:
+    """Convert precision, attention, kernels, sharding and trackers."""
+    shared.precision(done)
+    shared.tf32(done)
+    shared.attention(done, "flash_attn", done.take("flash_attn"))
+    shared.liger(done, "enable_liger_kernel")
+    sharding.deepspeed(done, "deepspeed")
+    sharding.fsdp(done, "fsdp", "fsdp_config")
+    shared.report(done, "report_to", words(done.take("report_to", [])))
+    if done.take("disable_gradient_checkpointing"):
+        done.put("gradient_checkpointing", False, "disable_gradient_checkpointing")
+    if value := done.take("add_tokens"):
+        done.put("new_tokens", words(value), "add_tokens")
+    if done.take("use_unsloth_gc"):
+        done.lines["activation_offload"] = Line(True, "use_unsloth_gc")
+    template(done, "template", done.take("template"))
+    if "template" not in done.given:
+        done.differ("template: LLaMA-Factory takes the tokenizer's own, as here.")
+
+
+KIT = Kit(
+    name="LLaMA-Factory",
+    version="0.9.5",
+    marks=(
+        "finetuning_type", "stage", "cutoff_len", "lora_target", "dataset_dir", "template", "plot_loss",
+        "overwrite_cache", "preprocessing_num_workers", "val_size", "lora_rank", "pref_loss", "pref_beta",
+        "quantization_bit", "neat_packing", "flash_attn", "enable_liger_kernel", "export_dir",
+    ),
+    keys=shared.TRAINING | {
+        "model_name_or_path": Key("model"),
+        "model_revision": Key("model_revision", values={"main": None}),
+        "trust_remote_code": Key("trust_remote_code", values={False: None}),
+        "output_dir": Key("output_dir"),
+        "cutoff_len": Key("max_length", default=2048),
+        "streaming": Key("streaming", values={False: None}),
+        "buffer_size": Key("shuffle_buffer_size"),
+        "preprocessing_num_workers": Key("preprocessing_num_workers"),
+        "pure_bf16": Key("pure_bf16", values={False: None}),
+        "use_dora": Key("use_dora", values={False: None}),
+        "use_rslora": Key("use_rslora", values={False: None}),
+        "loraplus_lr_ratio": Key("loraplus_lr_ratio"),
+        "train_from_scratch": Key("random_init", values={False: None}),
+        "fp8": Key("fp8", values={False: None}),
+    },
+    rules=(
+        Rule("stage finetuning_type quantization_bit", "recipe sft, lora or dpo; adapter, load_in_4bit", _recipe),
+        Rule("lora_rank lora_alpha lora_dropout lora_target additional_target",
+             "lora_r, lora_alpha, lora_dropout, lora_target_modules, modules_to_save",
+             note="lora_alpha: 2 x lora_rank"),
+        Rule("pref_loss pref_beta pref_ftx simpo_gamma", "loss_type, beta, rpo_alpha, simpo_gamma"),
+        Rule("dataset eval_dataset dataset_dir max_samples train_on_prompt mask_history",
+             "data, eval_data, columns, train_on", _data, "names are looked up in dataset_info.json where it is here"),
+        Rule("per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps warmup_ratio val_size",
+             "the same, warmup_steps, eval_fraction", _training, "transformers' defaults: batch 8, 3 epochs, linear"),
+        Rule("packing neat_packing", "packing", _packing, "rows of a pack never see each other"),
+        Rule("template", "chat_template"),
+        Rule("deepspeed fsdp", "zero, offload", note=sharding.FSDP_NOTE),
+        Rule("bf16 fp16 flash_attn enable_liger_kernel report_to disable_gradient_checkpointing",
+             "bf16, fp16, attn_implementation, use_liger_kernel, report_to", _machine),
+        Rule(shared.SAME, "the same"),
+    ),
+    lost=shared.NO_COUNTERPART | {
+        "merge the adapter into its base first (llamafactory-cli export), and give the merged folder as model": (
+            "adapter_name_or_path create_new_adapter adapter_folder"
+        ),
+        "the recipe trains; rows to evaluate on are eval_data or eval_fraction": (
+            "do_train do_eval do_predict predict_with_generate compute_accuracy eval_on_each_dataset eval_num_beams"
+        ),
+        "the position embeddings are the model's own": "rope_scaling shift_attn mixture_of_depths",
+        "galore_adamw and apollo_adamw are optimizers here, with optim_args: rank=16": (
+            "use_galore galore_* use_apollo apollo_*"
+        ),
+        "of Megatron: zero, tp_size and pp_size (recipes/pipeline.py) split a model": (
+            "tensor_model_parallel_size pipeline_model_parallel_size expert_model_parallel_size virtual_pipeline* "
+            "moe_* overlap_* recompute_* use_mca use_distributed_optimizer apply_rope_fusion bias_activation_fusion "
+            "sequence_parallel"
+        ),
+        "no optimizer or method of this kind": (
+            "use_badam badam_* use_adam_mini use_llama_pro freeze_trainable_* freeze_extra_modules use_dft_loss "
+            "use_asft_loss asft_alpha use_eaft_loss eaft_alpha use_kt kt_* use_hyper_parallel hyper_parallel_args "
+            "ld_alpha pref_bco_weight early_stopping_steps"
+        ),
+        "images, videos and audios are not trained": (
+            "image_* video_* freeze_vision_tower media_dir crop_to_patches freeze_multi_modal_projector "
+            "freeze_language_model use_audio_in_video audio_sampling_rate"
+        ),
+        "special tokens are the tokenizer's own; words as one token each: new_tokens": (
+            "resize_vocab split_special_tokens add_special_tokens new_special_tokens_config init_special_tokens "
+            "default_system tool_format"
+        ),
+        "the chat template alone decides how thinking is written (mask_generation_prompt)": (
+            "enable_thinking preserve_thinking"
+        ),
+        "compile_layers: true and fused_lora are this kit's kernels": "use_unsloth use_v1_kernels",
+        "ray starts zerofit with launchers/ray (docs/ray.md)": "use_ray ray_* resources_per_worker placement_strategy",
+        "not needed here": (
+            "low_cpu_mem_usage upcast_* infer_* print_param_status use_kv_cache quantization_type "
+            "double_quantization quantization_device_map pissa_convert disable_shuffling ddp_timeout_ "
+            "include_effective_tokens_per_second interleave_probs ignore_pad_token_for_loss offload_folder vllm_* "
+            "sglang_* loraplus_lr_embedding fp8_* enable_torch_profiler profil*"
+        ),
+    },
+    meaning=(
+        "loss: mean over the trained tokens of the whole step on all GPUs, as in transformers 5.",
+    ),
+    same_names=True,
+)  # fmt: skip

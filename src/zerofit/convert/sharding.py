@@ -1,0 +1,229 @@
+"""Read ZeRO stage, offload and process count from DeepSpeed's, FSDP's and accelerate's configurations."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, as_object
+
+DEEPSPEED_FILE = "what the file says is what runs with `--deepspeed FILE`, instead of zero and offload"
+
+
+def deepspeed(done: Conversion, key: str) -> None:
+    """Convert a key that names a DeepSpeed file, or holds its JSON."""
+    value = as_object(done.take(key))
+    if value is None or value == "":
+        return
+    if isinstance(value, dict):
+        of_json(done, value, key)
+    elif file := _found(done.file, value):
+        of_json(done, json.loads(file.read_text(encoding="utf-8")), f"{key}: {value}")
+    else:
+        _by_name(done, key, str(value))
+
+
+def _found(beside: Path, value: Any) -> Path | None:
+    """Return the DeepSpeed file that a value names, in this folder or beside the converted file."""
+    for file in (Path(str(value)).expanduser(), beside.parent / str(value)):
+        if file.is_file() and file.suffix == ".json":
+            return file
+    return None
+
+
+def _by_name(done: Conversion, key: str, name: str) -> None:
+    """Take stage and offload from a name such as zero3_bf16_cpuoffload_all.json or ds_z2_offload_config.json."""
+    stage = re.search(r"z(?:ero)?[-_]?(?:stage)?[-_]?([0-3])", Path(name).name, re.IGNORECASE)
+    if not stage:
+        done.lose(key, f"no such file here, and its name has no stage; {DEEPSPEED_FILE}")
+        return
+    done.put("zero", int(stage[1]), f"{key}: {name}")
+    if "offload" in name.lower() and stage[1] != "0":
+        done.put("offload", "all" if stage[1] == "3" else "optimizer", f"{key}: {name}")
+    done.differ(f"{key}: stage and offload are taken from the file's name, it is not here; {DEEPSPEED_FILE}.")
+
+
+def of_json(done: Conversion, config: dict, key: str) -> None:
+    """Convert the stage and the offload of a DeepSpeed configuration."""
+    zero = config.get("zero_optimization") or {}
+    stage = zero.get("stage", 0)
+    done.put("zero", stage, key)
+
+    def device(name: str) -> str:
+        return str((zero.get(name) or {}).get("device", "none"))
+
+    offload = device("offload_optimizer"), device("offload_param")
+    if stage == 3 and offload[1] not in ("none", "None"):
+        done.put("offload", "all", f"{key}: offload_param")
+    elif stage and (offload[0] not in ("none", "None") or zero.get("cpu_offload")):
+        done.put("offload", "optimizer", f"{key}: offload_optimizer")
+    if "nvme" in offload:
+        done.differ(f"{key}: offload to NVMe; name the disk's folder with offload_path.")
+    tuned = {"overlap_comm", "reduce_bucket_size", "stage3_prefetch_bucket_size", "allgather_bucket_size"}
+    if (len(tuned & zero.keys())) or config.get("optimizer") or config.get("scheduler"):
+        done.differ(
+            f"{key}: sizes of its buckets, and an optimizer or scheduler in it, are not taken; {DEEPSPEED_FILE}."
+        )
+
+
+FSDP_NOTE = "FSDP has no counterpart, ZeRO shards as much"
+
+
+def fsdp(done: Conversion, *keys: str) -> None:
+    """Convert keys that turn FSDP on: `fsdp: full_shard auto_wrap`, a list of such words, `fsdp_config`."""
+    values = {key: done.take(key) for key in keys}
+    on = [key for key, value in values.items() if value not in (None, "", False, [], {})]
+    if not on:
+        return
+    text = json.dumps(list(values.values())).lower()
+    zero = 2 if "shard_grad_op" in text else 3
+    done.put("zero", zero, on[0])
+    offload = '"fsdp_offload_params": true' in text or '"offload_params": true' in text or '"cpu_offload": true' in text
+    if offload or re.search(r'"offload"|\boffload\b(?!_)', json.dumps(values.get("fsdp") or "")):
+        done.put("offload", "all" if zero == 3 else "optimizer", on[0])
+    done.differ(f"{on[0]}: {FSDP_NOTE} (zero: {zero}).")
+
+
+# --- accelerate's configuration (`accelerate launch --config_file`) ---
+
+
+def _accelerate(done: Conversion) -> None:
+    kind = str(done.take("distributed_type", "NO")).upper()
+    count = done.take("num_processes", 1)
+    machines = done.take("num_machines", 1)
+    done.put("gpus", count, "num_processes")
+    if machines > 1:
+        done.differ(f"num_machines: {machines}: on each node `make sft NODES={machines} GPUS={count // machines} ...`.")
+    if kind == "DEEPSPEED":
+        _accelerate_deepspeed(done)
+    elif "FSDP" in kind:
+        fsdp(done, "fsdp_config")
+    elif kind in ("MULTI_GPU", "MULTI_CPU", "NO"):
+        done.put("zero", 0, "distributed_type")
+    else:
+        done.lose("distributed_type", f"there is no {kind} here; zero: 3 shards the model")
+    precision = str(done.take("mixed_precision", "no"))
+    if precision == "bf16":
+        done.put("bf16", True, "mixed_precision")
+    elif precision == "fp16":
+        done.on_gpus["fp16"] = Line(True, "mixed_precision")
+    elif precision == "fp8":
+        done.lose("mixed_precision", "fp8: true computes the decoder layers' matrices in 8 bits, on GPUs that can")
+
+
+def _accelerate_deepspeed(done: Conversion) -> None:
+    section = done.take("deepspeed_config", {})
+    if "deepspeed_config_file" in section:
+        done.given["deepspeed_config.deepspeed_config_file"] = section["deepspeed_config_file"]
+        deepspeed(done, "deepspeed_config.deepspeed_config_file")
+        return
+    stage = section.get("zero_stage", 2)
+    done.put("zero", stage, "deepspeed_config: zero_stage")
+    offload = [section.get(f"offload_{what}_device", "none") for what in ("param", "optimizer")]
+    if stage == 3 and offload[0] not in ("none", None):
+        done.put("offload", "all", "deepspeed_config: offload_param_device")
+    elif stage and offload[1] not in ("none", None):
+        done.put("offload", "optimizer", "deepspeed_config: offload_optimizer_device")
+    for theirs, ours in (("gradient_accumulation_steps",) * 2, ("gradient_clipping", "max_grad_norm")):
+        if section.get(theirs) not in (None, "auto"):
+            done.put(ours, section[theirs], f"deepspeed_config: {theirs}")
+
+
+ACCELERATE = Kit(
+    name="accelerate",
+    version="1.15",
+    marks=("compute_environment", "distributed_type", "main_training_function", "machine_rank", "rdzv_backend",
+           "num_machines", "num_processes", "mixed_precision", "deepspeed_config", "same_network"),
+    keys={"use_cpu": Key("use_cpu", values={False: None})},
+    rules=(
+        Rule("num_processes num_machines", "gpus", _accelerate, "NODES= for several machines"),
+        Rule("distributed_type deepspeed_config fsdp_config", "zero, offload", note=FSDP_NOTE),
+        Rule("mixed_precision", "bf16 or fp16"),
+    ),
+    lost={
+        "the launcher finds and starts the processes itself (docs/multinode.md)": "compute_environment machine_rank "
+        "main_training_function main_process_ip main_process_port rdzv_backend same_network gpu_ids "
+        "enable_cpu_affinity debug tpu_* downcast_bf16 command_file commands",
+        "compile_layers: true compiles the decoder layers": "dynamo_config dynamo_backend",
+        "sp_size, tp_size and pp_size split rows, layers' matrices and layers": "parallelism_config megatron_lm_config",
+    },
+    meaning=("A configuration of the launcher holds no training: give it together with the job's file "
+             "(`zerofit convert job.yaml accelerate.yaml`), or write model and data into this one.",),
+)  # fmt: skip
+
+
+# --- DeepSpeed's own JSON ---
+
+
+def _own_json(done: Conversion) -> None:
+    of_json(done, done.given, "zero_optimization")
+    done.unread -= {"zero_optimization"}
+    micro, accumulation = done.take("train_micro_batch_size_per_gpu"), done.take("gradient_accumulation_steps")
+    whole = done.take("train_batch_size")
+    for theirs, ours, value in (
+        ("train_micro_batch_size_per_gpu", "per_device_train_batch_size", micro),
+        ("gradient_accumulation_steps", "gradient_accumulation_steps", accumulation),
+        ("train_batch_size", "effective_batch_size", None if isinstance(micro, int) and accumulation else whole),
+        ("gradient_clipping", "max_grad_norm", done.take("gradient_clipping")),
+    ):
+        if value not in (None, "auto"):
+            done.put(ours, value, theirs)
+    enabled = [name for name in ("bf16", "fp16") if (done.take(name) or {}).get("enabled") is True]
+    if "bf16" in enabled:
+        done.put("bf16", True, "bf16: enabled")
+    elif enabled:
+        done.on_gpus["fp16"] = Line(True, "fp16: enabled")
+    _optimizer(done)
+    _scheduler(done)
+
+
+def _optimizer(done: Conversion) -> None:
+    section = done.take("optimizer") or {}
+    names = {"adamw": "adamw_torch_fused", "adam": "adamw_torch_fused", "lion": "lion_32bit", "muon": "muon"}
+    kind = str(section.get("type", "")).lower()
+    if kind in names:
+        done.put("optim", names[kind], "optimizer: type")
+    elif kind:
+        done.lose("optimizer", "optim has other names (docs/optimizers.md)")
+    for theirs, ours in (("lr", "learning_rate"), ("weight_decay", "weight_decay"), ("eps", "adam_epsilon")):
+        if (section.get("params") or {}).get(theirs) not in (None, "auto"):
+            done.put(ours, section["params"][theirs], f"optimizer: {theirs}")
+    betas = (section.get("params") or {}).get("betas")
+    if isinstance(betas, list):
+        for number, value in enumerate(betas, 1):
+            done.put(f"adam_beta{number}", value, "optimizer: betas")
+
+
+def _scheduler(done: Conversion) -> None:
+    section = done.take("scheduler") or {}
+    kinds = {"WarmupLR": "constant_with_warmup", "WarmupDecayLR": "linear", "WarmupCosineLR": "cosine"}
+    if section.get("type") in kinds:
+        done.put("lr_scheduler_type", kinds[section["type"]], "scheduler: type")
+    elif section:
+        done.lose("scheduler", "lr_scheduler_type has transformers' names")
+    steps = (section.get("params") or {}).get("warmup_num_steps")
+    if steps not in (None, "auto"):
+        done.put("warmup_steps", steps, "scheduler: warmup_num_steps")
+
+
+DEEPSPEED = Kit(
+    name="DeepSpeed",
+    version="0.19",
+    marks=("zero_optimization", "train_micro_batch_size_per_gpu", "train_batch_size", "gradient_clipping",
+           "steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer"),
+    keys={},
+    rules=(
+        Rule("zero_optimization", "zero, offload", _own_json, DEEPSPEED_FILE),
+        Rule("train_micro_batch_size_per_gpu", "per_device_train_batch_size"),
+        Rule("train_batch_size", "effective_batch_size"),
+        Rule("gradient_clipping", "max_grad_norm"),
+        Rule("optimizer scheduler", "optim, learning_rate, lr_scheduler_type"),
+        Rule("bf16 fp16", "bf16, fp16"),
+    ),
+    lost={
+        DEEPSPEED_FILE: "steps_per_print wall_clock_breakdown zero_allow_untested_optimizer prescale_gradients "
+        "zero_force_ds_cpu_optimizer communication_data_type activation_checkpointing aio amp tensorboard wandb "
+        "flops_profiler gradient_predivide_factor compile sparse_attention compression_training",
+    },
+    meaning=("The file itself can be used as it is, with --deepspeed FILE.",),
+)  # fmt: skip

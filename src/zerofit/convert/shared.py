@@ -1,0 +1,270 @@
+"""Convert what several kits have in common: batches, schedules, evaluation, adapters, data."""
+
+import importlib.util
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+from typing import Any
+
+from zerofit.convert.conversion import Conversion, Key, Line, as_object, number, words
+
+# transformers' TrainingArguments, which TRL, LLaMA-Factory and ms-swift have under the same names, with its defaults
+# (version 5.23) where ours are others, or where a converted file should say what it trains.
+TRAINING = {
+    "learning_rate": Key("learning_rate", default=5e-5),
+    "lr_scheduler_type": Key("lr_scheduler_type", default="linear"),
+    "weight_decay": Key("weight_decay", default=0.0),
+    "max_grad_norm": Key("max_grad_norm", default=1.0),
+    "optim": Key("optim", default="adamw_torch_fused"),
+    "seed": Key("seed", default=42),
+}
+
+# The same for a recipe's page: names that are passed on as they are.
+SAME = "learning_rate lr_scheduler_type weight_decay max_grad_norm optim seed, and transformers' other arguments"
+
+NO_COUNTERPART = {
+    "not needed: the tokenizer and the model class come from the model's own files": "tokenizer_type model_type "
+    "tokenizer_config tokenizer_use_fast tokenizer_legacy tokenizer_name_or_path use_fast_tokenizer processor_type "
+    "is_falcon_derived_model is_llama_derived_model is_mistral_derived_model is_qwen_derived_model model_code_revision",
+    "the project's name is an environment variable (WANDB_PROJECT), and run_name names the run": "wandb_* "
+    "mlflow_* comet_* swanlab_* trackio_* use_mlflow use_comet use_swanlab use_trackio logging_dir",
+    "name a new output_dir, or resume with zerofit resume": "overwrite_output_dir auto_resume_from_checkpoints",
+    "tokenized rows are cached by themselves ($ZEROFIT_CACHE)": "overwrite_cache dataset_prepared_path "
+    "load_from_cache_file preprocessing_batch_size tokenized_path cache_dir data_shared_file_system",
+    "report.html has the curves of each run": "plot_loss",
+    "nothing to set: log in with `hf auth login`": "hub_token hf_hub_token ms_hub_token use_hf hf_use_auth_token",
+    "rows of similar length: train_sampling_strategy: group_by_length": "group_by_length",
+    "checkpointing is non-reentrant here, with the same result": "gradient_checkpointing_kwargs use_reentrant_gc",
+    "zerofit chat and export follow the training": "export_dir export_size export_device export_legacy_format",
+}
+
+
+def batch(done: Conversion, micro: tuple[str | None, Any, int], accumulation: tuple[str | None, Any, int]) -> None:
+    """Write micro batch and accumulation, or for a known number of GPUs the effective batch.
+
+    Args: micro, accumulation: (key, value or None, the kit's default) of both.
+    """
+    sizes = []
+    for name, (key, value, default) in (
+        ("per_device_train_batch_size", micro),
+        ("gradient_accumulation_steps", accumulation),
+    ):
+        value = number(value)
+        value = default if value in (None, "auto") else value
+        done.put(name, value, key)
+        sizes.append(value)
+    effective(done, sizes[0] * sizes[1])
+
+
+def effective(done: Conversion, of_one: int) -> None:
+    """Write the effective batch where the number of GPUs is known; else say how to keep it."""
+    if not done.gpus:
+        done.differ(
+            f"effective batch: {of_one} x the number of GPUs (less those that share a row), as in {done.kit.name}; on "
+            f"another number of GPUs than there, write effective_batch_size and leave gradient_accumulation_steps out."
+        )
+        return
+    groups = done.lines.get("sp_size"), done.lines.get("tp_size")
+    ranks = done.gpus
+    for line in groups:
+        ranks //= line.value if line else 1
+    done.put("effective_batch_size", of_one * ranks, f"the batch of {done.gpus} GPUs")
+    done.lines.pop("gradient_accumulation_steps")  # follows from the number of GPUs
+
+
+def steps(done: Conversion, epochs: tuple[str | None, Any, float], max_steps: str = "max_steps") -> None:
+    """Write epochs, and a number of steps above 0, which decides where it stands."""
+    key, value, default = epochs
+    done.put("num_train_epochs", default if value is None else value, key)
+    limit = number(done.take(max_steps, -1))
+    if limit > 0:
+        done.put("max_steps", limit, max_steps)
+
+
+def warmup(done: Conversion, default: float = 0) -> None:
+    """Write the warm-up: steps, else a share of all steps, else the kit's default."""
+    count, share = number(done.take("warmup_steps", 0)), number(done.take("warmup_ratio", 0))
+    given = next((key for key in ("warmup_steps", "warmup_ratio") if done.given.get(key) is not None), None)
+    if count:
+        done.put("warmup_steps", count, "warmup_steps")
+    elif share or given:
+        done.put("warmup_steps", share or 0, "warmup_ratio" if share else given)
+    else:
+        done.put("warmup_steps", default)
+
+
+def schedule_arguments(done: Conversion, key: str = "lr_scheduler_kwargs") -> None:
+    """Write the schedule's further arguments, which may be a JSON text."""
+    if value := as_object(done.take(key)):
+        done.put("lr_scheduler_kwargs", value, key)
+
+
+# Theirs -> ours, of the optimizers that both have.
+OPTIMIZERS = dict.fromkeys(
+    "adamw_torch adamw_torch_fused adamw_8bit adafactor sgd lion_32bit lion_8bit muon adamw_torch_8bit "
+    "adamw_torch_4bit rmsprop adagrad galore_adamw apollo_adamw".split()
+)
+OPTIMIZERS = {name: name for name in OPTIMIZERS} | {
+    "adamw_bnb_8bit": "adamw_8bit",
+    "adamw_hf": "adamw_torch",
+    "adamw": "adamw_torch_fused",
+    "adamw_apex_fused": "adamw_torch_fused",
+    "ao_adamw_8bit": "adamw_torch_8bit",
+    "ao_adamw_4bit": "adamw_torch_4bit",
+    "lion": "lion_32bit",
+    "lion_pytorch": "lion_32bit",
+}
+
+
+def optimizer(done: Conversion, key: str | None, value: str | None, default: str = "adamw_torch_fused") -> None:
+    """Write the optimizer; a paged one is for GPUs, and its update that of the one without pages."""
+    name = str(value or default)
+    if name.startswith("paged_adamw"):
+        done.put("optim", "adamw_8bit" if "8bit" in name else "adamw_torch_fused", f"{key}: {name}, without pages")
+        done.on_gpus["optim"] = Line("paged_adamw_32bit" if name == "paged_adamw" else name, str(key))
+    elif name in OPTIMIZERS:
+        done.put("optim", OPTIMIZERS[name], key and (key if OPTIMIZERS[name] == name else f"{key}: {name}"))
+    else:
+        done.lose(str(key), f"no optimizer {name} here, adamw_torch_fused is written instead (docs/optimizers.md)")
+        done.put("optim", "adamw_torch_fused", f"instead of {name}")
+
+
+def precision(done: Conversion, bf16: str = "bf16", fp16: str = "fp16") -> None:
+    """Write bf16 or fp16 where they are asked for; `auto` is what happens here without."""
+    for ours, key in (("bf16", bf16), ("fp16", fp16)):
+        value = done.take(key)
+        if str(value).lower() in ("true", "full"):
+            half(done, ours, key)
+    done.differ(
+        "precision: weights that train are kept in fp32 and computed in bf16, which needs more memory than bf16 "
+        "weights; pure_bf16: true keeps them in bf16."
+    )
+
+
+def half(done: Conversion, name: str, key: str) -> None:
+    """Write bf16; fp16 is for GPUs, as it needs a loss scaler, and chosen there by itself where bf16 is missing."""
+    if name == "bf16":
+        done.put("bf16", True, key)
+    else:
+        done.on_gpus["fp16"] = Line(True, key)
+        done.differ(f"{key}: fp16 is chosen by itself on GPUs without bf16 arithmetic; on others take the # away.")
+
+
+def attention(done: Conversion, key: str, value: str | None) -> None:
+    """Write FlashAttention for GPUs; sdpa is the default."""
+    name = {"flash_attn": "flash_attention_2", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}.get(value, value)
+    if name in ("eager",):
+        done.put("attn_implementation", name, key)
+    elif name and "flash" in str(name):
+        done.on_gpus["attn_implementation"] = Line(name, key)
+
+
+def liger(done: Conversion, key: str) -> None:
+    if done.take(key) is True:
+        done.on_gpus["use_liger_kernel"] = Line(True, key)
+
+
+def tf32(done: Conversion) -> None:
+    if done.take("tf32") is True:
+        done.on_gpus["tf32"] = Line(True, "tf32")
+
+
+MODULES = {"azure_ml": "azureml", "comet_ml": "comet_ml"}  # of trackers whose module has another name
+
+
+def report(done: Conversion, key: str, names: Iterable[str]) -> None:
+    """Write the trackers that are installed; list the others."""
+    names = [name for name in names if name not in ("none", "all", "")]
+    here = [name for name in names if importlib.util.find_spec(MODULES.get(name, name))]
+    if here:
+        done.put("report_to", here, key)
+    for name in names:
+        if name not in here:
+            done.lose(key, f"{name} is not installed here: pip install {name}, then report_to: {name}")
+
+
+def lora(done: Conversion, names: dict[str, tuple[str | None, Any, Any]]) -> None:
+    """Write the adapter. names: ours -> (their key, its value, the kit's default)."""
+    for ours, (key, value, default) in names.items():
+        value = default if value is None else value
+        if value is not None:
+            done.put(ours, value, key)
+
+
+def targets(done: Conversion, key: str | None, value: Any, default: Any) -> None:
+    """Write the modules that get an adapter: a list, or all-linear."""
+    chosen = default if value in (None, "", []) else value
+    listed = words(chosen)
+    if {"all-linear", "all", "all_linear"} & set(listed):
+        listed = ["all-linear"]
+    done.put("lora_target_modules", listed, key if value not in (None, "", []) else None)
+
+
+@dataclass(frozen=True)
+class Source:
+    """A data set of the original."""
+
+    path: str  # file, folder or hub id
+    split: str | None = None  # None: train
+    config: str | None = None  # of a hub set
+    columns: dict[str, str] = field(default_factory=dict)  # ours -> theirs
+    weight: float = 1.0  # how often each row is used in an epoch
+
+
+def data(done: Conversion, sources: list[Source], key: str, name: str = "data") -> None:
+    """Write the data sets; of split, configuration and columns there is one for all of them."""
+    if not sources:
+        return
+    done.put(name, [s.path if s.weight == 1 else f"{s.path}:{s.weight:g}" for s in sources], key)
+    if name != "data":
+        return
+    for ours, of in (
+        ("data_split", lambda s: s.split or "train"),
+        ("data_config", lambda s: s.config),
+        ("columns", lambda s: [f"{column}={theirs}" for column, theirs in s.columns.items() if column != theirs]),
+    ):
+        _of_all(done, sources, key, ours, of)
+
+
+def _of_all(done: Conversion, sources: list[Source], key: str, ours: str, of: Callable[[Source], Any]) -> None:
+    """Write what all data sets have in common, or list what each of them has."""
+    values = [of(source) for source in sources]
+    if all(value == values[0] for value in values):
+        if values[0] not in (None, [], "train"):
+            done.put(ours, values[0], key)
+        return
+    each = ", ".join(f"{source.path}: {value}" for source, value in zip(sources, values, strict=True) if value)
+    done.lose(
+        f"{key} ({ours})", f"there is one {ours} for all sets, these have several: {each}; bring them to one form"
+    )
+
+
+def evaluation(done: Conversion, has_rows: bool, strategy: str | None = "eval_strategy") -> None:
+    """Write when to evaluate, where there are rows to evaluate on; `no` is written in any case."""
+    keys = ("eval_strategy", "evaluation_strategy", "eval_steps", "eval_on_start", "do_eval")
+    values = {key: number(done.take(key)) for key in keys}
+    chosen = values["eval_strategy"] if values["eval_strategy"] is not None else values["evaluation_strategy"]
+    chosen = "no" if chosen is False else chosen
+    origin = next((key for key in keys[:2] if values[key] is not None), None)
+    if has_rows and chosen is not None:
+        done.put("eval_strategy", chosen, origin or "eval_steps")
+        if chosen == "steps" and values["eval_steps"]:
+            done.put("eval_steps", values["eval_steps"], "eval_steps")
+    elif has_rows and strategy:
+        done.put("eval_strategy", "no")
+    elif chosen not in (None, "no"):
+        done.lose(str(origin), "a hub set's own eval split is used by itself; else name rows with eval_data, or "
+                               "eval_fraction")  # fmt: skip
+    else:
+        done.put("eval_strategy", "no", origin)
+
+
+def saving(done: Conversion, strategy: str = "steps", every: float = 500, limit: int = 0) -> None:
+    """Write when to save: as the file says, else as the kit does."""
+    chosen, count = done.take("save_strategy"), number(done.take("save_steps"))
+    chosen = "no" if chosen is False else chosen
+    if chosen or strategy:
+        done.put("save_strategy", chosen or ("steps" if count else strategy), "save_strategy" if chosen else None)
+    if done.lines["save_strategy"].value == "steps":
+        done.put("save_steps", count or every, "save_steps" if count else None)
+    kept = done.take("save_total_limit")
+    done.put("save_total_limit", limit if kept is None else kept, "save_total_limit" if kept is not None else None)

@@ -1,0 +1,270 @@
+"""The table of torchtune's keys, whose sections name Python objects (`_component_`)."""
+
+from pathlib import Path
+from typing import Any
+
+from zerofit.convert import shared
+from zerofit.convert.conversion import Conversion, Key, Kit, Rule, number
+
+# Builder of a data set -> (its source where the file has none, whether it trains on the prompt too, columns).
+SETS: dict[str, tuple[str | None, bool, dict[str, str]]] = {
+    "alpaca_dataset": ("tatsu-lab/alpaca", True, {}),
+    "alpaca_cleaned_dataset": ("yahma/alpaca-cleaned", True, {}),
+    "grammar_dataset": ("liweili/c4_200m", False, {"prompt": "input", "completion": "output"}),
+    "samsum_dataset": ("Samsung/samsum", False, {"prompt": "dialogue", "completion": "summary"}),
+    "slimorca_dataset": ("Open-Orca/SlimOrca-Dedup", False, {}),
+    "chat_dataset": (None, False, {}),
+    "instruct_dataset": (None, False, {"prompt": "input", "completion": "output"}),
+    "text_completion_dataset": (None, True, {}),
+    "cnn_dailymail_articles_dataset": ("ccdv/cnn_dailymail", True, {"text": "article"}),
+    "wikitext_dataset": ("EleutherAI/wikitext_document_level", True, {"text": "page"}),
+    "stack_exchange_paired_dataset": ("lvwerra/stack-exchange-paired", False,
+                                      {"prompt": "question", "chosen": "response_j", "rejected": "response_k"}),
+    "hh_rlhf_helpful_dataset": ("RLHFlow/HH-RLHF-Helpful-standard", False, {}),
+    "preference_dataset": (None, False, {}),
+}  # fmt: skip
+
+OPTIMIZERS = {"AdamW": "adamw_torch", "Adam": "adamw_torch", "AdamW8bit": "adamw_8bit", "PagedAdamW8bit":
+              "paged_adamw_8bit", "PagedAdamW": "paged_adamw_32bit", "SGD": "sgd",
+              "AdamW4bit": "adamw_torch_4bit"}  # fmt: skip
+
+
+def _recipe(done: Conversion) -> None:
+    """Choose the recipe: by the loss (DPO), and by the model's builder (lora_..., qlora_...)."""
+    model, loss = str(done.take("model._component_", "")), str(done.take("loss._component_", ""))
+    for key, what in (("teacher_model._component_", "distillation"), ("quantizer._component_", "quantized training"),
+                      ("policy_model._component_", "PPO"), ("tasks", "evaluation")):  # fmt: skip
+        if key in done.given and (what != "quantized training" or "dataset._component_" not in done.given):
+            done.refuse(key.partition(".")[0], f"is of {what}: zerofit trains SFT, LoRA and preference pairs")
+    if not any(key.startswith(("dataset", "optimizer")) for key in done.given):
+        done.refuse("optimizer", "is not there: the file trains nothing (it generates, evaluates or quantizes)")
+    if not model or "vision" in model or "clip" in model:
+        done.refuse(f"model: {model or 'none'}", "has no counterpart: zerofit trains language models on text")
+    builder = model.rpartition(".")[2]
+    adapter = builder.startswith(("lora_", "qlora_", "dora_"))
+    done.recipe = done.recipe or ("dpo" if "DPOLoss" in loss else "lora" if adapter else "sft")
+    if done.recipe == "dpo":
+        _preference(done, loss)
+    if adapter:
+        _adapter(done, builder)
+    if any(key.startswith("quantizer.") for key in done.given):
+        done.lose("quantizer", "no quantized training of this kind: the weights are trained as they are")
+    _model(done)
+
+
+def _preference(done: Conversion, loss: str) -> None:
+    done.put("loss_type", "sigmoid", "loss")
+    for theirs, ours, default in (("loss.beta", "beta", 0.1), ("loss.label_smoothing", "label_smoothing", None)):
+        key, value, _ = done.named(theirs)
+        if value is not None or default is not None:
+            done.put(ours, default if value is None else value, key)
+
+
+def _adapter(done: Conversion, builder: str) -> None:
+    if done.recipe == "dpo":
+        done.put("adapter", "lora", "model")
+    shared.lora(done, {
+        "lora_r": done.named("model.lora_rank", 8),
+        "lora_alpha": done.named("model.lora_alpha", 16),
+        "lora_dropout": done.named("model.lora_dropout", 0.0),
+    })  # fmt: skip
+    modules = ["o_proj" if name == "output_proj" else name for name in done.take("model.lora_attn_modules", [])]
+    if done.take("model.apply_lora_to_mlp"):
+        modules += ["gate_proj", "up_proj", "down_proj"]
+    if done.take("model.apply_lora_to_output"):
+        modules.append("lm_head")
+    done.put("lora_target_modules", modules, "model.lora_attn_modules, apply_lora_to_mlp")
+    if "phi3" in builder:
+        done.differ("lora_attn_modules: Phi-3's weights have one qkv_proj and gate_up_proj: name those.")
+    if builder.startswith("qlora_") or done.take("model.quantize_base"):
+        done.put("load_in_4bit", True, "model")
+    if builder.startswith("dora_") or done.take("model.use_dora"):
+        done.put("use_dora", True, "model")
+
+
+def _model(done: Conversion) -> None:
+    folder = str(done.take("checkpointer.checkpoint_dir", "")).rstrip("/")
+    kind = str(done.take("checkpointer._component_", ""))
+    if "Meta" in kind and Path(folder).name == "original":
+        folder = str(Path(folder).parent)
+        done.differ(
+            "checkpoint_dir: Meta's consolidated weights are not read; the folder above has the Hugging Face ones."
+        )
+    if folder:
+        done.put("model", folder, "checkpointer.checkpoint_dir")
+
+
+def _data(done: Conversion) -> None:
+    """Convert the data set, or a list of them, by its builder."""
+    listed = done.sections.get("dataset") or []
+    listed = listed if isinstance(listed, list) else [listed]
+    done.unread = {key for key in done.unread if key != "dataset" and not key.startswith("dataset.")}
+    sources, masks = [], set()
+    for one in listed:
+        source, on_prompt = _source(done, one)
+        sources.append(source)
+        masks.add(on_prompt)
+    shared.data(done, sources, "dataset")
+    packed = any(one.get("packed") for one in listed) or done.take("packed", False)
+    done.put("packing", bool(packed), "dataset.packed" if any("packed" in one for one in listed) else None)
+    if done.recipe != "dpo":
+        key = "dataset.train_on_input" if any("train_on_input" in one for one in listed) else None
+        done.put("train_on", "all" if True in masks else "assistant", key)
+    share = done.take("dataset_val.split") or done.take("dataset_validation.split")
+    if share:
+        done.lose("dataset_val", "rows to evaluate on are eval_data or eval_fraction")
+
+
+def _source(done: Conversion, one: dict[str, Any]) -> tuple[shared.Source, bool]:
+    builder = str(one.get("_component_", "")).rpartition(".")[2]
+    source, on_prompt, columns = SETS.get(builder, (None, False, {}))
+    if builder not in SETS:
+        done.lose(f"dataset: {builder}", "a data set of your own: name its files in data (docs/data.md)")
+    path = one.get("data_files") or one.get("source") or source or builder
+    if one.get("source") in ("json", "csv", "parquet", "text") and not one.get("data_files"):
+        done.lose("dataset.data_files", "name the file in data")
+    mapped = dict(columns)
+    for ours, theirs in (one.get("column_map") or {}).items():
+        mapped[{"input": "prompt", "output": "completion"}.get(ours, ours)] = theirs
+    if builder == "alpaca_dataset" and one.get("column_map"):
+        mapped = dict(one["column_map"])
+    for key, ours in (("conversation_column", "messages"), ("column", "text")):
+        if one.get(key) and one[key] not in ("conversations", "messages", "text"):
+            mapped[ours] = one[key]
+    split = str(one.get("split") or "train")
+    if "[" in split:
+        done.differ(f"dataset.split: {split}: a part of a split; max_samples takes the first rows of all sets.")
+        split = split.partition("[")[0]
+    for key in ("new_system_prompt", "prompt_template", "filter_fn", "image_tag", "image_dir"):
+        if one.get(key):
+            done.lose(f"dataset.{key}", "rows go through the chat template as they are")
+    columns = {ours: theirs for ours, theirs in mapped.items() if ours != theirs}
+    path = path[0] if isinstance(path, list) else path
+    return shared.Source(str(path), split, one.get("name"), columns), bool(one.get("train_on_input", on_prompt))
+
+
+def _training(done: Conversion) -> None:
+    """Convert batch, epochs, optimizer and schedule; without a schedule the rate is constant."""
+    shared.batch(done, done.named("batch_size", 2), done.named("gradient_accumulation_steps", 1))
+    key, epochs, _ = done.named("epochs")
+    done.put("num_train_epochs", epochs or 1, key)
+    if limit := done.take("max_steps_per_epoch"):
+        done.put("max_steps", number(limit) * number(epochs or 1), "max_steps_per_epoch x epochs")
+        done.differ("max_steps_per_epoch: so many steps are made here even where an epoch has fewer.")
+    kind = str(done.take("optimizer._component_", "torch.optim.AdamW")).rpartition(".")[2]
+    shared.optimizer(done, "optimizer", OPTIMIZERS.get(kind, kind))
+    for theirs, ours, default in (("optimizer.lr", "learning_rate", 1e-3), ("optimizer.eps", "adam_epsilon", None),
+                                  ("optimizer.weight_decay", "weight_decay", 0.01)):  # fmt: skip
+        key, value, _ = done.named(theirs)
+        if value is not None or default is not None:
+            done.put(ours, default if value is None else value, key)
+    for number_of, value in enumerate(done.take("optimizer.betas") or [], 1):
+        done.put(f"adam_beta{number_of}", value, "optimizer.betas")
+    done.unread -= {"optimizer.fused", "optimizer_in_bwd"}
+    _schedule(done)
+    clip = done.take("clip_grad_norm")
+    done.put("max_grad_norm", 0 if clip in (None, "None") else clip, "clip_grad_norm" if clip else None)
+    seed = done.take("seed")
+    if seed is None:
+        done.differ("seed: torchtune takes another one each time; here it is 42.")
+    else:
+        done.put("seed", seed, "seed")
+    done.put("save_strategy", "epoch")
+    done.put("save_total_limit", 0)
+
+
+def _schedule(done: Conversion) -> None:
+    kind = str(done.take("lr_scheduler._component_", ""))
+    warm = done.take("lr_scheduler.num_warmup_steps", 0)
+    if not kind:
+        done.put("lr_scheduler_type", "constant")
+        done.put("warmup_steps", 0)
+        return
+    if "cosine" not in kind:
+        done.lose("lr_scheduler", f"no schedule {kind.rpartition('.')[2]} here, cosine is written instead")
+    done.put("lr_scheduler_type", "cosine", "lr_scheduler")
+    done.put("warmup_steps", warm, "lr_scheduler.num_warmup_steps")
+
+
+def _machine(done: Conversion) -> None:
+    """Convert lengths, types, checkpointing, the template and trackers."""
+    length = done.take("tokenizer.max_seq_len")
+    if length:
+        done.put("max_length", length, "tokenizer.max_seq_len")
+    else:
+        done.lose("tokenizer.max_seq_len", "torchtune cuts no row; here max_length is 2048 unless the file says more")
+    dtype = done.take("dtype", "bf16")
+    if dtype == "bf16":
+        if done.recipe == "sft":
+            done.put("pure_bf16", True, "dtype")
+        else:
+            done.put("bf16", True, "dtype")
+            done.differ("dtype: adapters and their optimizer are in fp32 here, in bf16 there.")
+    if done.take("enable_activation_offloading"):
+        done.put("activation_offload", True, "enable_activation_offloading")
+    checkpointing = done.take("enable_activation_checkpointing")
+    if checkpointing is not None:
+        done.put("gradient_checkpointing", checkpointing or "activation_offload" in done.lines,
+                 "enable_activation_checkpointing")  # fmt: skip
+    if done.take("fsdp_cpu_offload"):
+        done.put("zero", 3, "fsdp_cpu_offload")
+        done.put("offload", "all", "fsdp_cpu_offload")
+    if (size := done.take("tensor_parallel_dim", 1)) > 1:
+        done.put("tp_size", size, "tensor_parallel_dim")
+    logger = str(done.take("metric_logger._component_", ""))
+    names = [
+        name
+        for name, word in (("wandb", "WandB"), ("tensorboard", "TensorBoard"), ("comet_ml", "Comet"))
+        if word in logger
+    ]
+    shared.report(done, "metric_logger", names)
+    done.differ("sharding: torchtune's distributed recipes shard with FSDP: zero: 3 does as much (default: 2).")
+
+
+KIT = Kit(
+    name="torchtune",
+    version="0.6.1",
+    marks=(
+        "model._component_", "tokenizer._component_", "checkpointer._component_", "dataset._component_",
+        "optimizer._component_", "metric_logger._component_", "loss._component_",
+    ),
+    keys={
+        "output_dir": Key("output_dir"),
+        "log_every_n_steps": Key("logging_steps"),
+    },
+    rules=(
+        Rule("model checkpointer loss", "recipe sft, lora or dpo; model", _recipe,
+             "the model is the checkpoint's folder"),
+        Rule("model.lora_rank model.lora_alpha model.lora_attn_modules model.apply_lora_to_mlp",
+             "lora_r, lora_alpha, lora_target_modules", note="qlora_ and dora_ builders: load_in_4bit, use_dora"),
+        Rule("dataset", "data, columns, data_split, train_on, packing", _data, "alpaca's trains on the prompt too"),
+        Rule("batch_size gradient_accumulation_steps epochs max_steps_per_epoch optimizer lr_scheduler clip_grad_norm",
+             "per_device_train_batch_size, num_train_epochs, max_steps, optim, learning_rate, lr_scheduler_type",
+             _training,
+             "without lr_scheduler: constant; without clip_grad_norm: 0"),
+        Rule("tokenizer.max_seq_len", "max_length"),
+        Rule("dtype enable_activation_checkpointing enable_activation_offloading fsdp_cpu_offload tensor_parallel_dim",
+             "pure_bf16, gradient_checkpointing, activation_offload, zero, offload, tp_size", _machine),
+    ),
+    lost={
+        "the tokenizer is the model folder's": "tokenizer",
+        "the files of the model's folder are all read": "checkpointer ref_checkpointer",
+        "rows are shuffled, and a run goes on with zerofit resume": (
+            "shuffle resume_from_checkpoint save_adapter_weights_only enable_async_checkpointing "
+            "keep_last_n_checkpoints save_last_epoch_only"
+        ),
+        "compile_layers: true compiles the decoder layers": "compile*",
+        "the loss is computed in chunks by itself (fused_loss)": "loss num_output_chunks",
+        "not needed here": (
+            "device log_peak_memory_stats log_level custom_sharded_layers fsdp_reshard_after_forward "
+            "optimizer_in_bwd cudnn_deterministic_mode metric_logger ac_mode ac_option memory_efficient_fsdp_wrap "
+            "tensor_parallel_plan quantizer run_val_every_n_steps batch_size_val base_dir model_dir"
+        ),
+        "memory_report: true records a step": "profiler",
+    },
+    meaning=(
+        "template: torchtune's tokenizers write the family's prompt format; here it is the model's own chat template. "
+        "Alpaca rows are wrapped in `### Instruction:` there.",
+    ),
+    nested=True,
+)  # fmt: skip

@@ -1,0 +1,283 @@
+"""The tables of TRL's command line files and of the alignment handbook's, which are TRL's with sets of their own."""
+
+from typing import Any
+
+from zerofit.convert import sharding, shared
+from zerofit.convert.conversion import Conversion, Key, Kit, Rule, as_object, number, words
+from zerofit.convert.templates import TOKENIZER
+
+PREFERENCE_KEYS = ("beta", "max_prompt_length", "precompute_ref_log_probs", "rpo_alpha", "label_smoothing",
+                   "reference_free", "simpo_gamma", "cpo_alpha", "f_divergence_type", "sync_ref_model", "use_weighting",
+                   "ref_model_init_kwargs", "loss_weights",
+                   "max_completion_length")  # fmt: skip
+
+EVAL_SPLITS = ("eval", "validation", "valid", "val", "dev", "test")  # that are found by themselves in a hub set
+
+LOSSES = ("sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero", "simpo", "orpo")
+
+OTHER_JOBS = {  # keys of trainers that have no counterpart
+    "GRPO": ("reward_funcs", "num_generations", "reward_weights", "use_vllm", "vllm_mode"),
+    "KTO": ("desirable_weight", "undesirable_weight"),
+    "reward modeling": ("center_rewards_coefficient", "num_labels"),
+    "distillation": ("teacher_model_name_or_path", "lmbda", "seq_kd"),
+}
+
+
+def _recipe(done: Conversion) -> None:
+    """Choose the recipe: TRL's files do not say whose they are, but their keys do, or the path (orpo, dpo)."""
+    for name, keys in OTHER_JOBS.items():
+        if key := next((key for key in keys if done.given.get(key) is not None), None):
+            done.refuse(key, f"is of {name}, which has no counterpart: zerofit trains SFT, LoRA and preference pairs")
+    path = " ".join(part.lower() for part in done.file.parts[-4:])
+    of_path = next((name for name in ("orpo", "simpo", "cpo", "dpo", "kto") if name in path), None)
+    if of_path == "kto":
+        done.refuse("kto", "has no counterpart: zerofit trains SFT, LoRA and preference pairs")
+    has_pairs = any(done.given.get(key) is not None for key in PREFERENCE_KEYS)
+    adapter = done.take("use_peft")
+    if not done.recipe:
+        done.recipe = "dpo" if has_pairs or of_path else "lora" if adapter else "sft"
+    if done.recipe == "dpo":
+        _preference(done, of_path)
+    if adapter:
+        _adapter(done)
+    rate = done.take("learning_rate")
+    done.put("learning_rate", rate or (1e-6 if done.recipe == "dpo" else 2e-5), "learning_rate" if rate else None)
+
+
+def _preference(done: Conversion, of_path: str | None) -> None:
+    given = words(done.take("loss_type", []))
+    if len(given) > 1 or (given and given[0] not in LOSSES):
+        done.refuse(f"loss_type: {', '.join(given)}", f"zerofit has one at a time of {', '.join(LOSSES)}")
+    loss = given[0] if given else "orpo" if of_path == "orpo" else "sigmoid"
+    done.put("loss_type", loss, "loss_type" if given else None)
+    if loss == "orpo" and not given:
+        done.differ("loss_type: the file is of ORPO by its path (TRL's files do not say their trainer).")
+    if loss == "simpo":
+        done.put("rpo_alpha", done.take("cpo_alpha", 1.0), "cpo_alpha" if "cpo_alpha" in done.given else None)
+        done.put("simpo_gamma", done.take("simpo_gamma", 0.5), "simpo_gamma" if "simpo_gamma" in done.given else None)
+    key, beta, default = done.named("beta", 0.1)
+    done.put("beta", default if beta is None else beta, key)
+    for name in ("label_smoothing", "rpo_alpha", "precompute_ref_log_probs"):
+        if value := done.take(name):
+            done.put(name, value, name)
+
+
+def _adapter(done: Conversion) -> None:
+    if done.recipe == "dpo":
+        done.put("adapter", "lora", "use_peft")
+    shared.lora(done, {
+        "lora_r": done.named("lora_r", 16),
+        "lora_alpha": done.named("lora_alpha", 32),
+        "lora_dropout": done.named("lora_dropout", 0.05),
+    })  # fmt: skip
+    key, value, _ = done.named("lora_target_modules")
+    shared.targets(done, key, value, ["q_proj", "v_proj"])
+    if key is None:
+        done.differ("lora_target_modules: peft's default for the model is q_proj and v_proj for Llama and its kin; "
+                    "another family may have others.")  # fmt: skip
+    if value := done.take("lora_modules_to_save"):
+        done.put("modules_to_save", words(value), "lora_modules_to_save")
+    for bits in ("4", "8"):
+        if done.take(f"load_in_{bits}bit"):
+            done.put(f"load_in_{bits}bit", True, f"load_in_{bits}bit")
+
+
+def _data(done: Conversion) -> None:
+    """Convert dataset_name, TRL's `datasets` and the handbook's dataset_mixture and dataset_mixer."""
+    key, sources = _listed(done)
+    shared.data(done, sources, key)
+    if done.take("dataset_text_field", "text") != "text":
+        done.put("columns", [f"text={done.given['dataset_text_field']}"], "dataset_text_field")
+    share = number((as_object(done.given.get("dataset_mixture")) or {}).get("test_split_size", 0))
+    if share >= 1:
+        done.lose("dataset_mixture: test_split_size", "a number of rows: eval_fraction takes a share of them")
+    elif share:
+        done.put("eval_fraction", share, "dataset_mixture: test_split_size")
+    if done.recipe != "dpo":
+        _mask(done)
+
+
+def _listed(done: Conversion) -> tuple[str, list[shared.Source]]:
+    mixture = as_object(done.take("dataset_mixture"))
+    listed = done.take("datasets") or (mixture.get("datasets") if isinstance(mixture, dict) else None)
+    if listed:
+        key = "datasets" if done.given.get("datasets") else "dataset_mixture"
+        return key, [_entry(one, done) for one in listed]
+    mixer = mixture if isinstance(mixture, dict) and mixture else done.take("dataset_mixer")
+    if isinstance(mixer, dict):
+        splits = [one for one in words(done.take("dataset_splits", ["train"])) if not one.startswith("test")]
+        if len(splits) > 1:
+            done.lose("dataset_splits", f"one split is trained: {splits[0]}; name the others' files in data")
+        configs = words(done.take("dataset_configs", []))
+        config = dict(zip(mixer, configs, strict=False)) if configs else {}
+        return "dataset_mixer", [
+            shared.Source(path, splits[0] if splits else None, config.get(path), weight=float(weight))
+            for path, weight in mixer.items()
+        ]
+    name = done.take("dataset_name")
+    split, config = done.take("dataset_train_split"), done.take("dataset_config")
+    done.unread -= {"dataset_test_split"}  # a hub set's own eval split is used by itself
+    return "dataset_name", [shared.Source(name, split, config)] if name else []
+
+
+def _entry(one: dict[str, Any], done: Conversion) -> shared.Source:
+    path = one.get("id") or one.get("path") or ""
+    if one.get("data_files"):
+        path = words(one["data_files"])[0]
+    known = {"messages", "prompt", "completion", "chosen", "rejected", "text"}
+    for column in set(words(one.get("columns") or [])) - known:
+        done.lose(f"dataset_mixture: {column}", "columns beside those of a format are not used (docs/data.md)")
+    return shared.Source(
+        path, one.get("split"), one.get("config") or one.get("name"), weight=float(one.get("weight") or 1)
+    )
+
+
+def _mask(done: Conversion) -> None:
+    """Write the mask: TRL trains on whole conversations unless it is told to train on the answers."""
+    answers, completion = done.take("assistant_only_loss"), done.take("completion_only_loss")
+    if answers or completion:
+        done.put("train_on", "assistant", "assistant_only_loss" if answers else "completion_only_loss")
+        return
+    done.put("train_on", "all", None if completion is None else "completion_only_loss")
+    if completion is None:
+        done.differ("train_on: TRL trains on all tokens of `messages` and `text` rows, and of rows with prompt and "
+                    "completion on the completion: for those write train_on: assistant.")  # fmt: skip
+
+
+def _training(done: Conversion) -> None:
+    """Convert batch, epochs, warm-up, evaluation, saving and the optimizer."""
+    shared.batch(done, done.named("per_device_train_batch_size", 8), done.named("gradient_accumulation_steps", 1))
+    shared.steps(done, done.named("num_train_epochs", 3.0))
+    shared.warmup(done)
+    shared.schedule_arguments(done)
+    given = done.take("optim")
+    shared.optimizer(done, given and "optim", given)
+    by_itself = not done.given.get("dataset_splits") and done.given.get("dataset_test_split", "test") in EVAL_SPLITS
+    asked = done.given.get("eval_strategy", done.given.get("evaluation_strategy"))
+    shared.evaluation(done, asked not in (None, False, "no") and (by_itself or "eval_fraction" in done.lines))
+    shared.saving(done)
+
+
+def _length(done: Conversion) -> None:
+    key, length = done.first("max_length", "max_seq_length")
+    done.put("max_length", length or 1024, key)
+    if done.recipe == "dpo":
+        done.unread -= {"truncation_mode"}
+        return
+    packing = done.take("packing", False)
+    done.put("packing", packing, "packing" if "packing" in done.given else None)
+    strategy = done.take("packing_strategy", "bfd")
+    if packing and strategy == "wrapped":
+        done.differ("packing_strategy: wrapped cuts rows at max_length there; here rows are packed whole.")
+    mode = done.take("truncation_mode", "keep_start")
+    done.put("truncation", "truncate_left" if mode == "keep_end" else "truncate_right",
+             "truncation_mode" if "truncation_mode" in done.given else None)  # fmt: skip
+    if done.take("padding_free"):
+        done.put("padding_free", True, "padding_free")
+
+
+def _machine(done: Conversion) -> None:
+    """Convert precision, attention, kernels, sharding, trackers and the template."""
+    shared.precision(done)
+    shared.tf32(done)
+    shared.attention(done, "attn_implementation", done.take("attn_implementation"))
+    shared.liger(done, "use_liger_kernel")
+    shared.liger(done, "use_liger")
+    if done.take("activation_offloading"):
+        done.put("activation_offload", True, "activation_offloading")
+    sharding.deepspeed(done, "deepspeed")
+    sharding.fsdp(done, "fsdp", "fsdp_config")
+    shared.report(done, "report_to", words(done.take("report_to", [])))
+    if text := done.take("chat_template"):
+        is_file = str(text).endswith((".jinja", ".j2"))
+        if is_file:
+            done.put("chat_template", text, "chat_template")
+        else:
+            done.lose("chat_template", "write its text to a file and name it: chat_template: FILE.jinja")
+    if path := done.take("chat_template_path"):
+        if str(path).endswith((".jinja", ".j2")):
+            done.put("chat_template", path, "chat_template_path")
+        else:
+            done.lose("chat_template_path", TOKENIZER)
+
+
+KEYS = {key: value for key, value in shared.TRAINING.items() if key != "learning_rate"} | {
+    "model_name_or_path": Key("model"),
+    "model_revision": Key("model_revision", values={"main": None}),
+    "trust_remote_code": Key("trust_remote_code", values={False: None}),
+    "output_dir": Key("output_dir"),
+    "use_dora": Key("use_dora", values={False: None}),
+    "use_rslora": Key("use_rslora", values={False: None}),
+    "dataset_num_proc": Key("preprocessing_num_workers"),
+    "preprocessing_num_workers": Key("preprocessing_num_workers"),
+    "dataset_streaming": Key("streaming", values={False: None}),
+    "gradient_checkpointing": Key("gradient_checkpointing"),
+}
+
+LOST = shared.NO_COUNTERPART | {
+    "the reference is the model before training": "ref_model* sync_ref_model model_init_kwargs_of_reference",
+    "the weights' type follows from the precision; pure_bf16: true keeps them in bf16": (
+        "torch_dtype dtype model_init_kwargs bnb_4bit_* use_bnb_nested_quant"
+    ),
+    "prompts are cut with their rows, at max_length": "max_prompt_length max_completion_length",
+    "rows are shuffled and read by their columns": (
+        "dataset_kwargs shuffle_dataset ignore_bias_buffers dataset_splits dataset_configs "
+        "auto_insert_empty_system_msg text_column"
+    ),
+    "the tokenizer's own; words as one token each: new_tokens": "eos_token pad_token",
+    "nothing to set": (
+        "eval_packing pad_to_multiple_of hub_model_revision disable_dropout decontaminate* "
+        "average_tokens_across_devices use_logits_to_keep num_completions log_completions"
+    ),
+    "no such loss here": (
+        "ld_alpha f_divergence_type f_alpha_divergence_coef use_weighting loss_weights discopop_tau loss_type "
+        "router_aux_loss_coef"
+    ),
+    "the adapter is for all ranks and layers alike": "lora_target_parameters lora_task_type lora_bias",
+    "the base model of an adapter is its model": "base_model_revision",
+}
+
+RULES = (
+    Rule("use_peft lora_r lora_alpha lora_dropout lora_target_modules",
+         "recipe sft, lora or dpo; the same", _recipe, "defaults 16, 32, 0.05, q_proj and v_proj"),
+    Rule("beta loss_type label_smoothing rpo_alpha", "the same, with recipe dpo", note="rate 1e-6, of SFT 2e-5"),
+    Rule("dataset_name dataset_config dataset_train_split datasets", "data, data_config, data_split", _data),
+    Rule("assistant_only_loss completion_only_loss", "train_on", note="whole conversations are trained by default"),
+    Rule("max_length max_seq_length packing truncation_mode", "max_length, packing, truncation", _length,
+         "default 1,024 tokens"),
+    Rule("per_device_train_batch_size gradient_accumulation_steps num_train_epochs warmup_ratio eval_strategy",
+         "the same, warmup_steps", _training, "transformers' defaults: batch 8, 3 epochs, linear"),
+    Rule("deepspeed fsdp", "zero, offload", note=sharding.FSDP_NOTE),
+    Rule("bf16 attn_implementation use_liger_kernel report_to chat_template_path",
+         "bf16, attn_implementation, use_liger_kernel, report_to, chat_template", _machine),
+    Rule(shared.SAME, "the same"),
+)  # fmt: skip
+
+MEANING = ("loss: mean over the trained tokens of the whole step on all GPUs, as in TRL.",)
+
+TRL = Kit(
+    name="TRL",
+    version="1.16.0",
+    marks=(
+        "dataset_name", "model_name_or_path", "use_peft", "max_seq_length", "dataset_train_split",
+        "dataset_test_split", "assistant_only_loss", "torch_dtype", "dataset_text_field", "packing_strategy",
+        "dataset_config", "dataset_num_proc", "lora_modules_to_save", "max_prompt_length", "chat_template_path",
+    ),
+    keys=KEYS, rules=RULES, lost=LOST, meaning=MEANING, same_names=True,
+)  # fmt: skip
+
+HANDBOOK = Kit(
+    name="alignment-handbook",
+    version="of 2025 (TRL 1.16.0)",
+    marks=(
+        "dataset_mixer", "dataset_mixture", "dataset_splits", "dataset_configs", "auto_insert_empty_system_msg",
+        "model_name_or_path", "torch_dtype", "use_peft", "max_seq_length", "max_prompt_length",
+    ),
+    keys=KEYS,
+    rules=(
+        Rule("dataset_mixer dataset_mixture dataset_splits dataset_configs", "data (weighted), data_split, data_config",
+             note="one split and one configuration for all sets"),
+        *RULES,
+    ),
+    lost=LOST, meaning=MEANING, same_names=True, like=TRL,
+)  # fmt: skip
