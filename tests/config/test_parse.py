@@ -46,9 +46,9 @@ def test_the_kits_own_flags_are_frozen():
         """,
         "DataArguments": """
             data eval_data eval_fraction data_format columns data_config data_split chat_template
-            train_on mask_generation_prompt max_length truncation bad_rows max_samples streaming shuffle_buffer_size
-            shuffle_seed preprocessing_num_workers packing padding_free min_supervised_fraction
-            max_truncated_fraction max_duplicate_fraction max_eval_overlap_fraction
+            chat_template_kwargs train_on mask_generation_prompt max_length truncation bad_rows max_samples
+            streaming shuffle_buffer_size shuffle_seed preprocessing_num_workers packing padding_free
+            min_supervised_fraction max_truncated_fraction max_duplicate_fraction max_eval_overlap_fraction
         """,
         "MemoryArguments": """
             fused_loss tiled_mlp compile_layers fp8

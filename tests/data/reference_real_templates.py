@@ -7,6 +7,7 @@ family's own format is that of a built-in, its function is the same.
 
 import datetime
 
+from reference_recent_templates import message, results_of
 from reference_templates import (
     QWEN_TOOLS,
     Piece,
@@ -199,7 +200,73 @@ def granite(turns, tools):
     return pieces
 
 
+def qwen35(turns, tools):
+    """A thinking block in the answers to the last question alone, which the model writes behind its first word."""
+    system = turns[0]["content"].strip() if turns[0]["role"] == "system" else ""
+    if tools:
+        listed = "\n".join(map(as_json, tools))
+        system = (
+            f"# Tools\n\nYou have access to the following functions:\n\n<tools>\n{listed}\n</tools>\n\nCall them as "
+            "<tool_call>\n<function=name>\n<parameter=name>\nvalue\n</parameter>\n</function>\n</tool_call>"
+        ) + (f"\n\n{system}" if system else "")
+    pieces = framed("<|im_start|>", "system", "\n", system, "<|im_end|>", "\n", None) if system else []
+    asked = max(i for i, turn in enumerate(turns) if turn["role"] == "user")
+    for i, turn in enumerate(turns):
+        if turn["role"] == "user":
+            pieces += framed("<|im_start|>", "user", "\n", turn["content"].strip(), "<|im_end|>", "\n", None)
+        elif turn["role"] == "assistant":
+            reasoning, text = turn.get("reasoning_content", ""), turn["content"].strip()
+            if not reasoning and "</think>" in text:
+                head, _, text = text.rpartition("</think>")
+                reasoning, text = head.rpartition("<think>")[2], text.lstrip("\n")
+            if calls := [xml_of(call["function"]) for call in turn.get("tool_calls", [])]:
+                text = "\n\n".join([*filter(None, [text]), "\n".join(calls)])
+            head = "\n<think>\n" if i > asked else "\n"
+            text = f"{reasoning.strip()}\n</think>\n\n{text}" if i > asked else text
+            pieces += framed("<|im_start|>", "assistant", head, text, "<|im_end|>", "\n", i)
+        elif results := results_of(turns, i):
+            text = "\n".join(f"<tool_response>\n{result}\n</tool_response>" for result in results)
+            pieces += framed("<|im_start|>", "user", "\n", text, "<|im_end|>", "\n", None)
+    return pieces
+
+
+def xml_of(function: dict) -> str:
+    values = [
+        f"<parameter={name}>\n{as_json(value) if isinstance(value, dict | list) else value}\n</parameter>\n"
+        for name, value in function["arguments"].items()
+    ]
+    return f"<tool_call>\n<function={function['name']}>\n{''.join(values)}</function>\n</tool_call>"
+
+
+def gpt_oss(turns, tools):
+    """Of one question: several are refused, as earlier answers end otherwise than the last."""
+    pieces = message(
+        "system",
+        f"You are ChatGPT, a large language model trained by OpenAI.\nKnowledge cutoff: 2024-06\nCurrent date: "
+        f"{today('%Y-%m-%d')}\n\nReasoning: medium\n\n# Valid channels: analysis, commentary, final. Channel must be "
+        "included for every message.",
+    )
+    if tools:
+        pieces += message("developer", "# Tools\n\n" + ", ".join(tool["function"]["name"] for tool in tools))
+    called = ""
+    for i, turn in enumerate(turns):
+        if turn["role"] == "user":
+            pieces += message("user", turn["content"])
+        elif turn["role"] == "tool":
+            pieces += message(f"functions.{called} to=assistant", as_json(turn["content"]), "commentary")
+        else:
+            channel, text, end, to = "final", turn["content"], "<|return|>", ""
+            for call in turn.get("tool_calls", []):
+                called = call["function"]["name"]
+                to, channel, end = f" to=functions.{called}", "commentary json", "<|call|>"
+                text = as_json(call["function"]["arguments"])
+            pieces += [("<|start|>", True, None), ("assistant", False, None), (to, False, i), ("<|channel|>", True, i)]
+            pieces += [(channel, False, i), ("<|message|>", True, i), (text, False, i), (end, True, i)]
+    return pieces
+
+
 FORMATS = {
+    "qwen3.5": qwen35, "gpt-oss": gpt_oss,
     "llama-3.1": llama31, "qwen2.5": qwen25, "qwen3": qwen3, "gemma-2": gemma, "gemma-3": gemma,
     "mistral-nemo": mistral_nemo, "mistral-small": mistral_small, "phi-4": phi4, "chatml": chatml,
     "deepseek-r1": deepseek, "deepseek-r1-distill": deepseek_distilled, "smollm3": smollm3, "olmo-2": olmo2,

@@ -31,6 +31,7 @@ from zerofit.data.batches import (
     rows_of_epoch,
     training_sampler,
 )
+from zerofit.data.chat_templates import built_in
 from zerofit.data.load import load_datasets
 from zerofit.train import deepspeed_ops
 
@@ -136,7 +137,7 @@ REASONED = {"messages": [TURNS[0], TURNS[1] | {"reasoning_content": "Be polite."
 @pytest.mark.parametrize("name", ["bundled", "plain", "chatml", "llama3"])
 def test_tool_calls_that_the_template_does_not_write_are_refused(tokenizer, name, train_on):
     if name != "bundled":
-        tokenizer.chat_template = conversations.TEMPLATES[name]
+        tokenizer.chat_template = built_in.TEMPLATES[name]
         tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>", "<|eot_id|>"]})
     with pytest.raises(UserError, match=r"here: turn 2 calls the tool 'weather', but .*; use a template with tools"):
         encode(tokenizer, {"messages": CALL}, train_on=train_on)
@@ -198,7 +199,9 @@ def test_control_words_in_tool_arguments_stay_text(tokenizer):
 def test_reasoning_reaches_the_template_or_is_said_to_be_lost(tmp_path, tokenizer):
     file = write(tmp_path, "a.jsonl", [REASONED] * 3)
     train, _ = load_datasets(settings_for(file), tokenizer)
-    assert dataset.notes({"training": train}) == [f"training: {conversations.REASONING_LOST} (3 rows)"]
+    assert dataset.notes({"training": train}) == [
+        f"training: {conversations.reasoning_lost('the last answer', '')} (3 rows)"
+    ]
     earlier = {"messages": [*REASONED["messages"], *TURNS]}  # of an earlier answer, which many templates drop
     assert load_datasets(settings_for(write(tmp_path, "b.jsonl", [earlier])), tokenizer)[0].statistics["notes"] == []
     tokenizer.chat_template = tokenizer.chat_template.replace(
@@ -484,7 +487,7 @@ def test_tokenized_rows_pass_as_they_are(tokenizer):
 
 
 def test_a_tokenizer_without_template_gets_the_plain_one(tokenizer):
-    tokenizer.chat_template = conversations.TEMPLATES["plain"]
+    tokenizer.chat_template = built_in.TEMPLATES["plain"]
     ids, labels = encode(tokenizer, EQUAL_ROWS["messages"])
     assert tokenizer.decode(ids).startswith("### User:\nHi")
     assert supervised_text(tokenizer, ids, labels) == "Hello.<|end|>"
@@ -515,17 +518,17 @@ def test_a_template_that_treats_the_last_answer_specially(tokenizer):
 
 
 def test_named_templates(tokenizer, tmp_path):
-    assert conversations.choose_template("plain", tokenizer) == conversations.TEMPLATES["plain"]
+    assert built_in.choose("plain", tokenizer) == built_in.TEMPLATES["plain"]
     with pytest.raises(UserError, match="no tokens of this tokenizer"):
-        conversations.choose_template("chatml", tokenizer)
+        built_in.choose("chatml", tokenizer)
     with pytest.raises(UserError, match="no such file, and not one of plain, chatml, qwen3"):
-        conversations.choose_template("nonsense", tokenizer)
+        built_in.choose("nonsense", tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
-    tokenizer.chat_template = conversations.choose_template("chatml", tokenizer)
+    tokenizer.chat_template = built_in.choose("chatml", tokenizer)
     ids, labels = encode(tokenizer, LONG)
     assert supervised_text(tokenizer, ids, labels) == "First: ünï 🙂<|im_end|>Second.<|im_end|>"
     (tmp_path / "t.jinja").write_text("mine")
-    assert conversations.choose_template(str(tmp_path / "t.jinja"), tokenizer) == "mine"
+    assert built_in.choose(str(tmp_path / "t.jinja"), tokenizer) == "mine"
 
 
 words = st.text(st.characters(exclude_categories=("Cs",)), max_size=40) | st.sampled_from(

@@ -6,7 +6,8 @@ from types import SimpleNamespace
 import pytest
 
 from zerofit.config import resolve
-from zerofit.data import conversations, encoding, end_tokens, formats, pairs, reading
+from zerofit.data import encoding, end_tokens, formats, pairs, reading
+from zerofit.data.chat_templates import built_in
 from zerofit.data.load import load_datasets
 
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
@@ -46,7 +47,7 @@ def short(entries):
 @pytest.fixture
 def chatml(tokenizer):
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
-    tokenizer.chat_template = conversations.choose_template("chatml", tokenizer)
+    tokenizer.chat_template = built_in.choose("chatml", tokenizer)
     return tokenizer
 
 

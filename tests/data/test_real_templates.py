@@ -11,11 +11,13 @@ from types import SimpleNamespace
 import pytest
 import reference_real_templates
 import reference_templates
+from reference_recent_templates import VOCABULARY as RECENT
 from test_chat_templates import TOOLS, VOCABULARY, call, says, system, tool, user
 
 from zerofit.base.errors import UserError
 from zerofit.certificate import rendering
 from zerofit.data import conversations, encoding, formats
+from zerofit.data.chat_templates import built_in
 from zerofit.data.conversations import IGNORE
 
 TEMPLATES = {path.stem: path for path in sorted((Path(__file__).parent / "real_templates").glob("*.jinja"))}
@@ -40,6 +42,9 @@ WORDS = {  # family -> special tokens (begin, end of text first), added tokens t
     "deepseek-r1": DEEPSEEK,
     "deepseek-r1-distill": DEEPSEEK,
     "smollm3": VOCABULARY["qwen3"],
+    "qwen3.5": RECENT["qwen3.5"],
+    "gpt-oss": RECENT["gpt-oss"],
+    "glm-4.5": RECENT["glm4.5"],
     "olmo-2": (["<|endoftext|>", "<|endoftext|>"], []),
     "granite-3": (["<|end_of_text|>", "<|end_of_text|>", "<|start_of_role|>", "<|end_of_role|>", "<|tool_call|>"], []),
 }
@@ -78,6 +83,7 @@ NO_TOOLS = "has 'weather', but the chat template writes nothing of it"
 NO_CALLS = "calls the tool 'weather', but the chat template writes nothing of the call"
 CHANGED = "leaves out or changes the text of this"
 UNLIKE = "rewrites earlier text when turns are added, or begins the answer otherwise than its generation prompt does"
+SEVERAL = [case for case, chat in CASES.items() if str(chat).count("'role': 'user'") > 1]  # questions
 REFUSED = {  # (family, case) -> why its template cannot carry it
     **{(f, c): NO_CALLS for f in ("phi-4", "chatml", "smollm3", "olmo-2", "granite-3") for c in CALLED},
     **{(f, c): "roles must alternate" for f in ("gemma-2", "gemma-3") for c in CALLED},
@@ -94,6 +100,13 @@ REFUSED = {  # (family, case) -> why its template cannot carry it
     **{("deepseek-r1-distill", c): "the chat template refuses this|writes nothing of the call" for c in CALLED},
     **{(f, c): CHANGED for f in DISTILLED for c in CASES if c.startswith("reasoning as")},
     ("qwen3", "reasoning as text in earlier answers"): f"{CHANGED}.* such as --chat_template qwen3",
+    ("qwen3.5", "reasoning as text in earlier answers"): f"{CHANGED}.* such as --chat_template qwen3.5",
+    ("qwen3.5", "calls in two turns"): f"{UNLIKE}.* such as --chat_template qwen3.5",
+    **{("gpt-oss", case): f"{UNLIKE}.* such as --chat_template gpt-oss" for case in SEVERAL},
+    ("gpt-oss", "two tool calls"): "calls the tool 'clock', but .* such as --chat_template gpt-oss, or a file",
+    ("gpt-oss", "text beside a call"): UNLIKE,
+    **{("glm-4.5", case): "puts no end token behind the answer.* such as --chat_template glm4.5" for case in CASES},
+    ("glm-4.5", "reasoning as text in earlier answers"): "such as --chat_template glm4.5",
 }
 EVERY = [(family, case) for family in TEMPLATES for case in CASES]
 
@@ -149,7 +162,8 @@ def test_tokens_labels_and_certificate_of_published_templates_are_those_of_the_f
     differing = sum(a != b for a, b in zip(labels, wanted_labels, strict=True))
     record_property("relative_difference", differing / len(labels))
     assert differing == 0
-    assert encoder.notes[conversations.PROMPT_GOES_ON] == (family in DISTILLED)
+    goes_on = family in DISTILLED or (family == "qwen3.5" and case in SEVERAL)
+    assert encoder.notes[conversations.PROMPT_GOES_ON] == goes_on
     assert certified(family, case, {tuple(ids): labels}) == ""
     assert certified(family, case, {tuple(wanted_ids): wanted_labels}) == ""
 
@@ -163,7 +177,7 @@ def test_what_a_published_template_cannot_carry_is_refused(family, case):
 
 
 @pytest.mark.fault
-@pytest.mark.parametrize("family", TEMPLATES)
+@pytest.mark.parametrize("family", [family for family in TEMPLATES if family != "glm-4.5"])  # takes no row
 def test_the_certificate_finds_a_label_too_many_one_too_few_and_a_changed_token(family):
     case = "one tool call" if (family, "one tool call") not in REFUSED else "multi-turn"
     _, (ids, labels) = encode(family, case)
@@ -276,9 +290,11 @@ def test_control_words_in_texts_stay_text_under_published_templates(family):
 def test_the_built_in_that_a_refusal_names_is_of_the_same_family(family):
     named = {
         "llama-3.1": "llama3.1", "qwen2.5": "qwen2.5", "qwen3": "qwen3", "gemma-2": "gemma", "gemma-3": "gemma",
-        "mistral-small": "mistral", "phi-4": "phi4", "chatml": "chatml",
+        "mistral-small": "mistral", "phi-4": "phi4", "chatml": "chatml", "deepseek-r1": "deepseek-r1",
+        "deepseek-r1-distill": "deepseek-r1", "granite-3": "granite3", "smollm3": "smollm3",
+        "qwen3.5": "qwen3.5", "gpt-oss": "gpt-oss", "glm-4.5": "glm4.5",
     }.get(family)  # fmt: skip
-    like = conversations.built_in_like(tokenizer_of(family).chat_template)
+    like = built_in.like(tokenizer_of(family).chat_template)
     assert like == (f", such as --chat_template {named}" if named else "")
 
 

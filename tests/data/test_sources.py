@@ -13,8 +13,9 @@ from accelerate.data_loader import prepare_data_loader, skip_first_batches
 
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
-from zerofit.data import conversations, dataset, encoding, formats, sources
+from zerofit.data import dataset, encoding, formats, sources
 from zerofit.data.batches import EpochSampler
+from zerofit.data.chat_templates import built_in
 from zerofit.data.load import load_datasets
 
 FORK = multiprocessing.get_context("fork")
@@ -162,7 +163,7 @@ def test_odd_paths_are_one_sentence(tmp_path, tokenizer, record_property):
             assert says in str(caught.value) and "\n" not in str(caught.value), value
     assert len(load_datasets(settings_for(f"{tmp_path}/**/a.jsonl"), tokenizer)[0]) == 1
     with pytest.raises(UserError, match="--chat_template"):
-        conversations.choose_template("{% for m in messages %}" * 50, tokenizer)
+        built_in.choose("{% for m in messages %}" * 50, tokenizer)
     with pytest.raises(UserError, match="--config ~nouser"):
         resolve.resolve_settings("sft", ["--config", "~nouser/a.yaml"], 1)
 

@@ -6,7 +6,7 @@ import pytest
 from conftest import TINY
 
 from zerofit.base import log_filters
-from zerofit.data import conversations
+from zerofit.data.chat_templates import built_in
 from zerofit.model import generation
 
 FOUND = [{"token": "<|im_end|>", "ends": "answer", "count": 3, "first": "a:1"}]
@@ -22,7 +22,7 @@ def model():
 @pytest.fixture
 def chatml(tokenizer):
     tokenizer.add_tokens(["<|im_start|>", "<|im_end|>"])
-    tokenizer.chat_template = conversations.choose_template("chatml", tokenizer)
+    tokenizer.chat_template = built_in.choose("chatml", tokenizer)
     return tokenizer
 
 

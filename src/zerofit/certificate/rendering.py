@@ -114,7 +114,8 @@ def _renderings(conversation: Conversation, tokenizer, options: dict) -> list[tu
 def _options(conversation: Conversation, tokenizer, day: datetime) -> dict:
     """Return the arguments of apply_chat_template. day: of the rows' rendering."""
     template = _dated(tokenizer.chat_template, day)
-    return {"tools": conversation.tools, "tokenize": True, "return_dict": False, "chat_template": template}
+    arguments = conversation.template_arguments | {"tools": conversation.tools, "chat_template": template}
+    return arguments | {"tokenize": True, "return_dict": False}
 
 
 def _fault(place, conversation: Conversation, table, tokenizer, settings, count: Counter, day: datetime) -> str:
@@ -169,6 +170,10 @@ def _label_fault(conversation: Conversation, turns, trained: list[int], ids, lab
                 )
                 wanted = wanted[max(k for k in range(len(wanted)) if prompt.endswith(wanted[:k])) :]
                 start = text.find(wanted, place_in_text)
+            thinking, block, answer = written.partition("</think>")
+            if start < 0 and block:  # a template may frame it otherwise
+                at = text.find(thinking.partition("<think>")[2].strip(), place_in_text)
+                start, wanted = text.find(answer.strip(), at) if at >= 0 else -1, answer.strip()
             if start < 0:
                 return f"the answer of turn {i + 1} is not among the labeled tokens"
             place_in_text = start + len(wanted)

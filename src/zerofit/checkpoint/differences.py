@@ -46,9 +46,9 @@ DO_NOT_MATTER = set("""
     hang_timeout ignore_plan ignore_resume_mismatch load_best_model_at_end local_rank metric_for_best_model num_samples
     max_restarts max_tokens_per_sample on_oom optim output_dir plan prediction_loss_only preset project push_to_hub
     certificate report_to resume_from_checkpoint run_name show shuffle_seed skip_memory_metrics canary
-    bad_rows chat_template columns data data_config data_format data_split eval_data model model_revision train_on
-    truncation trust_remote_code preprocessing_num_workers max_duplicate_fraction max_eval_overlap_fraction
-    max_truncated_fraction min_supervised_fraction
+    bad_rows chat_template chat_template_kwargs columns data data_config data_format data_split eval_data model
+    model_revision train_on truncation trust_remote_code preprocessing_num_workers max_duplicate_fraction
+    max_eval_overlap_fraction max_truncated_fraction min_supervised_fraction
     gpus gpu_type gradient_accumulation_steps memory_limit memory_report node_local_storage offload offload_path
     upload_to per_device_eval_batch_size per_device_train_batch_size search_batch_size use_cpu zero
     activation_checkpointing activation_checkpointing_kwargs activation_offload activation_offload_streams

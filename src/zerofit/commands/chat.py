@@ -4,6 +4,7 @@ import argparse
 import sys
 
 from zerofit.base.errors import UserError
+from zerofit.data.chat_templates import arguments
 from zerofit.export import source
 
 HELP = "/new starts over, /help shows this, /quit or ctrl-d ends"
@@ -16,12 +17,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--max_new_tokens", type=int, default=256)
     parser.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest token")
     parser.add_argument("--system", default="", help="a system message")
+    parser.add_argument(arguments.FLAG, type=str, help="a JSON object; default: what the model was trained with")
     parser.add_argument("--base", default="", help="the adapter's base, where it has moved")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--trust_remote_code", action="store_true")
     args = parser.parse_args(argv)
     if args.temperature < 0 or args.max_new_tokens < 1:
         raise UserError("--temperature must be 0 or more, --max_new_tokens 1 or more.")
+    args.chat_template_kwargs = arguments.parsed(arguments.FLAG, args.chat_template_kwargs)
     talk(args, source.find(args.run, args.base, args.trust_remote_code))
 
 
@@ -33,6 +36,7 @@ def talk(given, saved) -> None:
     tokenizer = source.tokenizer(saved)
     if tokenizer is None:
         raise UserError(f"{saved.folder}: has no tokenizer to talk through; put the model's tokenizer beside it.")
+    arguments.with_defaults(tokenizer.chat_template or "", given.chat_template_kwargs)  # refuses those it never reads
     device = given.device if given.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     model = source.load(saved, device)
     model.config.use_cache = True
@@ -81,7 +85,8 @@ def _lines(prompt: str):
 def _answer(net, words, turns: list[dict], given, streamer) -> str:
     """Generate the model's turn and print it as it is generated."""
     if words.chat_template:
-        inputs = words.apply_chat_template(turns, add_generation_prompt=True, return_tensors="pt", return_dict=True)
+        more = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        inputs = words.apply_chat_template(turns, **given.chat_template_kwargs, **more)
     else:
         inputs = words("\n".join(turn["content"] for turn in turns), return_tensors="pt")
     inputs = {name: inputs[name].to(net.device) for name in ("input_ids", "attention_mask")}

@@ -268,10 +268,11 @@ class DataArguments:
     data_split: str = field(default="train", metadata={"help": "Split of a hub data set to train on."})
     chat_template: str | None = field(
         default=None,
-        metadata={
-            "help": "Template file or built-in (plain, chatml, qwen3, qwen2.5, llama3, llama3.1, gemma, mistral, "
-            "phi4). Default: the tokenizer's."
-        },
+        metadata={"help": "Template file or name (docs/built_in_templates.md). Default: the tokenizer's."},
+    )
+    chat_template_kwargs: str | None = field(
+        default=None,
+        metadata={"help": "Arguments of the chat template as a JSON object: '{\"enable_thinking\": false}'."},
     )
     train_on: Literal["assistant", "last_turn", "all", "prompt"] = field(
         default="assistant",

@@ -7,6 +7,7 @@ import math
 from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.config import batch_size, offload
+from zerofit.data.chat_templates import arguments as template_arguments
 from zerofit.job import groups, program
 from zerofit.job.request import BY_PLAN
 from zerofit.job.settings import Settings, decide
@@ -85,6 +86,7 @@ def check_ranges(settings: Settings) -> None:
         check_number(name, value, f"{argument} is {value}")
         if str(value).startswith("{") and not _finite(_as_json(value)):
             raise UserError(f"{argument} is {value}: its numbers must be finite.")
+    template_arguments.parsed(template_arguments.FLAG, settings.chat_template_kwargs)
     for pair in settings.columns or []:
         if pair.count("=") != 1 or not all(pair.split("=")):
             raise UserError(f"--columns {pair}: must be ours=theirs, e.g. prompt=question.")

@@ -1,14 +1,13 @@
-"""Parse rows as conversations: formats, roles, tool calls, chat templates."""
+"""Parse rows as conversations: formats, roles, tool calls."""
 
 import json
-import re
 from collections.abc import Iterator
-from dataclasses import dataclass
-from pathlib import Path
+from dataclasses import dataclass, field
 from typing import Any
 
 from zerofit.base.errors import UserError
 from zerofit.data import meaning
+from zerofit.data.chat_templates import arguments
 
 IGNORE = -100  # label that transformers' loss ignores
 
@@ -50,41 +49,16 @@ CALL_AS_TEXT = "a function_call turn that is not JSON with a name and arguments 
 
 EMPTY_ANSWER = "an empty answer is not trained on"
 
-REASONING_LOST = "reasoning_content of the last answer is not trained on: the chat template does not write it"
-
 PROMPT_GOES_ON = (
     "the template's generation prompt ends with text that does not precede the trained answers, such as <think>: a "
     "model that has learned them will be asked in another way"
 )
 
-EARLIER_REASONING_LOST = (
-    "reasoning_content of earlier answers is not trained on: the chat template drops it, --chat_template qwen3 keeps it"
-)
 
-
-# Built-ins for --chat_template, in chat_templates/. Each only appends as turns are added, and marks the answers.
-NAMES = ("plain", "chatml", "qwen3", "qwen2.5", "llama3", "llama3.1", "gemma", "mistral", "phi4")
-
-TEMPLATES = {
-    name: (Path(__file__).parent / "chat_templates" / f"{name}.jinja").read_text(encoding="utf-8") for name in NAMES
-}
-
-WITH_TOOLS = ("qwen3", "qwen2.5", "llama3.1", "mistral")
-
-# In the spellings that templates use; DeepSeek's have wide bars, and low blocks between words.
-CONTROL_WORD = re.compile(r"<[|\uff5c][\w\u2581]+[|\uff5c]>|<\w+_of_turn>|\[/?[A-Z_]+\]")
-
-# Built-in -> strings that identify an equivalent template of a model; the first match wins.
-KNOWN_BY = {
-    "qwen3": ("<|im_start|>", "<think>", "<function-name>", "<tool_response>"),
-    "qwen2.5": ("<|im_start|>", "<function-name>", "<tool_response>"),
-    "phi4": ("<|im_start|>", "<|im_sep|>"),
-    "llama3.1": ("<|start_header_id|>", "ipython"),
-    "llama3": ("<|start_header_id|>",),
-    "gemma": ("<start_of_turn>",),
-    "mistral": ("[SYSTEM_PROMPT]",),
-    "chatml": ("<|im_start|>",),
-}
+def reasoning_lost(where: str, keeper: str) -> str:
+    """Return the note about reasoning that is not trained on. keeper: the built-in template that writes it, or ""."""
+    more = f", --chat_template {keeper} keeps it" if keeper else ""
+    return f"reasoning_content of {where} is not trained on: the chat template does not write it{more}"
 
 
 @dataclass
@@ -95,48 +69,7 @@ class Conversation:
     trained: list[bool]  # for each turn: whether it is an answer to train on (`train` of the data)
     tools: list | None = None
     notes: tuple[str, ...] = ()  # warnings about a row that is still used
-
-
-def choose_template(name: str, tokenizer) -> str:
-    """Return the template of --chat_template, a built-in name or a file.
-
-    Raises: UserError for an unknown name, a file with a syntax error, or a built-in with control words that are no
-        tokens of the tokenizer.
-    """
-    try:
-        path = Path(name).expanduser()
-        if path.is_file():
-            return _without_syntax_error(path.read_text(encoding="utf-8"), name)
-    except (OSError, RuntimeError, ValueError) as error:  # unreadable, a name too long, ~nobody, not UTF-8
-        raise UserError(f"--chat_template {name[:200]}: cannot be read as a file: {error}.") from None
-    if name not in TEMPLATES:
-        raise UserError(f"--chat_template {name}: no such file, and not one of {', '.join(TEMPLATES)}.")
-    unknown = set(CONTROL_WORD.findall(TEMPLATES[name])) - tokenizer.get_vocab().keys()
-    if unknown:
-        raise UserError(f"--chat_template {name}: {', '.join(sorted(unknown))} are no tokens of this tokenizer.")
-    return TEMPLATES[name]
-
-
-def _without_syntax_error(template: str, name: str) -> str:
-    """Return the template. Raises: UserError with the line for a syntax error, which each row would be refused with."""
-    from jinja2 import Environment, TemplateSyntaxError
-
-    plain = re.sub(r"(\{%[-+]?\s*)generation\b", r"\1if true", template)  # transformers' own block, as one of Jinja's
-    plain = re.sub(r"(\{%[-+]?\s*)endgeneration\b", r"\1endif", plain)
-    try:
-        Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
-    except TemplateSyntaxError as error:
-        why = str(error.message).rstrip(".")
-        raise UserError(f"{name}:{error.lineno}: the chat template has a syntax error: {why}.") from None
-    return template
-
-
-def built_in_like(template: str) -> str:
-    """Return ", such as --chat_template NAME" for the built-in equivalent of `template`; "" without one."""
-    name = next((n for n, words in KNOWN_BY.items() if all(word in template for word in words)), None)
-    if name == "chatml" and "<think>" in template:  # another thinking model's, whose frame ChatML has not
-        return ""
-    return f", such as --chat_template {name}" if name and template != TEMPLATES[name] else ""
+    template_arguments: dict[str, Any] = field(default_factory=dict)  # of this row for the chat template
 
 
 def begins_conversation(turns: Any) -> bool:
@@ -211,7 +144,7 @@ def turns_of(place: str, messages: Any, row: dict) -> Conversation:
         for m, turn in zip(messages, turns[-len(messages) :], strict=True)
     )
     notes = tuple(note for note, is_true in ((EMPTY_ANSWER, has_empty), (CALL_AS_TEXT, as_text)) if is_true)
-    return Conversation(turns, trained, tools or None, notes)
+    return Conversation(turns, trained, tools or None, notes, arguments.of_row(place, row))
 
 
 def _is_text(part: Any) -> bool:

@@ -26,7 +26,7 @@ from zerofit.data.sources import Source, suffix
 from zerofit.data.tokens import CHUNK, TokenizedDataset
 from zerofit.job import program
 
-CACHE_VERSION = 9  # raise it when the tokens of a row change
+CACHE_VERSION = 10  # raise it when the tokens of a row change
 
 COLUMNS = ("input_ids", "labels", "lengths")  # of a tokenized row; lengths: of a pair's two sides
 

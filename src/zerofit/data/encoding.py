@@ -1,6 +1,7 @@
 """Encode conversations as token ids, with labels on the parts that are trained."""
 
 import contextlib
+import dataclasses
 import functools
 import itertools
 import json
@@ -16,6 +17,8 @@ import numpy as np
 
 from zerofit.base.errors import UserError
 from zerofit.data import conversations, end_tokens, template_text
+from zerofit.data.chat_templates import arguments as template_arguments
+from zerofit.data.chat_templates import built_in
 
 PROBE = "Größe\n\n 東京 🙂\t3.14 'll  x\n"  # text on which a tokenizer shows whether its tokens are its bytes
 
@@ -44,7 +47,7 @@ class Encoder:
         words = {t.content for t in tokenizer.added_tokens_decoder.values() if t.special}
         words |= {w for w in tokenizer.all_special_tokens if w}
         # Control words added as ordinary tokens, e.g. by --new_tokens: text must not open or end a turn with them.
-        words |= set(conversations.CONTROL_WORD.findall(tokenizer.chat_template)) & tokenizer.get_added_vocab().keys()
+        words |= set(built_in.CONTROL_WORD.findall(tokenizer.chat_template)) & tokenizer.get_added_vocab().keys()
         self.special_ids = {i for i, t in tokenizer.added_tokens_decoder.items() if t.special} | set(
             tokenizer.all_special_ids
         )
@@ -94,6 +97,7 @@ class Encoder:
                 else:
                     encoded[i] = self._ids(place, content)
                 self.notes.update(getattr(content, "notes", ()))
+                self._note_arguments(content)
             except (UserError, RecursionError) as error:
                 if isinstance(error, RecursionError):
                     error = UserError(f"{place}: its tool calls or tools are nested too deep; make them flatter.")
@@ -106,6 +110,15 @@ class Encoder:
             for i, row in zip(slots, self._labeled_texts(texts, spans, as_arrays), strict=True):
                 encoded[i] = row
         return encoded
+
+    def _note_arguments(self, content: conversations.Conversation | str | dict) -> None:
+        """Note the chat template's arguments of a row, and those that it never reads: of another family's data set."""
+        for name, value in getattr(content, "template_arguments", {}).items():
+            if name not in template_arguments.names_in(self.tokenizer.chat_template):
+                self.notes[f"chat_template_kwargs has {name!r}, which the chat template does not read"] += 1
+            else:
+                is_value = f" is {json.dumps(value)}" if isinstance(value, bool) else " is the row's own"
+                self.notes[f"chat template argument {name}{is_value}"] += 1
 
     def _labeled_texts(
         self, texts: list[str], spans: list[list[tuple[int, int]]], as_arrays: bool
@@ -153,7 +166,10 @@ class Encoder:
         plain = [turn["content"] for turn in conversation.turns if len(turn) == 2]  # a role and this
         others = [turn for turn in conversation.turns if len(turn) > 2]
         return any(map(self.control.search, plain)) or any(
-            map(self.control.search, conversations.strings([others, conversation.tools]))
+            map(
+                self.control.search,
+                conversations.strings([others, conversation.tools, conversation.template_arguments]),
+            )
         )
 
     @functools.cached_property
@@ -191,7 +207,7 @@ class Encoder:
                 tools=conversation.tools,
                 tokenize=False,
                 add_generation_prompt=prompt,
-                **mode,
+                **conversation.template_arguments | mode,
             )
 
     def _for_template(self, turns: list[dict]) -> list[dict]:
@@ -231,12 +247,13 @@ class Encoder:
             return text, [(0, len(text))]
         answers = self.answers(place, text, marks, conversation)
         self._check_nothing_lost(place, text, conversation, answers)
-        for i, _, end in answers:
-            if not text.endswith(self.end_words, 0, end):
-                raise UserError(
-                    f"{place}: turn {i + 1}: the chat template puts no end token behind the answer, so the model would "
-                    "never learn to stop; name another with --chat_template."
-                )
+        endless = next((i for i, _, end in answers if not text.endswith(self.end_words, 0, end)), None)
+        if endless is not None:
+            like = built_in.like(self.tokenizer.chat_template)
+            raise UserError(
+                f"{place}: turn {endless + 1}: the chat template puts no end token behind the answer, so the model "
+                f"would never learn to stop; name another with --chat_template{like}."
+            )
         if self.train_on in ("all", "prompt"):
             without = [a for a in answers if self.train_on == "prompt" or a[0] in left_out]
             bounds = [0, *(b for _, start, end in without for b in (start, end)), len(text)]
@@ -266,8 +283,9 @@ class Encoder:
                 text = text.replace(switch, "").strip()
             start, end = places.get(i, (0, len(whole)))
             # A generation prompt may hold the beginning of an answer's text, such as its <think>.
-            if turn["role"] != "tool" and whole.find(text, max(0, start + 1 - len(text)), end) < 0:
-                like = "" if "tool_calls" in turn else conversations.built_in_like(self.tokenizer.chat_template)
+            if turn["role"] != "tool" and not _is_written(text, whole, start, end):
+                among = built_in.WITH_TOOLS if "tool_calls" in turn else built_in.NAMES
+                like = built_in.like(self.tokenizer.chat_template, among)
                 raise UserError(
                     f"{place}: turn {i + 1}: the chat template leaves out or changes the text of this {turn['role']} "
                     f"turn, so something else than the data would be trained; name another with --chat_template{like}."
@@ -281,9 +299,12 @@ class Encoder:
         if not lost:
             return
         # Templates such as Qwen3's drop the reasoning of earlier answers on purpose.
-        self.notes[conversations.REASONING_LOST] += any(i > last_question for i in lost)
-        qwen3_keeps_it = conversations.built_in_like(self.tokenizer.chat_template).endswith(" qwen3")
-        self.notes[conversations.EARLIER_REASONING_LOST] += qwen3_keeps_it and any(i < last_question for i in lost)
+        keeper = built_in.equivalent(self.tokenizer.chat_template)
+        keeper = keeper if keeper in built_in.WITH_REASONING else ""
+        if any(i > last_question for i in lost):
+            self.notes[conversations.reasoning_lost("the last answer", keeper)] += 1
+        if keeper and any(i < last_question for i in lost):
+            self.notes[conversations.reasoning_lost("earlier answers", keeper)] += 1
 
     def _check_tools(
         self, place: str, whole: str, conversation: conversations.Conversation, spans: dict[int, str]
@@ -292,10 +313,9 @@ class Encoder:
 
         Args: spans: turn -> text of the answer; other turns are searched in the whole text.
         """
-        mend = (
-            "use a template with tools, such as that of a model made for tool calls "
-            f"(--chat_template {', '.join(conversations.WITH_TOOLS)} or a file)."
-        )
+        any_of = f", such as that of a model made for tool calls (--chat_template {', '.join(built_in.WITH_TOOLS)})"
+        like = built_in.like(self.tokenizer.chat_template, built_in.WITH_TOOLS) or any_of
+        mend = f"use a template with tools{like}, or a file."
         for i, turn in enumerate(conversation.turns):
             if "tool_calls" not in turn:
                 continue
@@ -331,12 +351,13 @@ class Encoder:
             turn | {"content": turn["content"] + marks[i]} if i in marks else turn
             for i, turn in enumerate(conversation.turns)
         ]
-        text = self._text(place, conversations.Conversation(turns, conversation.trained, conversation.tools))
+        text = self._text(place, dataclasses.replace(conversation, turns=turns))
         return [i for i, mark in marks.items() if mark not in text and json.dumps(mark)[1:-1] not in text]
 
     def _unused_characters(self, conversation: conversations.Conversation) -> Iterator[str]:
         """Yield private-use characters that are neither in the conversation nor in the template."""
-        used = {c for text in conversations.strings([conversation.turns, conversation.tools]) for c in text}
+        given = [conversation.turns, conversation.tools, conversation.template_arguments]
+        used = {c for text in conversations.strings(given) for c in text}
         used |= set(self.tokenizer.chat_template)
         return (chr(c) for c in conversations.PRIVATE_USE if chr(c) not in used)
 
@@ -354,7 +375,7 @@ class Encoder:
             texts, marks = render_jinja_template(
                 conversations=[self._for_template(conversation.turns)], tools=conversation.tools,
                 chat_template=self.tokenizer.chat_template,
-                return_assistant_tokens_mask=True, **self.special_tokens,
+                return_assistant_tokens_mask=True, **self.special_tokens | conversation.template_arguments,
             )  # fmt: skip
         return texts[0], marks[0]
 
@@ -422,7 +443,7 @@ class Encoder:
                 raise UserError(
                     f"{place}: turn {i + 1}: the chat template rewrites earlier text when turns are added, or begins "
                     "the answer otherwise than its generation prompt does, so the place of the answer is not certain; "
-                    f"use a template that only appends{conversations.built_in_like(self.tokenizer.chat_template)}."
+                    f"use a template that only appends{built_in.like(self.tokenizer.chat_template)}."
                 )
             answers.append((i, start, end))
         return answers
@@ -440,15 +461,17 @@ class Encoder:
         before = self._text(place, conversation, i)
         if not (prompt.startswith(before) and whole.startswith(before)):
             return None
-        for key in ("enable_thinking", "thinking"):  # an answer without reasoning may have the prompt of that mode
-            of_mode = self._text(place, conversation, i, prompt=True, **{key: False})
-            if whole.startswith(of_mode) and len(of_mode) > len(before):
-                return len(of_mode)
+        for key, value in itertools.product(("enable_thinking", "thinking"), (False, True)):
+            # An answer without reasoning, or with it, may have the prompt of that mode, which may change earlier turns.
+            base, of_mode = (self._text(place, conversation, i, prompt=p, **{key: value}) for p in (False, True))
+            added = of_mode[len(base) :] if of_mode.startswith(base) else ""
+            if added and whole.startswith(added, len(before)):
+                return len(before) + len(added)
         # Compared without the answer's own text, which may begin like the rest of the prompt.
         mark, turns = next(self._unused_characters(conversation)), list(conversation.turns)
         own = {key: mark for key in ("content", conversations.REASONING[0]) if turns[i].get(key, "").strip()}
         turns[i] = turns[i] | own
-        without = self._text(place, conversations.Conversation(turns, conversation.trained, conversation.tools))
+        without = self._text(place, dataclasses.replace(conversation, turns=turns))
         letters = zip(*(text[len(before) :] for text in (whole, prompt, without)), strict=False)
         start = len(before) + sum(1 for _ in itertools.takewhile(lambda each: len(set(each)) == 1, letters))
         # Control words may begin alike, too.
@@ -494,11 +517,15 @@ class Encoder:
         def replaced(value):
             return conversations.map_strings(lambda text: self.control.sub(stand_in, text), value)
 
-        hidden = conversations.Conversation(
-            replaced(conversation.turns), conversation.trained, replaced(conversation.tools), conversation.notes
-        )
+        given = ("turns", "tools", "template_arguments")
+        hidden = dataclasses.replace(conversation, **{name: replaced(getattr(conversation, name)) for name in given})
         text, spans = self._render(place, hidden)
         conversation.notes = hidden.notes
+        if mark.encode("unicode_escape").decode() in text:
+            raise UserError(
+                f"{place}: the chat template writes tools as Python spells them, and these hold a control word such as "
+                f"{words[-1]!r}; remove it, or use another template{built_in.like(self.tokenizer.chat_template)}."
+            )
         ids, labels = [], []
         cuts = sorted({0, len(text), *(b for span in spans for b in span)})
         for start, end in itertools.pairwise(cuts):
@@ -515,6 +542,19 @@ class Encoder:
                     ids += self._tokens_behind(half, ids)
                 labels += ids[before:] if inside else [conversations.IGNORE] * (len(ids) - before)
         return ids, labels
+
+
+def _is_written(text: str, whole: str, start: int, end: int) -> bool:
+    """Return whether a turn's text stands in the rendered text from `start` to `end`.
+
+    A thinking block in the text may be framed otherwise: then its reasoning and the answer behind it stand there. The
+    generation prompt before `start` may hold the text's beginning.
+    """
+    if whole.find(text, max(0, start + 1 - len(text)), end) >= 0:
+        return True
+    reasoning, block, answer = (part.strip() for part in text.partition("</think>"))
+    at = whole.find(reasoning.removeprefix("<think>").strip(), start, end) if block else -1
+    return at >= 0 and whole.find(answer, at, end) >= 0
 
 
 def _reasoning_key(template: str) -> str:

@@ -6,6 +6,7 @@ from typing import Any
 
 from zerofit.base.errors import UserError
 from zerofit.data import meaning
+from zerofit.data.chat_templates import arguments
 from zerofit.data.conversations import (
     IGNORE,
     Conversation,
@@ -20,7 +21,7 @@ from zerofit.job.recipe import Recipe
 
 MASKS = ("completion_mask", "assistant_masks", "loss_mask")  # beside input_ids; the first two are TRL's
 
-AROUND = ("system", "tools")  # optional columns around any conversation
+AROUND = ("system", "tools", *arguments.COLUMNS)  # optional columns around any conversation
 
 # Names of published datasets for a question, an answer and a whole text, in order of preference.
 ASKED = ("instruction", "question", "prompt", "query", "problem", "input")

@@ -9,6 +9,7 @@ from typing import Any
 
 from zerofit.base.errors import UserError
 from zerofit.data import conversations, meaning
+from zerofit.data.chat_templates import arguments
 from zerofit.data.conversations import Conversation
 
 KIND = "preference"
@@ -19,7 +20,7 @@ ASKED = ("instruction", "question")  # columns that hold the prompt where there 
 
 CONVERSATION = ("conversations", "messages")  # columns that hold the prompt as turns (LLaMA-Factory, ShareGPT)
 
-USED = {*SIDES, "prompt", *ASKED, *CONVERSATION, "input", "system", "tools", "history"}
+USED = {*SIDES, "prompt", *ASKED, *CONVERSATION, "input", "system", "tools", "history", *arguments.COLUMNS}
 
 SCORES = ("score_chosen", "score_rejected", "chosen_score", "rejected_score", "margin")  # beside many published pairs
 

@@ -10,7 +10,7 @@ from pathlib import Path
 
 from zerofit.base import hub
 from zerofit.base.errors import UserError, first_line
-from zerofit.data import conversations
+from zerofit.data.chat_templates import arguments, built_in
 from zerofit.job.settings import Check
 from zerofit.model import adapters, attention, generation, quantization
 from zerofit.model.weights import complete, files, finite
@@ -39,7 +39,7 @@ def model_fingerprint(settings) -> str:
 
 
 def load_tokenizer(settings):
-    """Load the tokenizer with --new_tokens, --chat_template and a pad token.
+    """Load the tokenizer with --new_tokens, --chat_template, --chat_template_kwargs and a pad token.
 
     The pad token defaults to the end token, the chat template to the built-in `plain`.
     Raises: UserError for a model that cannot be found, or a tokenizer that is slow or has no end token.
@@ -62,14 +62,18 @@ def load_tokenizer(settings):
     if settings.new_tokens:
         adapters.add_tokens(tokenizer, settings)
     if settings.chat_template:
-        tokenizer.chat_template = conversations.choose_template(settings.chat_template, tokenizer)
+        tokenizer.chat_template = built_in.choose(settings.chat_template, tokenizer)
     if isinstance(tokenizer.chat_template, dict):  # several named templates, e.g. default and tool_use
         tokenizer.chat_template = tokenizer.get_chat_template()
     if not tokenizer.chat_template:
-        tokenizer.chat_template = conversations.TEMPLATES["plain"]
+        tokenizer.chat_template = built_in.TEMPLATES["plain"]
         settings.decisions.append(
             "chat template: the tokenizer has none; a plain '### User / ### Assistant' one is used"
         )
+    if given := arguments.parsed(arguments.FLAG, settings.chat_template_kwargs):
+        tokenizer.chat_template = arguments.with_defaults(tokenizer.chat_template, given)
+        said = ", ".join(f"{name} is {json.dumps(value, ensure_ascii=False)}" for name, value in given.items())
+        settings.decisions.append(f"chat template: {said} unless a row or a caller says otherwise; final/ keeps it so")
     if settings.new_tokens:
         adapters.say_new_tokens(tokenizer, settings)
     return tokenizer
