@@ -183,7 +183,8 @@ fsdp_config:
 base_model: mistralai/Mistral-7B-v0.1
 rl: orpo
 orpo_alpha: 0.15
-chat_template: chatml
+chat_template: qwen3_5
+chat_template_kwargs: {enable_thinking: false, real_last_index: 3}
 datasets:
   - path: argilla/ultrafeedback-binarized-preferences-cleaned
     type: chat_template.argilla
@@ -196,7 +197,9 @@ optimizer: adamw_torch
         "dpo",
         "dpo",
         {"loss_type": "orpo", "beta": 0.15, "effective_batch_size": 8, "learning_rate": 8e-6, "adapter": None,
-         "optim": "adamw_torch", "chat_template": "chatml", "max_length": 4096},
+         "optim": "adamw_torch", "chat_template": "qwen3.5", "max_length": 4096,
+         "chat_template_kwargs": {"enable_thinking": False}},
+        lost=("chat_template_kwargs",),
     ),
 ]  # fmt: skip
 

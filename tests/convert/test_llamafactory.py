@@ -69,6 +69,7 @@ deepspeed: examples/deepspeed/ds_z3_config.json
 dataset: train.jsonl
 eval_dataset: dev.jsonl
 template: qwen3
+enable_thinking: false
 neat_packing: true
 mask_history: true
 enable_liger_kernel: true
@@ -85,7 +86,7 @@ use_muon: false
             "learning_rate": 5e-5, "lr_scheduler_type": "linear", "warmup_steps": 0, "max_steps": 1000,
             "num_train_epochs": 3, "packing": True, "train_on": "last_turn", "eval_data": ["dev.jsonl"],
             "eval_strategy": "steps", "eval_steps": 200, "chat_template": "qwen3", "max_length": 2048,
-            "optim": "adamw_torch_fused",
+            "chat_template_kwargs": {"enable_thinking": False}, "optim": "adamw_torch_fused",
         },
         ranks=2,
         on_gpus={"use_liger_kernel": True, "attn_implementation": "flash_attention_2"},

@@ -4,7 +4,7 @@ from typing import Any
 
 from zerofit.convert import sharding, shared
 from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, number, words
-from zerofit.convert.templates import template
+from zerofit.convert.templates import arguments, template
 
 PREFERENCE = {"dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
 
@@ -235,6 +235,7 @@ def _template(done: Conversion) -> None:
             done.lose("chat_template_jinja", "write its text to a file and name it: chat_template: FILE.jinja")
     else:
         template(done, "chat_template", str(value).removeprefix("tokenizer_default_fallback_") if value else None)
+    arguments(done, "chat_template_kwargs", done.take("chat_template_kwargs"))
 
 
 KIT = Kit(
@@ -291,7 +292,8 @@ KIT = Kit(
         Rule("lora_modules_to_save peft_use_dora peft_use_rslora", "modules_to_save, use_dora, use_rslora"),
         Rule("datasets pretraining_dataset test_datasets train_on_inputs", "data, eval_data, columns, train_on", _data,
              "one split, configuration and set of columns for all sets"),
-        Rule("chat_template chat_template_jinja", "chat_template", _template),
+        Rule("chat_template chat_template_jinja chat_template_kwargs",
+             "chat_template, chat_template_kwargs", _template),
         Rule("micro_batch_size gradient_accumulation_steps batch_size",
              "per_device_train_batch_size, gradient_accumulation_steps", _batch),
         Rule("optimizer lr_scheduler cosine_min_lr_ratio num_epochs max_steps warmup_steps warmup_ratio",
@@ -346,7 +348,6 @@ KIT = Kit(
             "model_config model_quantization_config* bnb_config_kwargs ple_cpu_offload base_model_ignore_patterns "
             "tokenizer_use_mistral_common experimental_skip_move_to_device"
         ),
-        "the chat template alone decides what it writes": "chat_template_kwargs",
         "images are not trained": (
             "skip_prepare_dataset remove_unused_columns image_size image_resize_algorithm freeze_mm_modules"
         ),

@@ -5,7 +5,7 @@ from pathlib import Path
 
 from zerofit.convert import sharding, shared
 from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, number, words
-from zerofit.convert.templates import template
+from zerofit.convert.templates import arguments, template
 
 OTHER_JOBS = "zerofit trains pt, sft and dpo (with pref_loss sigmoid, hinge, ipo, orpo or simpo)"
 
@@ -184,6 +184,8 @@ def _machine(done: Conversion) -> None:
     if done.take("use_unsloth_gc"):
         done.lines["activation_offload"] = Line(True, "use_unsloth_gc")
     template(done, "template", done.take("template"))
+    thinks = done.take("enable_thinking")
+    arguments(done, "enable_thinking", {"enable_thinking": False} if thinks is False else None)
     if "template" not in done.given:
         done.differ("template: LLaMA-Factory takes the tokenizer's own, as here.")
 
@@ -223,7 +225,7 @@ KIT = Kit(
         Rule("per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps warmup_ratio val_size",
              "the same, warmup_steps, eval_fraction", _training, "transformers' defaults: batch 8, 3 epochs, linear"),
         Rule("packing neat_packing", "packing", _packing, "rows of a pack never see each other"),
-        Rule("template", "chat_template"),
+        Rule("template enable_thinking", "chat_template, chat_template_kwargs"),
         Rule("deepspeed fsdp", "zero, offload", note=sharding.FSDP_NOTE),
         Rule("bf16 fp16 flash_attn enable_liger_kernel report_to disable_gradient_checkpointing",
              "bf16, fp16, attn_implementation, use_liger_kernel, report_to", _machine),
@@ -259,7 +261,7 @@ KIT = Kit(
             "default_system tool_format"
         ),
         "the chat template alone decides how thinking is written (mask_generation_prompt)": (
-            "enable_thinking preserve_thinking"
+            "preserve_thinking"
         ),
         "compile_layers: true and fused_lora are this kit's kernels": "use_unsloth use_v1_kernels",
         "ray starts zerofit with launchers/ray (docs/ray.md)": "use_ray ray_* resources_per_worker placement_strategy",

@@ -11,7 +11,7 @@ ORDER = (
     "model model_revision trust_remote_code random_init adapter load_in_4bit load_in_8bit lora_r lora_alpha "
     "lora_dropout lora_target_modules use_rslora use_dora init_lora_weights modules_to_save loss_type beta "
     "label_smoothing rpo_alpha simpo_gamma data data_config data_split columns eval_data eval_fraction "
-    "max_samples chat_template train_on mask_generation_prompt max_length truncation packing "
+    "max_samples chat_template chat_template_kwargs train_on mask_generation_prompt max_length truncation packing "
     "effective_batch_size per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps "
     "learning_rate lr_scheduler_type lr_scheduler_kwargs warmup_steps weight_decay max_grad_norm optim seed "
     "bf16 fp16 pure_bf16 gpus zero offload sp_size tp_size"

@@ -1,22 +1,49 @@
 """Map the names of other kits' chat templates to the built-in ones of this kit."""
 
 from zerofit.convert.conversion import Conversion
+from zerofit.data.chat_templates import arguments as chat_templates
+from zerofit.data.chat_templates import built_in
 
 # Ours -> the names elsewhere, of templates that write the same turns.
 BUILT_IN = {
     "chatml": "chatml chatml_de",
     "qwen2.5": "qwen_25 qwen qwen2_5 qwen2.5",
     "qwen3": "qwen3",
+    "qwen3.5": "qwen3_5 qwen3_6",
+    "deepseek-r1": "deepseekr1 deepseek_r1",
+    "deepseek-v3": "deepseek3 deepseek_v3",
+    "deepseek-v3.1": "deepseek_v3_1",
+    "gpt-oss": "gpt_oss",
+    "glm4.5": "glm4_moe glm4_5",
     "llama3": "llama3 llama-3",
     "llama3.1": "llama-3.1 llama3_1 llama3_2",
+    "llama4": "llama4",
     "gemma": "gemma gemma2 gemma3 gemma3_text",
+    "gemma4": "gemma4",
+    "granite3": "granite3",
+    "granite4": "granite4",
+    "command-r": "cohere",
+    "command-a": "command_a",
     "mistral": "mistral_v7_tekken mistral_small mistral_2501",
+    "phi3": "phi phi3 phi_3 phi_35",
     "phi4": "phi4 phi_4",
 }
 
 OURS = {theirs: ours for ours, names in BUILT_IN.items() for theirs in names.split()}
 
 TOKENIZER = "the template of the model's tokenizer is used: a Jinja file as chat_template makes it another"
+
+ARGUMENTS = "chat_template_kwargs"
+
+
+def arguments(done: Conversion, key: str, given: dict | None) -> None:
+    """Write the arguments of the chat template; those that a built-in template never reads are listed as lost."""
+    name = done.lines["chat_template"].value if "chat_template" in done.lines else ""
+    read = chat_templates.names_in(built_in.TEMPLATES[name]) if name in built_in.TEMPLATES else given or {}
+    if unread := sorted((given or {}).keys() - set(read)):
+        done.lose(key, f"the built-in template {name} reads no {', '.join(unread)}")
+    if known := {argument: value for argument, value in (given or {}).items() if argument in read}:
+        done.put(ARGUMENTS, known, key)
 
 
 def template(done: Conversion, key: str, value: str | None) -> None:
