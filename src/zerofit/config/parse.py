@@ -98,12 +98,13 @@ def _limit_to_known_formats(parser: _Parser, recipe: Recipe) -> None:
     choice.choices = ("auto", *(entry.name for entry in formats.known_to(recipe)))
 
 
-def training_argument_names() -> list[str]:
+@functools.cache
+def training_argument_names() -> tuple[str, ...]:
     """Return the names of transformers' TrainingArguments, read from its source."""
     file = Path(importlib.util.find_spec("transformers").origin).with_name("training_args.py")
     classes = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
     body = next(node.body for node in classes if node.name == "TrainingArguments")
-    return [line.target.id for line in body if isinstance(line, ast.AnnAssign)]
+    return tuple(line.target.id for line in body if isinstance(line, ast.AnnAssign))
 
 
 def explicit(recipe: Recipe, argv: list[str], origin: str, early: bool = False, strict: bool = True) -> dict[str, Any]:
