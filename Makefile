@@ -30,7 +30,7 @@ HOST_MEMORY ?=
 SBATCH ?=
 SWEEP ?=
 SETUP ?=
-CONTAINER ?=
+IMAGE ?=
 NODE_RANK ?=
 MASTER_ADDR ?=
 JOIN_TIMEOUT ?=
@@ -43,7 +43,7 @@ RUN ?=
 FILE ?=
 MERGE ?=
 DTYPE ?=
-VARIABLES := NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP SETUP CONTAINER RUN FILE MERGE DTYPE GPUS ZERO OFFLOAD SP TP PP MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU_TYPE METHOD HOST_MEMORY RECIPE
+VARIABLES := NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP SETUP IMAGE RUN FILE MERGE DTYPE GPUS ZERO OFFLOAD SP TP PP MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU_TYPE METHOD HOST_MEMORY RECIPE
 ON_COMMAND_LINE := $(foreach v,$(.VARIABLES),$(if $(filter command%,$(origin $v)),$v))
 # taken literally: a $ in a value stays a $
 $(foreach v,$(VARIABLES),$(eval override $(v) := $$(value $(v))))
@@ -65,7 +65,7 @@ READS_export := RUN MERGE DTYPE OUT ARGS
 READS_chat := RUN ARGS
 READS_convert := FILE OUT ARGS
 READS_report := RUN ARGS
-READS_slurm := $(OF_RECIPE) RECIPE GPUS NODES SBATCH SWEEP SETUP CONTAINER JOIN_TIMEOUT INTERFACE PORT
+READS_slurm := $(OF_RECIPE) RECIPE GPUS NODES SBATCH SWEEP SETUP IMAGE JOIN_TIMEOUT INTERFACE PORT
 READS_status := RUN
 READS_cancel := RUN ARGS
 SHOWN := sft lora dpo pipeline launch data slurm
@@ -78,9 +78,12 @@ READS_install := EXTRAS
 READS_ledger := MODEL GPUS SEQ ARGS
 READS_plan-validate := ARGS
 READS_reliability := ARGS
+READS_test-versions := ARGS
+READS_image := IMAGE
+READS_image-cpu := IMAGE
 READS_bench-peers := ARGS
 # those that read nothing; `help` and files are not asked
-$(foreach verb,lint test test-gpu test-cluster test-all docs docs-serve examples clean,$(eval READS_$(verb) :=))
+$(foreach verb,lint test test-gpu test-cluster test-all docs docs-serve examples clean wheelhouse sbom audit site,$(eval READS_$(verb) :=))
 ASKED := $(foreach verb,$(MAKECMDGOALS),$(if $(filter undefined,$(flavor READS_$(verb))),,$(verb)))
 
 INTERNAL := PYTHON ENV PY PIP PREFIX STAMP DEV_STAMP PEERS_STAMP
@@ -178,7 +181,7 @@ report: $(STAMP) ## write report.html of RUN=runs/x, or of several side by side:
 
 slurm: $(STAMP) ## submit a SLURM job that saves, is requeued and resumes (NODES=4 GPUS=8 RECIPE= SBATCH="--partition=x" SWEEP=file)
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit slurm --nodes="$${NODES:-1}" --gpus="$$GPUS" \
-		--sbatch="$$SBATCH" --sweep="$$SWEEP" --setup="$$SETUP" --container="$$CONTAINER" \
+		--sbatch="$$SBATCH" --sweep="$$SWEEP" --setup="$$SETUP" --image="$$IMAGE" \
 		$(if $(JOIN_TIMEOUT),--join_timeout="$$JOIN_TIMEOUT") --interface="$$INTERFACE" --port="$$PORT" --args="$$ARGS" $(if $(SHOW),--print) $(PROGRAM) $(KNOBS)
 
 status: $(STAMP) ## show how the job of RUN=runs/x stands
@@ -210,7 +213,8 @@ data: $(STAMP) ## show what a run would train on (DATA= MODEL= ARGS=): lengths, 
 		$(if $(OUT),--output_dir="$$OUT") $(SHOW)
 
 # --- of the repository; `zerofit init` lays down what stands above ---
-.PHONY: install plan-validate ledger lint test test-gpu test-cluster test-all reliability bench-peers clean docs docs-serve examples
+.PHONY: install plan-validate ledger lint test test-gpu test-cluster test-all test-versions reliability bench-peers clean docs
+.PHONY: docs-serve site examples image image-cpu wheelhouse sbom audit
 install: ## install into .venv (PYTHON=python3.12) or the active environment (ENV=active); EXTRAS=dev
 	@rm -f "$(STAMP)"; $(MAKE) --no-print-directory "$(STAMP)"
 
@@ -221,8 +225,11 @@ ledger: $(STAMP) ## measure each memory technique beside its claim (MODEL= GPUS=
 	@set -f; $(PY) benchmarks/ledger.py $(if $(MODEL),--model="$$MODEL") $(if $(filter-out 1,$(GPUS)),--gpus="$$GPUS") \
 		$(if $(SEQ),--seq="$$SEQ") $$ARGS
 
-lint: $(DEV_STAMP) ## ruff
+lint: $(DEV_STAMP) ## ruff; the workflows by their schema, the Dockerfile by hadolint
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
+	@$(PREFIX)/bin/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
+	@! command -v hadolint >/dev/null || hadolint Dockerfile
+	@! command -v actionlint >/dev/null || actionlint
 
 test: $(DEV_STAMP) ## run the tests, two files at a time (real DeepSpeed on two CPU processes)
 	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
@@ -248,12 +255,35 @@ examples: $(STAMP) ## plan every file of examples/ and write the table of exampl
 docs-serve: $(DEV_STAMP) ## serve the pages at http://127.0.0.1:8000
 	@$(PY) docs/generate.py && $(PY) -m mkdocs serve
 
+test-versions: $(DEV_STAMP) ## run the tests with the oldest and the newest allowed packages; writes docs/install.md (ARGS="--sets oldest")
+	@set -f; $(PY) tests/versions.py $$ARGS
+
+image: ## build a container image of this checkout for NVIDIA GPUs (IMAGE=zerofit:0.2.0)
+	@docker build --target cuda --tag "$${IMAGE:-zerofit:$(VERSION)}" .
+
+image-cpu: ## build one for machines without a GPU (IMAGE=zerofit:0.2.0-cpu)
+	@docker build --target cpu --tag "$${IMAGE:-zerofit:$(VERSION)-cpu}" .
+
+wheelhouse: $(DEV_STAMP) ## gather the wheels of the tested set and of zerofit in wheelhouse/, to install without a network
+	@$(PIP) wheel --wheel-dir wheelhouse torch setuptools wheel && $(PIP) wheel --wheel-dir wheelhouse .
+
+sbom: $(DEV_STAMP) ## write sbom.json (CycloneDX) of the tested set
+	@$(PREFIX)/bin/uvx --from cyclonedx-bom==7.5.0 cyclonedx-py requirements constraints.txt --output-file sbom.json
+
+audit: $(DEV_STAMP) ## look up known vulnerabilities of the tested set
+	@$(PREFIX)/bin/uvx pip-audit@2.10.1 --requirement constraints.txt --no-deps --disable-pip
+
+site: $(DEV_STAMP) ## build the pages into site/, links checked
+	@$(PY) docs/generate.py && $(PY) -m mkdocs build --strict --quiet
+
 bench-peers: $(STAMP) $(PEERS_STAMP) ## compare losses of SFT and DPO, then the speed of preparing data (ARGS=), with TRL in .venv-peers
 	@set -f; peers=.venv-peers/bin/python; $(PY) benchmarks/trl_parity.py --peers $$peers \
 		&& $(PY) benchmarks/trl_dpo.py --peers $$peers && $(PY) benchmarks/data.py --peers $$peers $$ARGS
 
 clean: ## remove .venv, .venv-peers and caches (runs/ stays)
-	rm -rf .venv .venv-peers .pytest_cache .ruff_cache src/*.egg-info
+	rm -rf .venv .venv-peers .venv-versions .pytest_cache .ruff_cache src/*.egg-info wheelhouse site
+
+VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/zerofit/__init__.py)
 
 # --- installation: once, and again when the pins change ---
 # DeepSpeed's sdist is pure Python here, but its setup.py would look for the CUDA toolkit wherever a GPU is visible and end

@@ -4,7 +4,7 @@ Importing it changes nothing in the process (programs call `base.process.begin`)
 below are imported when they are first used.
 """
 
-__version__ = "0.1.0"
+__version__ = "0.2.0"
 
 __all__ = ["Format", "OptimizerSpec", "Recipe", "Technique", "Trainer", "__version__"]
 

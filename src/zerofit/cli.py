@@ -4,6 +4,7 @@ import difflib
 import importlib
 import os
 import sys
+from importlib import metadata
 
 from zerofit import __version__
 from zerofit.base import command_line, distributed, hardware, process
@@ -11,6 +12,7 @@ from zerofit.base.errors import UserError
 from zerofit.base.paths import PROJECT
 from zerofit.entrypoint import guard
 from zerofit.job import program
+from zerofit.job.run_folder import PACKAGES
 
 USAGE = """usage: zerofit sft|lora|dpo|pipeline [--gpus N] [--show] [flags]     train on N processes, in any folder
        zerofit sft --help                                            a recipe's flags; --help all: every one
@@ -66,12 +68,17 @@ def main() -> None:
     guard(_main)
 
 
+def _versions() -> str:
+    """Return the version, and those of the installed set on a second line."""
+    return f"zerofit {__version__}\n" + ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
+
+
 def _main() -> None:
     argv = sys.argv[1:]
     if argv and argv[0] in program.names() and argv[0] not in VERBS:  # `zerofit launch recipes/sft.py ...`
         argv = ["launch", *command_line.for_launch(str(PROJECT / "recipes" / f"{argv[0]}.py"), argv[1:])]
     if argv in (["--version"], ["-V"]):
-        print(f"zerofit {__version__}")
+        print(_versions())
     elif argv and argv[0] in VERBS:
         if argv[0] not in LIGHT:
             _check_and_import(*argv)

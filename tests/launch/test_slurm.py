@@ -114,7 +114,7 @@ def test_the_rendered_script(printed, tmp_path, monkeypatch):
     assert lines[where + 2 : where + 13] == [
         f"root={ROOT}",
         f"python={shlex.quote(sys.executable)}",
-        "container=",
+        "image=",
         "mounts=",
         f"out='{tmp_path}/my runs/50% \"x\"'",
         "gpus=8",
@@ -172,7 +172,7 @@ def test_what_a_site_needs_is_in_the_script(printed, bash, tmp_path):
 def test_a_container_sees_the_run_and_its_words_as_they_were(printed, bash, tmp_path, image):
     """Pyxis mounts by srun, Apptainer by a command before the launch."""
     run = tmp_path / "my run"
-    text = printed("--container", image, "--mounts", "/data:/data,/a b:/m", "--output_dir", run, RECIPE)
+    text = printed("--image", image, "--mounts", "/data:/data,/a b:/m", "--output_dir", run, RECIPE)
     (tmp_path / "bin" / "python3").write_text(TELLS.format(python=sys.executable))
     (tmp_path / "bin" / "python3").chmod(0o755)
     code, output, said = bash(text)
@@ -269,8 +269,8 @@ def test_a_sweep(printed, bash, tmp_path):
         (["--port", "65535", RECIPE], "PORT=65535: must be a number from 1 to 65534"),
         (["--sbatch", "--export=ALL,HF_TOKEN=hf_secret_value", RECIPE], "would hold the value of HF_TOKEN"),
         (["--sweep", "none.txt", RECIPE], "none.txt: cannot be read"),
-        (["--mounts", "/a:/a", RECIPE], "there is no --container"),
-        (["--container", "i", "--output_dir", "a:b", RECIPE], "its name has a , or :"),
+        (["--mounts", "/a:/a", RECIPE], "there is no --image"),
+        (["--image", "i", "--output_dir", "a:b", RECIPE], "its name has a , or :"),
         (["--setup", "export X=hf_secret_value", RECIPE], "would hold the value of HF_TOKEN"),
     ],
 )

@@ -40,8 +40,8 @@ class Request:
     """The values for the template.
 
     flags: the recipe's, without --output_dir; gpus, cpus: per node; on_cpu: request no GPU; setup: shell commands;
-    container: an image, mounts: what it needs; launch: options of `zerofit launch`; sweep: further flags of each job of
-    an array; more: further sbatch options, verbatim.
+    image: of a container, mounts: what it needs; launch: options of `zerofit launch`; sweep: further flags of each job
+    of an array; more: further sbatch options, verbatim.
     """
 
     recipe: Path
@@ -57,7 +57,7 @@ class Request:
     qos: str = ""
     exclusive: bool = False
     setup: str = ""
-    container: str = ""
+    image: str = ""
     mounts: str = ""
     port: str = ""
     launch: list[str] = field(default_factory=lambda: ["--join_timeout", node_options.JOIN_TIMEOUT])
@@ -79,7 +79,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--port", default="", help="and the next one, on the first node (default: of the job's number)")
     parser.add_argument("--exclusive", action="store_true", help="whole nodes, with all their memory")
     parser.add_argument("--setup", default="", help="shell commands before the job: module load, source, export")
-    parser.add_argument("--container", default="", help="image: FILE.sif for Apptainer, any other for Pyxis")
+    parser.add_argument("--image", default="", help="image: FILE.sif for Apptainer, any other for Pyxis")
     parser.add_argument("--mounts", default="", help="what it needs beside zerofit, run folder and this one: A:B,C:D")
     for name in ("partition", "account", "qos"):
         parser.add_argument(f"--{name}", default="", help="as sbatch's")
@@ -128,7 +128,7 @@ def request_of(given) -> Request:
         except UserError as error:
             raise UserError(f"{given.sweep}: job {number} ({shlex.join(added_flags)}): {error}") from None
     folder = choose_folder(settings)
-    _check_container(given, folder.absolute())
+    _check_image(given, folder.absolute())
     taken = [folder / str(number) for number in range(len(sweep)) if (folder / str(number) / "run.json").exists()]
     if run_folder.finished(folder) or (taken and command_line.value_of(flags, RESUME) is None):
         content = "runs" if taken else "a run that has finished"
@@ -136,18 +136,18 @@ def request_of(given) -> Request:
     return Request(
         named.file.absolute(), command_line.drop(flags, "--output_dir", "--resume_from_checkpoint"), folder.absolute(),
         int(given.nodes), gpus, int(cpus), on_cpu, given.time, given.partition, given.account, given.qos,
-        given.exclusive, given.setup, given.container, given.mounts, given.port, _launch_options(given), sweep,
+        given.exclusive, given.setup, given.image, given.mounts, given.port, _launch_options(given), sweep,
         _options(given.sbatch),
     )  # fmt: skip
 
 
-def _check_container(given, folder: Path) -> None:
+def _check_image(given, folder: Path) -> None:
     """Refuse what a container cannot mount: paths with the signs between mounts. Raises: UserError."""
-    if given.mounts and not given.container:
-        raise UserError(f"--mounts {given.mounts}: there is no --container to mount them into.")
-    for path in (PROJECT, folder, Path.cwd()) if given.container else ():
+    if given.mounts and not given.image:
+        raise UserError(f"--mounts {given.mounts}: there is no --image to mount them into.")
+    for path in (PROJECT, folder, Path.cwd()) if given.image else ():
         if set(",:") & set(str(path)):
-            raise UserError(f"{path}: cannot be mounted into --container {given.container}: its name has a , or :.")
+            raise UserError(f"{path}: cannot be mounted into --image {given.image}: its name has a , or :.")
 
 
 def _launch_options(given) -> list[str]:
@@ -251,8 +251,8 @@ def render(request: Request) -> str:
     script = _fill(script, r"##SBATCH --exclusive ", "#SBATCH --exclusive" * request.exclusive)
     for name, value in {
         "root": shlex.quote(str(PROJECT)),
-        "python": "python3" if request.container else shlex.quote(sys.executable),
-        "container": shlex.quote(request.container) if request.container else "",
+        "python": "python3" if request.image else shlex.quote(sys.executable),
+        "image": shlex.quote(request.image) if request.image else "",
         "mounts": shlex.quote(request.mounts) if request.mounts else "",
         "out": shlex.quote(str(request.folder)),
         "gpus": str(request.gpus),

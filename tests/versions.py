@@ -1,0 +1,127 @@
+"""Run the tests with the oldest and the newest packages that pyproject.toml allows; write the table of docs/install.md.
+
+make test-versions                           the three sets of the table
+make test-versions ARGS="--sets oldest"      one of them; the other rows stay
+make test-versions ARGS="--sets prerelease"  the newest pre-releases, upper bounds ignored: no row of the table
+make test-versions ARGS="--only tests/config --no_table"
+"""
+
+import argparse
+import os
+import re
+import subprocess
+import sys
+import tomllib
+from dataclasses import dataclass
+from datetime import date
+from pathlib import Path
+from xml.etree import ElementTree
+
+ROOT = Path(__file__).resolve().parents[1]
+PAGE = ROOT / "docs" / "install.md"
+BEGIN, END = "<!-- written by make test-versions -->\n", "<!-- end -->\n"
+HEAD = "| set | Python | torch | transformers | accelerate | deepspeed | peft | date | tests |\n|" + "---|" * 9 + "\n"
+PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft")
+
+
+@dataclass(frozen=True)
+class Set:
+    """Versions to install: how uv resolves pyproject.toml, and for which Python."""
+
+    python: str
+    resolve: tuple[str, ...]  # options of `uv pip compile`
+    bounded: bool = True  # False: upper bounds are ignored
+
+
+SETS = {
+    "oldest": Set("3.11", ("--resolution", "lowest-direct")),
+    "pinned": Set("3.12", ("--constraint", "constraints.txt")),
+    "newest": Set("3.13", ("--resolution", "highest")),
+    "prerelease": Set("3.13", ("--resolution", "highest", "--prerelease", "allow"), bounded=False),
+}
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=["oldest", "pinned", "newest"])
+    parser.add_argument("--only", nargs="+", default=[], help="tests to run instead of the fast suite")
+    parser.add_argument("--no_table", action="store_true", help="leave docs/install.md as it is")
+    given = parser.parse_args()
+    failed = []
+    for name in given.sets:
+        python = install(name)
+        counts = run(python, name, given.only)
+        print(f"{name}: {counts}", flush=True)
+        if not (given.no_table or given.only or name == "prerelease"):
+            write(name, row(name, python, counts))
+        if "failed" in counts or "error" in counts:
+            failed.append(name)
+    sys.exit(f"tests failed with: {', '.join(failed)}" if failed else 0)
+
+
+def install(name: str) -> Path:
+    """Make an environment with a set in .venv-versions/NAME; return its interpreter."""
+    folder = ROOT / ".venv-versions" / name
+    chosen = SETS[name]
+    print(f"{name}: installing for Python {chosen.python}", flush=True)
+    uv("venv", "--quiet", "--allow-existing", "--python", chosen.python, folder)
+    wanted = folder / "wanted.txt"
+    wanted.write_text("\n".join(requirements(chosen.bounded)) + "\n")
+    resolved = folder / "resolved.txt"
+    uv("pip", "compile", "--quiet", "--python", folder, *chosen.resolve, wanted, "--output-file", resolved)
+    python = folder / "bin" / "python"
+    # torch first: DeepSpeed's build looks for it
+    uv("pip", "install", "--quiet", "--python", python, "--constraint", resolved, "torch", "setuptools", "wheel", "pip")
+    isolation = ("--no-build-isolation-package", "deepspeed")
+    uv("pip", "install", "--quiet", "--python", python, *isolation, "--requirement", resolved)
+    dev = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["dev"]
+    uv("pip", "install", "--quiet", "--python", python, "--constraint", resolved, *dev)
+    uv("pip", "install", "--quiet", "--python", python, "--no-deps", "--editable", ROOT)
+    return python
+
+
+def requirements(bounded: bool) -> list[str]:
+    """Return the dependencies of pyproject.toml, with or without their upper bounds."""
+    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    return wanted if bounded else [re.sub(r",<[\d.]+", "", one) for one in wanted]
+
+
+def uv(*words) -> None:
+    env = os.environ | {"DS_IGNORE_CUDA_DETECTION": "1"}
+    subprocess.run([Path(sys.prefix) / "bin" / "uv", *map(str, words)], cwd=ROOT, check=True, env=env)
+
+
+def run(python: Path, name: str, only: list[str]) -> str:
+    """Run the fast suite (or some of it) and return its counts, as "4447 passed, 5 skipped"."""
+    results = python.parents[1] / "results.xml"
+    words = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+    with (python.parents[1] / "tests.log").open("w") as log:
+        print(f"{name}: tests; {log.name}", flush=True)
+        env = os.environ | {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
+        subprocess.run([*words, f"--junit-xml={results}", *only], cwd=ROOT, stdout=log, stderr=log, env=env)
+    suite = ElementTree.parse(results).getroot().find("testsuite")
+    count = {what: int(suite.get(what)) for what in ("tests", "failures", "errors", "skipped")}
+    passed = count["tests"] - count["failures"] - count["errors"] - count["skipped"]
+    bad = {"failed": count["failures"], "errors": count["errors"]}
+    return ", ".join(
+        [f"{passed} passed", *(f"{n} {what}" for what, n in bad.items() if n), f"{count['skipped']} skipped"]
+    )
+
+
+def row(name: str, python: Path, counts: str) -> str:
+    """Return the set's row of the table."""
+    code = f"import importlib.metadata as m, platform as p; print(p.python_version(), *map(m.version, {PACKAGES}))"
+    versions = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    return f"| {' | '.join([name, *versions, date.today().isoformat(), counts])} |\n"
+
+
+def write(name: str, line: str) -> None:
+    """Replace the set's row in docs/install.md, or add it."""
+    before, _, rest = PAGE.read_text().partition(BEGIN)
+    table, _, after = rest.partition(END)
+    rows = {one.split("|")[1].strip(): one for one in table.removeprefix(HEAD).splitlines(keepends=True)} | {name: line}
+    PAGE.write_text(before + BEGIN + HEAD + "".join(rows[one] for one in SETS if one in rows) + END + after)
+
+
+if __name__ == "__main__":
+    main()
