@@ -89,7 +89,7 @@ def check(said: str, ranks: list[dict], count: int, chosen: dict) -> None:
     "way",
     [
         by_make,
-        by_torchrun,
+        pytest.param(by_torchrun, marks=pytest.mark.slow),
         pytest.param(by_accelerate, marks=pytest.mark.slow),
         pytest.param(by_deepspeed, marks=pytest.mark.slow),
     ],

@@ -1,6 +1,7 @@
 """`zerofit report`: write report.html of a run, or of several side by side."""
 
 import argparse
+import functools
 import json
 import shlex
 from dataclasses import dataclass
@@ -153,11 +154,15 @@ def of_one(run: Run) -> str:
 
 def _page(**values) -> str:
     """Fill in the page's template; texts are escaped."""
+    return _template().render(values)
+
+
+@functools.cache
+def _template():
     from jinja2 import Environment, FileSystemLoader
 
     folder = FileSystemLoader(Path(__file__).parent)
-    template = Environment(loader=folder, autoescape=True, trim_blocks=True).get_template("page.html.jinja")
-    return template.render(values)
+    return Environment(loader=folder, autoescape=True, trim_blocks=True).get_template("page.html.jinja")
 
 
 def summary(run: Run) -> dict[str, str | None]:
