@@ -23,11 +23,13 @@ FOLDERS = [
 FLAGS = """# Flags
 
 The recipes take these flags and those of transformers' `TrainingArguments`; `python recipes/sft.py --help all` prints
-all of them. Flags of transformers that this trainer has no use for (`--fsdp`, `--dataloader_drop_last`,
-`--bf16_full_eval` ...) are refused with the reason, and so is a flag that nothing reads, with the name that was
-probably meant. Numbers must be finite and inside the range of their flag, wherever they are written; meant on purpose
-are a learning rate of 0 (everything but the update), `--max_grad_norm 0` (no clipping), `--save_total_limit 0` (all are
-kept), `--hang_timeout 0` (never), and shares of all steps below 1 for `--save_steps` and its kin.
+all of them. Some flags of transformers are of no use for this trainer (`--fsdp`, `--dataloader_drop_last`,
+`--bf16_full_eval` ...): they are refused with the reason. A flag that nothing reads is refused with the name that was
+probably meant. Numbers must be finite and inside the range of their flag, wherever they are written.
+
+Meant on purpose are a learning rate of 0 (everything but the update), `--max_grad_norm 0` (no clipping),
+`--save_total_limit 0` (all are kept) and `--hang_timeout 0` (never). `--save_steps` and its kin take shares of all steps
+below 1.
 
 A value comes from, the later over the earlier: the default, the bundled task (only without `MODEL` and `DATA`), the
 YAML file of `--config`, the flag. `make show sft ...` prints every value with its source.
