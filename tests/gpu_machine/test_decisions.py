@@ -244,6 +244,7 @@ def test_asking_about_gpus_opens_no_context(tmp_path, monkeypatch):
     assert contexts(os.environ)
 
 
+@pytest.mark.slow
 def test_the_launcher_opens_no_context(tmp_path):
     """A whole launch; its ranks open theirs and end where the stand-in would have to compute."""
     env = machine(tmp_path, [H100] * 2, ZEROFIT_CACHE=str(tmp_path / "cache"))
@@ -389,6 +390,7 @@ def test_data_workers_of_a_gpu(monkeypatch):
 # --- a batch job from a login node ---
 
 
+@pytest.mark.slow
 def test_a_login_node_does_not_choose_the_accelerator_of_the_gpu_nodes(tmp_path):
     env = machine(tmp_path, sbatch=True)
     done = zerofit(

@@ -299,6 +299,7 @@ def test_messages_have_a_shape():
 
 
 @pytest.mark.fault
+@pytest.mark.slow
 def test_a_node_that_was_suspended_does_not_lose_the_others(port):
     """Its clock has run on, and theirs: SLURM suspends all nodes of a job."""
     first, second = together(lambda: come(port, 0), lambda: come(port, 1))

@@ -142,9 +142,11 @@ def stand_in(monkeypatch, tmp_path):
 @pytest.mark.parametrize(
     ("code", "said"),
     [
-        ("raise RuntimeError('no route to host')", "no route to host"),
+        pytest.param("raise RuntimeError('no route to host')", "no route to host", marks=pytest.mark.slow),
         ("import os, time; time.sleep(60) if os.environ['RANK'] == '0' else exit(int('no device 1'))", "no device 1"),
-        ("print('zerofit: error: rank 0 had no answer.'); exit(9)", "rank 0 had no answer."),
+        pytest.param(
+            "print('zerofit: error: rank 0 had no answer.'); exit(9)", "rank 0 had no answer.", marks=pytest.mark.slow
+        ),
     ],
     ids=["all fail", "rank 1 alone fails", "a sentence"],
 )
@@ -300,7 +302,7 @@ def test_wsl_pins_little_memory(monkeypatch):
     assert "pinned memory" not in {f.name for f in doctor.host_memory()}
 
 
-@pytest.mark.parametrize("given", [None, "cpu"])
+@pytest.mark.parametrize("given", [pytest.param(None, marks=pytest.mark.slow), "cpu"])
 def test_an_accelerator_is_named_where_the_user_chose_it(tmp_path, given):
     """Nothing that the doctor itself imports may look like the user's own setting."""
     environment = {name: value for name, value in os.environ.items() if name != "DS_ACCELERATOR"}

@@ -47,7 +47,6 @@ def sft(stage, *more):
 PISSA = ["--init_lora_weights", "pissa", "--use_rslora", "true", "--learning_rate", "1e-3"]
 PLUS = ["--loraplus_lr_ratio", str(RATIO)]
 FAST = {
-    "dora-3": lora("3", "--use_dora", "true"),
     "pissa-0": lora("0", *PISSA),
     "pissa-3": lora("3", *PISSA),
     "4bit-3": lora("3", "--load_in_4bit", "--deepspeed", "{zero3_without_persistence}"),

@@ -142,6 +142,7 @@ def saved(tmp_path_factory):
     return run_world(1, {name: ("sft", words) for name, words in cases.items()}, folder)
 
 
+@pytest.mark.slow
 def test_a_resume_goes_on_with_the_experts_of_its_checkpoint(saved):
     """transformers' Trainer goes on with the base's: it finds none of these names in the files."""
     wanted = [line for line in saved["whole"].metrics if "loss" in line][2:]
@@ -150,6 +151,7 @@ def test_a_resume_goes_on_with_the_experts_of_its_checkpoint(saved):
     assert saved["0>3"].losses == pytest.approx([line["loss"] for line in wanted], rel=1e-5)
 
 
+@pytest.mark.slow
 def test_the_best_steps_experts_are_loaded(saved):
     files = [saved["whole"].folder / name / "model.safetensors" for name in ("final", "checkpoint-2", "checkpoint-4")]
     final, best, last = (load_file(file) for file in files)

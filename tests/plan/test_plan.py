@@ -62,12 +62,8 @@ def job(flags, recipe="sft"):
 # --- without memory = with memory ---
 
 FEW = [
-    ("sft", "--zero 0", 1),
     ("sft", "--zero 2 --gradient_checkpointing true", 8),
-    ("lora", "--zero 3 --load_in_4bit true", 2),
-    ("dpo", "--zero 3 --adapter lora --eval_fraction 0.1", 2),
-    ("sft", "--zero 2 --sp_size 4 --gradient_checkpointing true", 4),
-    ("sft", "--zero 2 --tp_size 2 --gradient_checkpointing true --eval_fraction 0.1", 4),
+    ("dpo", "--zero 3 --adapter lora --load_in_4bit true --eval_fraction 0.1", 2),
 ]
 
 
@@ -78,7 +74,7 @@ def errors_above(rows, bound):
 
 @pytest.mark.oracle
 def test_a_simulation_has_the_bytes_of_real_tensors(record_property):
-    """Every phase of six settings, through the kit's trainer and the real engine as one rank of N."""
+    """Every phase of two settings, through the kit's trainer and the real engine as one rank of N."""
     rows = benchmark.compare(FEW)
     record_property("relative_difference", max(abs(row["error"]) for row in rows))
     assert errors_above(rows, 0) == {}
