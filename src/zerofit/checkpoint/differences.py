@@ -22,7 +22,8 @@ SHAPE = (
 )
 
 MEANING = ("lora_alpha", "use_rslora", "init_lora_weights", "load_in_4bit", "load_in_8bit", "beta", "loss_type",
-           "label_smoothing", "label_smoothing_factor", "rpo_alpha", "simpo_gamma",
+           "label_smoothing", "label_smoothing_factor", "rpo_alpha", "simpo_gamma", "desirable_weight",
+           "undesirable_weight",
            "precompute_ref_log_probs")  # fmt: skip
 
 # Arguments that may change on resume, and the value that is used then.

@@ -437,8 +437,15 @@ class PreferenceArguments:
     beta: float = field(
         default=0.1, metadata={"help": "Strength of the pull toward the reference model: factor of the margin."}
     )
-    loss_type: Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero", "simpo", "orpo"] = field(
-        default="sigmoid", metadata={"help": "Formula of the loss (docs/dpo.md). simpo and orpo need no reference."}
+    loss_type: Literal[
+        *("sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero", "simpo", "orpo"),
+        *("kto", "apo_zero_unpaired"),
+    ] = field(
+        default="sigmoid",
+        metadata={
+            "help": "Formula of the loss (docs/dpo.md). simpo and orpo need no reference; kto and apo_zero_unpaired "
+            "train on answers with a label, one by one."
+        },
     )
     label_smoothing: float = field(
         default=0.0, metadata={"help": "Assumed share of pairs whose answers are swapped (sigmoid and robust)."}
@@ -447,6 +454,10 @@ class PreferenceArguments:
         default=0.0, metadata={"help": "Weight of the chosen answer's SFT loss, which is added to the loss."}
     )
     simpo_gamma: float = field(default=0.5, metadata={"help": "Target margin of simpo."})
+    desirable_weight: float = field(
+        default=1.0, metadata={"help": "Factor of the loss of wanted answers (kto and apo_zero_unpaired)."}
+    )
+    undesirable_weight: float = field(default=1.0, metadata={"help": "The same of unwanted answers."})
     precompute_ref_log_probs: bool | None = field(
         default=None,
         metadata={

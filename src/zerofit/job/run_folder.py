@@ -26,7 +26,7 @@ METRICS = "metrics.jsonl"
 # Kinds of values in the files of a run. FINITE: also not beyond 2^63; NUMBER: also nan and infinity, as losses are.
 TEXT, WHOLE, FINITE, NUMBER = "text", "a whole number", "a finite number", "a number"
 
-SCORES = ("exact_match", "preference_accuracy")  # of the bundled tasks, each before and after training
+SCORES = ("exact_match", "preference_accuracy", "label_accuracy")  # of bundled tasks, before and after training
 
 _BYTES_BY_PHASE = {...: {...: FINITE}}  # phase -> part -> bytes
 

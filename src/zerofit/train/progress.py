@@ -20,7 +20,7 @@ from zerofit.model import generation, quantization
 from zerofit.model.load import count_parameters
 from zerofit.train import memory_tracker, stop, trial
 
-SHOWN = ("perplexity", "rewards/margins", "rewards/accuracies", "preference_accuracy")  # in step lines, if measured
+SHOWN = ("perplexity", "kl", "rewards/margins", "rewards/accuracies", "preference_accuracy")  # in step lines, if there
 
 
 class ThroughputMeter:

@@ -126,7 +126,7 @@ def _readable(sample: dict) -> dict[str, str]:
 
 def _rewards(evaluation: dict | None) -> dict:
     """Return the preference metrics of an evaluation; {} for other recipes."""
-    names = ("eval_rewards", "eval_logps", "eval_preference")
+    names = ("eval_rewards", "eval_logps", "eval_preference", "eval_kl")
     return {name: value for name, value in (evaluation or {}).items() if name.startswith(names)}
 
 
