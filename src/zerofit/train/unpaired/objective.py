@@ -1,6 +1,7 @@
 """The losses of single answers with a label: the KL term of a step, the inputs and the metrics."""
 
 import contextlib
+import math
 
 import torch
 from accelerate.utils import send_to_device
@@ -136,7 +137,7 @@ class Unpaired:
         """Return the metrics from SUMS over any rows; those of a label that no row has are left out."""
         sums = dict(zip(SUMS, total.tolist(), strict=True))
         counts = {"chosen": sums["wanted"], "rejected": sums["rows"] - sums["wanted"]}
-        found = {name: sums[name] / sums["rows"] for name in ("loss", "rewards/accuracies")}
+        found = {name: sums[name] / (sums["rows"] or math.nan) for name in ("loss", "rewards/accuracies")}
         for label, count in counts.items():
             found |= {f"{kind}/{label}": sums[f"{kind}/{label}"] / count for kind in OF_LABEL if count}
         if all(counts.values()):
