@@ -387,6 +387,10 @@ class LoraArguments:
         "lora", "ia3", "prompt_tuning", "prefix_tuning", "adaption_prompt", "ln_tuning", "loha", "lokr", "oft", "hra",
         "miss", "vera", "randlora", "delora", "road",
     ] = field(default="lora", metadata={"help": "Adapter type of peft (docs/adapters.md)."})  # fmt: skip
+    initial_adapter: str | None = field(
+        default=None,
+        metadata={"help": "Go on from this LoRA adapter, a folder such as runs/x/final; it keeps its configuration."},
+    )
     adapter_config: list[str] | None = field(
         default=None, metadata={"help": "Further settings of the adapter in peft: oft_block_size=16 coft=true."}
     )

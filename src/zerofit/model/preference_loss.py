@@ -113,6 +113,13 @@ def resolve(settings) -> None:
             raise UserError(f"--precompute_ref_log_probs with --loss_type {kind}: it has no reference; leave it out.")
         decide(settings, "precompute_ref_log_probs", False)
         settings.decisions.append(f"loss_type {kind}: trains without a reference model")
+    elif settings.values.get("initial_adapter"):
+        if settings.precompute_ref_log_probs is False:
+            raise UserError(
+                "--precompute_ref_log_probs false with --initial_adapter: the reference is the model with that "
+                "adapter; with its adapter off it is the base alone; leave the flag out."
+            )
+        decide(settings, "precompute_ref_log_probs", True, "the reference is the model with its initial adapter")
     elif settings.trains_adapter and settings.precompute_ref_log_probs is None:
         decide(settings, "precompute_ref_log_probs", False, "the reference is the model with its adapter off")
     elif settings.precompute_ref_log_probs is False and not settings.trains_adapter:

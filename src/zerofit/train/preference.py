@@ -122,8 +122,9 @@ class PreferenceTrainer(ZerofitTrainer):
         return log_probs.view(-1, self.objective.documents), outputs
 
     def adapter_off(self):
-        """Return a context in which the model is the one that training started from."""
-        return self.model.disable_adapter() if self.settings.trains_adapter else contextlib.nullcontext()
+        """Return a context in which the model is the one that training started from, before the first step."""
+        starts_from_base = self.settings.trains_adapter and not self.settings.initial_adapter
+        return self.model.disable_adapter() if starts_from_base else contextlib.nullcontext()
 
     def _get_num_items_in_batch(self, batch_samples, device):
         """Return the pairs, or the answers, of a step over all ranks."""
@@ -256,7 +257,8 @@ def _model_key(settings) -> str:
         parts += [settings.seed, settings.new_tokens]
     digest = xxhash.xxh3_64(str(parts).encode())
     # The fingerprint has only the files' ends, which two models that were tuned from one base may share.
-    for path in sorted(Path(settings.model).expanduser().glob("*.safetensors")):
+    folders = filter(None, (settings.model, settings.values.get("initial_adapter")))
+    for path in (path for folder in folders for path in sorted(Path(folder).expanduser().glob("*.safetensors"))):
         with path.open("rb") as file:
             digest.update(hashlib.file_digest(file, xxhash.xxh3_128).digest())
     return digest.hexdigest()
