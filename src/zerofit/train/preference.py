@@ -38,7 +38,7 @@ class Pairs:
     documents = 2  # of a row, whose log-probabilities are in the loss
 
     def __init__(self, trainer):
-        self.trainer, self.settings = trainer, trainer.settings
+        self.trainer, self.settings, self.kl_of_steps = trainer, trainer.settings, []
 
     def items(self, inputs) -> torch.Tensor:
         """Return the number of pairs of a batch that are no filler."""
@@ -172,6 +172,20 @@ class PreferenceTrainer(ZerofitTrainer):
         latest = next((line for line in reversed(self.state.log_history) if "eval_loss" in line), {"step": -1})
         metrics = latest if latest["step"] == self.state.global_step else self.evaluate()
         return self.objective.score(metrics)
+
+    def unlogged(self) -> dict:
+        total = self.sums.clone()
+        if self.args.world_size > 1:
+            torch.distributed.all_reduce(total)
+        return super().unlogged() | {"sums": total.tolist(), "kl": [kl.item() for kl in self.objective.kl_of_steps]}
+
+    def take_unlogged(self, kept: dict) -> None:
+        super().take_unlogged(kept)
+        if not kept.get("steps"):
+            return
+        if self.args.process_index == 0:  # `log` adds up those of all ranks
+            self.sums += torch.tensor(kept["sums"], dtype=self.sums.dtype, device=self.sums.device)
+        self.objective.kl_of_steps = [torch.tensor(kl, device=self.sums.device) for kl in kept["kl"]]
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:

@@ -114,7 +114,7 @@ def evaluate(trainer: ZerofitTrainer) -> dict:
             print(printable("\n".join(["", *(f"  {n:<8}  {t}" for n, t in _readable(sample).items())])))
         if settings.bundled:
             before, after = metrics[f"{name}_before"], metrics[f"{name}_after"]
-            when = f"at step {first}" if (first := trainer.reporter.first_step) else "before"
+            when = f"at step {first}" if (first := trainer.reporter.before_step) else "before"
             print(f"\n{trainer.score_name} on held-out rows: {before:.1%} {when}, {after:.1%} after")
     return metrics
 
