@@ -448,7 +448,7 @@ class PreferenceArguments:
         default="sigmoid",
         metadata={
             "help": "Formula of the loss (docs/dpo.md). simpo and orpo need no reference; kto and apo_zero_unpaired "
-            "train on answers with a label, one by one."
+            "train on answers with a label, one by one (docs/kto.md)."
         },
     )
     label_smoothing: float = field(
