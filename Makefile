@@ -48,6 +48,7 @@ ON_COMMAND_LINE := $(foreach v,$(.VARIABLES),$(if $(filter command%,$(origin $v)
 # taken literally: a $ in a value stays a $
 $(foreach v,$(VARIABLES),$(eval override $(v) := $$(value $(v))))
 export $(VARIABLES)
+export ZEROFIT_GOALS := $(MAKECMDGOALS)
 
 # What each verb reads, with the other variables as given. A name on the command line that no verb, or none of those
 # asked for, reads would leave its setting at the default, so it is refused.
@@ -296,11 +297,14 @@ $(STAMP): pyproject.toml constraints.txt
 	@test "$(ENV)" = active || test -x "$(PY)" || $(PYTHON) -m venv "$(ENV)"
 	@echo 'installing the tested set from constraints.txt into $(PREFIX) (2.4 GB, more with CUDA; a few minutes, once)'
 	@# torch first: DeepSpeed's build looks for it, and a pinned torch keeps the resolver from fetching another
+	@echo '  1 of 2: torch, the largest part'
 	@$(PIP) torch setuptools wheel
+	@echo "  2 of 2: transformers, DeepSpeed, peft and what they need$${EXTRAS:+, with $$EXTRAS}"
 	@$(PIP) -e ".$${EXTRAS:+[$$EXTRAS]}"
 	@touch "$@"
 
 $(DEV_STAMP): $(STAMP)
+	@echo 'installing what the tests need (pytest, ruff, ...)'
 	@$(PIP) -e '.[dev]'
 	@touch "$@"
 

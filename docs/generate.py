@@ -15,9 +15,31 @@ DOCS, SRC = ROOT / "docs", ROOT / "src" / "zerofit"
 sys.path.insert(0, str(SRC.parent))
 
 FOLDERS = [
-    *("", "base", "job", "data", "data/chat_templates", "model", "model/weights", "model/kernels", "parallel"),
+    *(
+        "",
+        "base",
+        "job",
+        "data",
+        "data/chat_templates",
+        "data/unpaired",
+        "model",
+        "model/weights",
+        "model/kernels",
+        "parallel",
+    ),
     *("optim", "convert", "config"),
-    *("certificate", "checkpoint", "train", "report", "plan", "export", "launch", "launch/cluster", "commands"),
+    *(
+        "certificate",
+        "checkpoint",
+        "train",
+        "train/unpaired",
+        "report",
+        "plan",
+        "export",
+        "launch",
+        "launch/cluster",
+        "commands",
+    ),
 ]
 
 FLAGS = """# Flags

@@ -17,7 +17,7 @@ from zerofit.base.errors import UserError, printable
 from zerofit.base.paths import from_here
 from zerofit.checkpoint import restart
 from zerofit.config import resolve
-from zerofit.job import job, program, run_folder
+from zerofit.job import job, program, run_folder, stretches
 from zerofit.job.recipe import Recipe
 from zerofit.job.settings import Settings
 from zerofit.model import load
@@ -147,6 +147,7 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
         if resumed is None or Path(resumed).parent.resolve() == folder.resolve():
             run_folder.keep_metrics(folder, int(resumed.rpartition("-")[2]) if resumed else 0)
             run_folder.set_aside_result(folder)
+    earlier = stretches.kept(Path(settings.output_dir), _resumed_at(settings)) if distributed.rank() == 0 else {}
     _leave_newer_checkpoints(settings)
     run_folder.open_folder(settings)
     _remember_program(settings)
@@ -168,14 +169,21 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
         more = {name: fact for name, fact in started.facts.items() if fact}
         more |= {"program": started.program, "resumed": settings.resumed, "started_by": settings.started_by}
         job.write(folder / job.FILE, started)
-        run_folder.write_run(settings, started.command, {"data": facts} | more)
+        run_folder.write_run(settings, started.command, {"data": facts} | more | earlier)
+
+
+def _resumed_at(settings: Settings) -> int:
+    """Return the step of the checkpoint that the run goes on from; 0: it begins."""
+    from zerofit.checkpoint.facts import step_of
+
+    return step_of(Path(settings.resume_from_checkpoint)) if settings.resume_from_checkpoint else 0
 
 
 def _job(settings: Settings) -> job.Job:
     """Return the job of this process as it trains, for the run folder."""
     running, own = job.running(), program.current()
     command = running.command if running else command_line.hide_secrets([sys.executable, *sys.argv])
-    facts = {"canary": running and running.facts.get("canary"), "plan": job.published()}
+    facts = {name: running and running.facts.get(name) for name in ("canary", "typed")} | {"plan": job.published()}
     return job.Job(settings.request, settings, own and own.facts, command, facts)
 
 
@@ -194,13 +202,11 @@ def _remember_program(settings: Settings) -> None:
 def _leave_newer_checkpoints(settings: Settings) -> None:
     """Move away the checkpoints newer than the resumed one: this run saves those steps again."""
     from zerofit.checkpoint import resumable
-    from zerofit.checkpoint.facts import step_of
 
     if distributed.rank() != 0 and not (
         settings.node_local_storage and distributed.first_of_node()
     ):  # one rank per disk
         return
-    folder, resumed = Path(settings.output_dir), settings.resume_from_checkpoint
-    step = step_of(Path(resumed)) if resumed else 0
+    folder, step = Path(settings.output_dir), _resumed_at(settings)
     if moved_to := resumable.move_newer(folder, step):
         settings.decisions.append(f"checkpoints after step {step}, where this run resumes, were moved to {moved_to}")

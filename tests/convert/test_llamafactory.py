@@ -159,6 +159,34 @@ lr_scheduler_type: cosine
         absent=("train_on",),
     ),
     Case(
+        "KTO of an adapter",
+        """
+model_name_or_path: meta-llama/Meta-Llama-3-8B-Instruct
+stage: kto
+do_train: true
+finetuning_type: lora
+lora_target: all
+pref_beta: 0.2
+kto_chosen_weight: 1.5
+dataset: kto_en_demo
+template: llama3
+cutoff_len: 2048
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 5.0e-6
+num_train_epochs: 3.0
+warmup_ratio: 0.1
+lr_scheduler_type: cosine
+""",
+        "dpo",
+        "dpo",
+        {
+            "adapter": "lora", "loss_type": "kto", "beta": 0.2, "desirable_weight": 1.5, "undesirable_weight": 1.0,
+            "learning_rate": 5e-6, "effective_batch_size": 8,
+        },
+        absent=("train_on",),
+    ),
+    Case(
         "further pretraining",
         """
 model_name_or_path: Qwen/Qwen2.5-0.5B
@@ -206,7 +234,7 @@ def test_names_of_data_sets_are_looked_up(tmp_path):
 @pytest.mark.parametrize(
     "text, word",
     [
-        ("stage: kto\nfinetuning_type: lora\ndataset: a\n", "stage: kto"),
+        ("stage: ppo\nfinetuning_type: lora\ndataset: a\n", "stage: ppo"),
         ("stage: sft\nfinetuning_type: freeze\ndataset: a\n", "finetuning_type: freeze"),
         ("export_dir: out\ntemplate: llama3\nmodel_name_or_path: a\nadapter_name_or_path: b\n", "trains nothing"),
         ("model: a\ntemplate: qwen3\ncutoff_len: 10\ntrain_dataset: b.yaml\nmicro_batch_size: 1\n", "v1"),

@@ -234,6 +234,22 @@ num_train_epochs: 1
          "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "data_split": "train_sft"},
     ),
     Case(
+        "KTO, known by its keys",
+        """
+model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct
+dataset_name: trl-lib/kto-mix-14k
+desirable_weight: 1.33
+undesirable_weight: 1.0
+per_device_train_batch_size: 4
+gradient_accumulation_steps: 2
+learning_rate: 1.0e-06
+""",
+        "dpo",
+        "dpo",
+        {"loss_type": "kto", "beta": 0.1, "desirable_weight": 1.33, "undesirable_weight": 1.0,
+         "effective_batch_size": 8, "learning_rate": 1e-6},
+    ),
+    Case(
         "the handbook's ORPO, known by its folder",
         """
 model_name_or_path: mistralai/Mistral-7B-v0.1
@@ -264,9 +280,7 @@ def test_it_trains_the_same(case, tmp_path):
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize(
-    "line", ["num_generations: 8", "desirable_weight: 1.0", "loss_type: [sigmoid, sft]", "lmbda: 0.5"]
-)
+@pytest.mark.parametrize("line", ["num_generations: 8", "loss_type: [sigmoid, sft]", "lmbda: 0.5"])
 def test_other_trainers_are_refused(line, tmp_path):
     file = tmp_path / "theirs.yaml"
     file.write_text(f"model_name_or_path: a/b\ndataset_name: c/d\nbeta: 0.1\n{line}\n")

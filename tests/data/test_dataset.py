@@ -871,6 +871,7 @@ BROKEN = [
     ("a.jsonl", "plain words\n", "a.jsonl:1: not valid JSON at column 1"),
     ("a.jsonl", "<html></html>\n", "a.jsonl:1: not valid JSON"),
     ("a.jsonl", '{"foo": "a"}\n', "no known format in the columns foo"),
+    ("a.json", '{"1": {"prompt": "a"}, "2": {"prompt": "b"}}', "write its values as a list"),
     ("a.jsonl", "{}\n", "no known format"),
     ("a.jsonl", GOOD + '{"text": "a"}\n', "a.jsonl:2: column 'question' is missing"),
     ("a.jsonl", GOOD + '{"messages": []}\n', "a.jsonl:2: column 'question' is missing"),

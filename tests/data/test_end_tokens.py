@@ -137,7 +137,7 @@ def test_text_ends_with_the_eos_token_and_token_ids_with_what_they_hold(tokenize
 def test_both_sides_of_pairs_are_counted(chatml):
     report = reading.ReadingReport()
     settings = SimpleNamespace(
-        documents_per_row=2, columns=None, max_length=64, truncation="truncate_right", bad_rows="drop"
+        documents_per_row=2, unpaired=False, columns=None, max_length=64, truncation="truncate_right", bad_rows="drop"
     )
     rows = [("f:1", {"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."}, pairs.KIND)]
     reading.tokenized(rows, settings, encoding.Encoder(chatml), report)

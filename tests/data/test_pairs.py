@@ -71,6 +71,7 @@ def test_what_is_no_pair_is_refused_with_its_place(row, cause):
 def settings(**more):
     values = {
         "documents_per_row": 2,
+        "unpaired": False,
         "columns": None,
         "max_length": 64,
         "truncation": "truncate_right",

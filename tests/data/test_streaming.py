@@ -87,6 +87,7 @@ def test_every_row_once_an_epoch(tokenizer):
         data_format="auto",
         max_samples=None,
         documents_per_row=1,
+        unpaired=False,
     )
     source = data_sources.Source(TINY / "train.jsonl")
     found = data_streaming.Stream([source], settings, encoding.Encoder(tokenizer), seed=3, effective=8)
@@ -104,7 +105,12 @@ def test_sources_advance_side_by_side_and_weights_repeat_rows(tmp_path, tokenize
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
     sources = [data_sources.Source(tmp_path / "long.jsonl"), data_sources.Source(tmp_path / "short.jsonl", weight=2)]
     settings = SimpleNamespace(
-        recipe=program.recipe_of("sft"), columns=None, data_format="auto", max_samples=None, documents_per_row=1
+        recipe=program.recipe_of("sft"),
+        columns=None,
+        data_format="auto",
+        max_samples=None,
+        documents_per_row=1,
+        unpaired=False,
     )
     found = data_streaming.Stream(sources, settings, encoding.Encoder(tokenizer), None, 8)
     places = [place for place, _, _ in found.rows()]
@@ -128,6 +134,7 @@ def test_a_weight_below_one_takes_other_rows_in_each_epoch_also_after_a_resume(t
         packing=False,
         bad_rows="error",
         documents_per_row=1,
+        unpaired=False,
     )
     found = data_streaming.Stream([data_sources.Source(file, weight=0.5)], settings, encoding.Encoder(tokenizer), 3, 4)
     places = [place for place, _, _ in itertools.islice(found, 82)]
@@ -174,7 +181,12 @@ def test_hub_sets_are_not_downloaded(monkeypatch, tokenizer):
     monkeypatch.setattr(data_sources, "check_reachable", lambda name: None)
     train, held_out = data_sources.find_files(["someone/something"], None, "train", streaming=True)
     settings = SimpleNamespace(
-        recipe=program.recipe_of("sft"), columns=None, data_format="auto", max_samples=None, documents_per_row=1
+        recipe=program.recipe_of("sft"),
+        columns=None,
+        data_format="auto",
+        max_samples=None,
+        documents_per_row=1,
+        unpaired=False,
     )
     found = list(data_streaming.Stream(train, settings, encoding.Encoder(tokenizer), None, 8).rows())
     assert len(found) == 2 and found[1][0] == "someone/something (train): row 2"
@@ -189,6 +201,7 @@ def test_rows_without_an_answer_keep_their_place(tokenizer, capsys):
         truncation="truncate_right",
         columns=None,
         documents_per_row=1,
+        unpaired=False,
     )
     batches = []
     found = data_streaming.Stream([], settings, encoding.Encoder(tokenizer), None, 8)
@@ -246,6 +259,7 @@ def test_bad_rows_of_a_stream_keep_their_place_and_train_on_nothing(tmp_path, to
         data_format="auto",
         bad_rows="drop",
         documents_per_row=1,
+        unpaired=False,
     )
     found = data_streaming.Stream([], settings, encoding.Encoder(tokenizer), None, 8)
     raw = [("a:1", '{"text": "a"}', "text"), ("a:2", '{"text": 3}', "text"), ("a:3", '{"text": "b"}', "text")]

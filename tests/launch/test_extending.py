@@ -99,6 +99,29 @@ def test_its_flag_is_in_the_help_and_its_limits_hold():
         resolve.resolve_settings(recipe, ["--freeze_layers", "1", "--new_tokens", "<a>"], 1)
 
 
+@pytest.mark.oracle
+def test_the_metric_is_that_of_a_loop_over_the_rows(tmp_path):
+    """Row by row, with the answer's tokens found by hand, of the model that was saved."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    flags = ["--max_steps", "2", "--learning_rate", "3e-3", "--eval_data", str(tmp_path / "eval.jsonl")]
+    rows = (TINY / "eval.jsonl").read_text().splitlines()[:7]
+    (tmp_path / "eval.jsonl").write_text("\n".join(rows))
+    model = ["--model", str(TINY / "model"), "--data", str(TINY / "train.jsonl"), "--per_device_eval_batch_size", "3"]
+    run = train("metric", tmp_path / "run", *model, *flags)
+    model = AutoModelForCausalLM.from_pretrained(run.folder / "final")
+    tokenizer = AutoTokenizer.from_pretrained(run.folder / "final")
+    right, count = 0, 0
+    for row in map(json.loads, rows):
+        question, answer = (turn["content"] for turn in row["messages"])
+        prompt = f"<|user|>\n{question}<|end|>\n<|assistant|>\n"
+        start, ids = len(tokenizer(prompt)["input_ids"]), tokenizer(f"{prompt}{answer}<|end|>", return_tensors="pt")
+        found = model(**ids).logits[0, start - 1 : -1].argmax(-1)
+        right, count = right + (found == ids["input_ids"][0, start:]).sum().item(), count + len(found)
+    measured = [line["eval_token_accuracy"] for line in run.metrics if "eval_token_accuracy" in line]
+    assert measured[-1] == pytest.approx(right / count, abs=1e-9) and 0 < right < count
+
+
 def test_the_callback_ends_the_run(tmp_path):
     flags = ["--eval_strategy", "steps", "--eval_steps", "2", "--stop_below", "9"]
     run = train("callback", tmp_path / "run", *flags)

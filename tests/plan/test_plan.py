@@ -82,6 +82,18 @@ def test_a_simulation_has_the_bytes_of_real_tensors(record_property):
 
 @pytest.mark.oracle
 @pytest.mark.slow
+def test_a_simulation_of_kto_has_the_bytes_of_real_tensors():
+    """The forwards of its KL term and of its reference, in a step and in an evaluation."""
+    rows = benchmark.compare([
+        ("dpo", "--zero 2 --loss_type kto --eval_fraction 0.1", 2),
+        ("dpo", "--zero 3 --adapter lora --loss_type kto --eval_fraction 0.1", 2),
+        ("dpo", "--zero 0 --loss_type apo_zero_unpaired", 1),
+    ])  # fmt: skip
+    assert errors_above(rows, 0) == {} and len(rows) >= 3
+
+
+@pytest.mark.oracle
+@pytest.mark.slow
 @pytest.mark.timeout(1800)
 def test_a_simulation_has_the_bytes_of_real_tensors_everywhere():
     """`make plan-validate` on the CPU: 145 settings."""
@@ -93,6 +105,7 @@ def test_a_simulation_has_the_bytes_of_real_tensors_everywhere():
 TWO_RANKS = {
     "sft-0": ("sft", "--zero 0"), "sft-2": ("sft", "--zero 2"), "lora-3": ("lora", "--zero 3"),
     "dpo-0": ("dpo", "--zero 0"), "dpo-2": ("dpo", "--zero 2"), "dpo-3": ("dpo", "--zero 3 --adapter lora"),
+    "kto-2": ("dpo", "--zero 2 --loss_type kto"),
 }  # fmt: skip
 
 

@@ -1,6 +1,8 @@
 """Read, change and drop flags of a command line; hide secrets in it."""
 
+import os
 import shlex
+import sys
 from pathlib import Path
 
 from zerofit.base.paths import IN_WHEEL, PROJECT
@@ -31,6 +33,21 @@ def next_step(verb: str, folder: Path) -> str:
     """Return the command of a verb for a run folder or checkpoint, to be typed next: of make where a Makefile is."""
     name = shlex.quote(str(folder))
     return f"zerofit {verb} {name}" if PROJECT == IN_WHEEL else f"make {verb} RUN={name}"
+
+
+def as_typed() -> str:
+    """Return the command line that has started this process of `zerofit`, as the user typed it, without secrets.
+
+    The Makefile exports its goals, and make the variables of its command line behind `--` in MAKEFLAGS, with `$` twice.
+    """
+    goals, variables = os.environ.get("ZEROFIT_GOALS", ""), os.environ.get("MAKEFLAGS", "").partition("-- ")[2]
+    if not goals or "MAKELEVEL" not in os.environ:
+        return hide_secrets(["zerofit", *sys.argv[1:]])
+    typed = ["make", goals]
+    for word in shlex.split(variables):
+        name, _, value = word.replace("$$", "$").partition("=")
+        typed.append(f"{name}={shlex.quote(hide_secrets(shlex.split(value)) if name == 'ARGS' else value)}")
+    return " ".join(typed)
 
 
 def with_auto_as_probe(argv: list[str]) -> list[str]:

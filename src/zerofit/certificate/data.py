@@ -1,6 +1,7 @@
 """Check the data before a run: limits on what is lost or repeated, end tokens, positions, tokens of the template."""
 
 from zerofit.data import encoding, end_tokens, inspection
+from zerofit.data.unpaired import rows as unpaired
 from zerofit.job.settings import Check
 
 
@@ -23,7 +24,9 @@ def check_data(settings, train_set, eval_set, tokenizer) -> None:
 
 
 def note(settings, train_set, eval_set, tokenizer) -> end_tokens.Ends:
-    """Add what the rows say about positions and template to the settings, and return where answers end."""
+    """Add what the rows say about labels, positions and template to the settings, and return where answers end."""
+    if settings.unpaired:
+        settings.decisions += unpaired.check(settings, train_set)
     _note_positions(train_set, eval_set, settings)
     _check_template_text(settings, train_set, tokenizer)
     return _ends(settings, train_set, tokenizer)

@@ -82,7 +82,7 @@ def whole_step(trainer) -> bool:
 
 def _not_checked(trainer) -> str:
     settings = trainer.settings
-    if settings.documents_per_row == 2:
+    if settings.recipe.data == "pairs":
         return "the loss is a preference loss"
     if trainer.own_loss:
         return "the recipe has its own loss"

@@ -22,7 +22,8 @@ SHAPE = (
 )
 
 MEANING = ("lora_alpha", "use_rslora", "init_lora_weights", "load_in_4bit", "load_in_8bit", "beta", "loss_type",
-           "label_smoothing", "label_smoothing_factor", "rpo_alpha", "simpo_gamma",
+           "label_smoothing", "label_smoothing_factor", "rpo_alpha", "simpo_gamma", "desirable_weight",
+           "undesirable_weight",
            "precompute_ref_log_probs")  # fmt: skip
 
 # Arguments that may change on resume, and the value that is used then.
@@ -50,7 +51,7 @@ DO_NOT_MATTER = set("""
     model_revision train_on truncation trust_remote_code preprocessing_num_workers max_duplicate_fraction
     max_eval_overlap_fraction max_truncated_fraction min_supervised_fraction
     gpus gpu_type gradient_accumulation_steps memory_limit memory_report node_local_storage offload offload_path
-    upload_to per_device_eval_batch_size per_device_train_batch_size search_batch_size use_cpu zero
+    initial_adapter upload_to per_device_eval_batch_size per_device_train_batch_size search_batch_size use_cpu zero
     activation_checkpointing activation_checkpointing_kwargs activation_offload activation_offload_streams
     attn_implementation experts_implementation fused_loss gradient_checkpointing_kwargs liger_kernel_config
     padding_free tiled_mlp use_cache use_liger_kernel

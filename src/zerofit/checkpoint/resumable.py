@@ -36,6 +36,7 @@ def check_resumable(settings, train_set) -> None:
             f"its weights with --model (recipes/lora.py: `zerofit export {requested} --merge` first)."
         )
     stretch = {"zero": known["zero"], "world_size": known["world_size"], "to_step": step_of(Path(requested))}
+    stretch |= {name: known[name] for name in ("train_seconds",) if name in known}
     settings.resumed = [*known.get("resumed", []), stretch]
     _decide_resharding(settings, known, Path(requested).name)
     check_split(settings, known, flag)

@@ -387,6 +387,10 @@ class LoraArguments:
         "lora", "ia3", "prompt_tuning", "prefix_tuning", "adaption_prompt", "ln_tuning", "loha", "lokr", "oft", "hra",
         "miss", "vera", "randlora", "delora", "road",
     ] = field(default="lora", metadata={"help": "Adapter type of peft (docs/adapters.md)."})  # fmt: skip
+    initial_adapter: str | None = field(
+        default=None,
+        metadata={"help": "Go on from this LoRA adapter, a folder such as runs/x/final; it keeps its configuration."},
+    )
     adapter_config: list[str] | None = field(
         default=None, metadata={"help": "Further settings of the adapter in peft: oft_block_size=16 coft=true."}
     )
@@ -437,8 +441,15 @@ class PreferenceArguments:
     beta: float = field(
         default=0.1, metadata={"help": "Strength of the pull toward the reference model: factor of the margin."}
     )
-    loss_type: Literal["sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero", "simpo", "orpo"] = field(
-        default="sigmoid", metadata={"help": "Formula of the loss (docs/dpo.md). simpo and orpo need no reference."}
+    loss_type: Literal[
+        *("sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero", "simpo", "orpo"),
+        *("kto", "apo_zero_unpaired"),
+    ] = field(
+        default="sigmoid",
+        metadata={
+            "help": "Formula of the loss (docs/dpo.md). simpo and orpo need no reference; kto and apo_zero_unpaired "
+            "train on answers with a label, one by one (docs/kto.md)."
+        },
     )
     label_smoothing: float = field(
         default=0.0, metadata={"help": "Assumed share of pairs whose answers are swapped (sigmoid and robust)."}
@@ -447,6 +458,10 @@ class PreferenceArguments:
         default=0.0, metadata={"help": "Weight of the chosen answer's SFT loss, which is added to the loss."}
     )
     simpo_gamma: float = field(default=0.5, metadata={"help": "Target margin of simpo."})
+    desirable_weight: float = field(
+        default=1.0, metadata={"help": "Factor of the loss of wanted answers (kto and apo_zero_unpaired)."}
+    )
+    undesirable_weight: float = field(default=1.0, metadata={"help": "The same of unwanted answers."})
     precompute_ref_log_probs: bool | None = field(
         default=None,
         metadata={

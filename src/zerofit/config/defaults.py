@@ -44,6 +44,7 @@ RANGES = {
     "label_smoothing_factor": BELOW_1, "neftune_noise_alpha": FROM_0, "lora_r": FROM_1, "lora_alpha": FROM_1,
     "lora_dropout": BELOW_1, "loraplus_lr_ratio": FROM_1, "num_virtual_tokens": FROM_1, "beta": ABOVE_0,
     "label_smoothing": ("at least 0 and below 0.5", lambda n: 0 <= n < 0.5), "rpo_alpha": FROM_0, "simpo_gamma": ANY,
+    "desirable_weight": FROM_0, "undesirable_weight": FROM_0,
     "gradient_checkpointing_every": FROM_1, "torch_empty_cache_steps": FROM_1, "memory_limit": ABOVE_0,
     "save_every_minutes": FROM_0, "save_total_limit": FROM_0, "eval_accumulation_steps": ANY,
     "max_nan_steps": FROM_1, "max_restarts": FROM_0, "hang_timeout": FROM_0, "ddp_timeout": FROM_1,

@@ -20,6 +20,7 @@ from zerofit.model import (
     fused_lora,
     fused_loss,
     gradient_checkpointing,
+    initial_adapter,
     liger,
     load,
     preference_loss,
@@ -218,6 +219,7 @@ TECHNIQUES = (
             ),
         ),
     ),
+    initial_adapter.TECHNIQUE,  # decides flags that the next ones read
     preference_loss.TECHNIQUE,
     *adapters.TECHNIQUES,  # turn padding_free off for prompts, so before attention's
     Technique(

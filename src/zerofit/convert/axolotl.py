@@ -6,9 +6,9 @@ from zerofit.convert import sharding, shared
 from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, number, words
 from zerofit.convert.templates import arguments, template
 
-PREFERENCE = {"dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo"}
+PREFERENCE = {"dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
 
-OTHER_JOBS = "zerofit trains SFT, LoRA and preference pairs (dpo, ipo, orpo, simpo)"
+OTHER_JOBS = "zerofit trains SFT, LoRA and preferences (dpo, ipo, orpo, simpo, kto)"
 
 
 def _recipe(done: Conversion) -> None:
@@ -44,6 +44,8 @@ def _preference(done: Conversion, rl: str) -> None:
     done.put("loss_type", losses[0], "rl")
     key, beta = done.first("rl_beta", "dpo_beta", "orpo_alpha")
     done.put("beta", 0.1 if beta is None else beta, key)
+    if rl == "kto":
+        shared.kto(done, "kto_desirable_weight", "kto_undesirable_weight")
     if rl == "simpo":
         done.put("simpo_gamma", done.take("simpo_gamma", 0.5), "simpo_gamma")
         done.put("rpo_alpha", done.take("cpo_alpha", 1.0), "cpo_alpha")

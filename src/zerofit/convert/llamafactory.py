@@ -7,7 +7,7 @@ from zerofit.convert import sharding, shared
 from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, number, words
 from zerofit.convert.templates import arguments, template
 
-OTHER_JOBS = "zerofit trains pt, sft and dpo (with pref_loss sigmoid, hinge, ipo, orpo or simpo)"
+OTHER_JOBS = "zerofit trains pt, sft, kto and dpo (with pref_loss sigmoid, hinge, ipo, orpo or simpo)"
 
 KINDS = {"full": "sft", "lora": "lora", "oft": "lora"}
 
@@ -19,26 +19,30 @@ def _recipe(done: Conversion) -> None:
         done.refuse(key, "is of LLaMA-Factory's new layout (v1), whose keys are not read here")
     if done.given.get("export_dir") or not (done.take("do_train") or done.given.get("dataset")):
         done.refuse("do_train", "the file trains nothing (it exports, chats or predicts)")
-    if stage not in ("pt", "sft", "dpo"):
+    if stage not in ("pt", "sft", "dpo", "kto"):
         done.refuse(f"stage: {stage}", f"has no counterpart: {OTHER_JOBS}")
     if kind not in KINDS:
         done.refuse(
             f"finetuning_type: {kind}", "has no counterpart: all weights train (sft, dpo), or an adapter (lora)"
         )
-    done.recipe = done.recipe or ("dpo" if stage == "dpo" else KINDS[kind])
-    if stage == "dpo":
-        _preference(done)
+    done.recipe = done.recipe or ("dpo" if stage in ("dpo", "kto") else KINDS[kind])
+    if stage in ("dpo", "kto"):
+        _preference(done, stage)
     if kind != "full":
         _adapter(done, kind)
     elif bits := done.take("quantization_bit"):
         done.lose("quantization_bit", f"all weights train, so none are in {bits} bits")
 
 
-def _preference(done: Conversion) -> None:
+def _preference(done: Conversion, stage: str) -> None:
     loss = done.take("pref_loss", "sigmoid")
     if loss == "kto_pair":
         done.refuse("pref_loss: kto_pair", f"has no counterpart: {OTHER_JOBS}")
-    done.put("loss_type", loss, "pref_loss" if "pref_loss" in done.given else None)
+    if stage == "kto":
+        done.put("loss_type", loss := "kto", "stage")
+        shared.kto(done, "kto_chosen_weight", "kto_rejected_weight")
+    else:
+        done.put("loss_type", loss, "pref_loss" if "pref_loss" in done.given else None)
     if loss == "simpo":
         done.put("simpo_gamma", done.take("simpo_gamma", 0.5), "simpo_gamma" if "simpo_gamma" in done.given else None)
     for theirs, ours in (("pref_ftx", "rpo_alpha"), ("dpo_label_smoothing", "label_smoothing")):

@@ -190,6 +190,17 @@ def lora(done: Conversion, names: dict[str, tuple[str | None, Any, Any]]) -> Non
             done.put(ours, value, key)
 
 
+def kto(done: Conversion, wanted: str = "desirable_weight", unwanted: str = "undesirable_weight") -> None:
+    """Write the weights of KTO, named `wanted` and `unwanted` in the file, and say where its KL term differs."""
+    for theirs, ours in ((wanted, "desirable_weight"), (unwanted, "undesirable_weight")):
+        key, value, default = done.named(theirs, 1.0)
+        done.put(ours, default if value is None else value, key)
+    done.differ(
+        "loss_type kto: the KL term is a mean over the rows of an optimizer step, in TRL of a micro batch on all GPUs; "
+        "rows are shuffled, in TRL they are not (train_sampling_strategy: sequential)."
+    )
+
+
 def targets(done: Conversion, key: str | None, value: Any, default: Any) -> None:
     """Write the modules that get an adapter: a list, or all-linear."""
     chosen = default if value in (None, "", []) else value

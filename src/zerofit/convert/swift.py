@@ -4,9 +4,9 @@ from zerofit.convert import sharding, shared
 from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, as_object, number, words
 from zerofit.convert.templates import template
 
-PREFERENCE = {"dpo": ("sigmoid", 0.1), "orpo": ("orpo", 0.1), "simpo": ("simpo", 2.0)}
+PREFERENCE = {"dpo": ("sigmoid", 0.1), "orpo": ("orpo", 0.1), "simpo": ("simpo", 2.0), "kto": ("kto", 0.1)}
 
-OTHER_JOBS = "zerofit trains SFT, LoRA and preference pairs (dpo, orpo, simpo)"
+OTHER_JOBS = "zerofit trains SFT, LoRA and preferences (dpo, orpo, simpo, kto)"
 
 ADAPTERS = ("lora", "ia3", "oft", "vera")
 
@@ -42,6 +42,8 @@ def _preference(done: Conversion, rl: str) -> None:
     done.put("loss_type", given[0] if given else loss, "loss_type" if given else "rlhf_type")
     key, value, _ = done.named("beta", beta)
     done.put("beta", beta if value is None else value, key)
+    if rl == "kto":
+        shared.kto(done)
     if rl == "simpo":
         done.put("simpo_gamma", done.take("simpo_gamma", 1), "simpo_gamma" if "simpo_gamma" in done.given else None)
         done.put("rpo_alpha", done.take("cpo_alpha", 1.0), "cpo_alpha" if "cpo_alpha" in done.given else None)

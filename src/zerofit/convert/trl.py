@@ -13,11 +13,12 @@ PREFERENCE_KEYS = ("beta", "max_prompt_length", "precompute_ref_log_probs", "rpo
 
 EVAL_SPLITS = ("eval", "validation", "valid", "val", "dev", "test")  # that are found by themselves in a hub set
 
-LOSSES = ("sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero", "simpo", "orpo")
+LOSSES = ("sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero", "simpo", "orpo", "kto", "apo_zero_unpaired")
+
+OF_KTO = ("desirable_weight", "undesirable_weight")  # keys of KTOTrainer alone
 
 OTHER_JOBS = {  # keys of trainers that have no counterpart
     "GRPO": ("reward_funcs", "num_generations", "reward_weights", "use_vllm", "vllm_mode"),
-    "KTO": ("desirable_weight", "undesirable_weight"),
     "reward modeling": ("center_rewards_coefficient", "num_labels"),
     "distillation": ("teacher_model_name_or_path", "lmbda", "seq_kd"),
 }
@@ -30,8 +31,8 @@ def _recipe(done: Conversion) -> None:
             done.refuse(key, f"is of {name}, which has no counterpart: zerofit trains SFT, LoRA and preference pairs")
     path = " ".join(part.lower() for part in done.file.parts[-4:])
     of_path = next((name for name in ("orpo", "simpo", "cpo", "dpo", "kto") if name in path), None)
-    if of_path == "kto":
-        done.refuse("kto", "has no counterpart: zerofit trains SFT, LoRA and preference pairs")
+    if any(done.given.get(key) is not None for key in OF_KTO):
+        of_path = "kto"
     has_pairs = any(done.given.get(key) is not None for key in PREFERENCE_KEYS)
     adapter = done.take("use_peft")
     if not done.recipe:
@@ -48,10 +49,12 @@ def _preference(done: Conversion, of_path: str | None) -> None:
     given = words(done.take("loss_type", []))
     if len(given) > 1 or (given and given[0] not in LOSSES):
         done.refuse(f"loss_type: {', '.join(given)}", f"zerofit has one at a time of {', '.join(LOSSES)}")
-    loss = given[0] if given else "orpo" if of_path == "orpo" else "sigmoid"
+    loss = given[0] if given else of_path if of_path in ("orpo", "kto") else "sigmoid"
     done.put("loss_type", loss, "loss_type" if given else None)
-    if loss == "orpo" and not given:
-        done.differ("loss_type: the file is of ORPO by its path (TRL's files do not say their trainer).")
+    if loss in ("orpo", "kto") and not given:
+        done.differ(f"loss_type: the file is of {loss.upper()} by its path or keys (TRL's files name no trainer).")
+    if loss in ("kto", "apo_zero_unpaired"):
+        shared.kto(done)
     if loss == "simpo":
         done.put("rpo_alpha", done.take("cpo_alpha", 1.0), "cpo_alpha" if "cpo_alpha" in done.given else None)
         done.put("simpo_gamma", done.take("simpo_gamma", 0.5), "simpo_gamma" if "simpo_gamma" in done.given else None)

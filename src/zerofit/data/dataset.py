@@ -24,11 +24,16 @@ from zerofit.data import conversations, encoding, formats, pairs, reading, templ
 from zerofit.data.batches import lengths_of, rows_of_epoch, tables
 from zerofit.data.sources import Source, suffix
 from zerofit.data.tokens import CHUNK, TokenizedDataset
+from zerofit.data.unpaired import rows as unpaired
 from zerofit.job import program
 
 CACHE_VERSION = 10  # raise it when the tokens of a row change
 
-COLUMNS = ("input_ids", "labels", "lengths")  # of a tokenized row; lengths: of a pair's two sides
+
+def columns_of(settings) -> tuple[str, ...]:
+    """Return the columns of tokenized rows; lengths: of a pair's two sides; unpaired.KIND: 1 for a wanted answer."""
+    beside = ("lengths",) if settings.documents_per_row == 2 else (unpaired.KIND,) * settings.unpaired
+    return ("input_ids", "labels", *beside)
 
 
 def _fingerprint(sources: list[Source], settings, tokenizer, limit: int | None) -> str:
@@ -61,7 +66,7 @@ def hash_options(digest, sources: list[Source], settings, tokenizer, limit: int 
         CACHE_VERSION, [s.weight for s in sources], settings.max_length, limit, settings.data_format, settings.columns,
         settings.train_on, settings.mask_generation_prompt, settings.truncation, tokenizer.chat_template,
         tokenizer.eos_token_id, tokenizer.special_tokens_map,
-        *([pairs.KIND] if settings.documents_per_row == 2 else []),
+        *([pairs.KIND] if settings.documents_per_row == 2 else [unpaired.KIND] * settings.unpaired),
         *([program.current().sha256] if formats.known_to(settings.recipe) != formats.FORMATS else []),
     ]  # fmt: skip
     digest.update(json.dumps(options, default=str).encode())
@@ -198,7 +203,7 @@ def _encode(chunk: list, kind: str) -> tuple[reading.ReadingReport, object]:
     if not kept:
         return report, None
     columns = [_list_array(column) for column in zip(*kept, strict=True)]
-    return report, pa.record_batch(columns, names=COLUMNS[: len(columns)])
+    return report, pa.record_batch(columns, names=columns_of(settings))
 
 
 def _list_array(rows: Sequence[list[int] | np.ndarray]):
@@ -260,7 +265,7 @@ def _write(table: Path, sources: list[Source], settings, encoder: encoding.Encod
     import pyarrow as pa
     import pyarrow.compute as pc
 
-    names = COLUMNS if settings.documents_per_row == 2 else COLUMNS[:2]
+    names = columns_of(settings)
     schema = pa.schema(dict.fromkeys(names, pa.list_(pa.int32())))
     report = reading.ReadingReport()
     started = last_printed = time.monotonic()
@@ -272,7 +277,7 @@ def _write(table: Path, sources: list[Source], settings, encoder: encoding.Encod
         _pool(encoder, settings, workers) as pool,
     ):
         for source in sources:
-            before, to_read = report.kept, None if limit is None else limit - report.rows
+            before, to_read = report.kept, None if limit is None else max(0, limit - report.rows)
             kind, result = reading.kind_of(reading.read(source, settings), settings)
             sample: list = []
             result = reading.first_kept(result, sample)
@@ -281,7 +286,7 @@ def _write(table: Path, sources: list[Source], settings, encoder: encoding.Encod
                 if batch is not None:
                     writer.write_batch(batch)
                     lengths = (
-                        batch["lengths"].flatten() if len(names) == 3 else pc.list_value_length(batch["input_ids"])
+                        batch["lengths"].flatten() if "lengths" in names else pc.list_value_length(batch["input_ids"])
                     )
                     longest = max(longest, pc.max(lengths).as_py())
                 if time.monotonic() - last_printed > 5:
@@ -306,6 +311,8 @@ def split(tokens: TokenizedDataset, settings) -> tuple[TokenizedDataset, Tokeniz
         part = tokens.dataset.select(chosen)
         count = {"kept": len(part), "tokens": int(lengths_of(part).sum())}
         count["supervised_tokens"] = sum(_supervised(table["labels"]) for table in tables(part, ["labels"]))
+        if unpaired.KIND in part.column_names:
+            count["wanted"] = unpaired.count_wanted(part)
         weights = tokens.weights and [tokens.weights[i] for i in chosen]
         parts.append(TokenizedDataset(part, tokens.statistics | count, tokens.fingerprint, weights))
     return parts[0], parts[1]

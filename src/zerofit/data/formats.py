@@ -30,6 +30,8 @@ ANSWERED = ("completion", "answer", "output", "response", "solution", "target")
 
 WHOLE_TEXT = ("content", "document", "body", "article")
 
+MOST_NAMED = 20  # columns that a refusal names
+
 Row = dict[str, Any]
 
 
@@ -148,10 +150,11 @@ def detect(place: str, row: Row, known: Sequence[Format] = FORMATS) -> str:
     mend = (
         f"map them: --columns {' '.join(guess)}" if guess else "name columns with --columns prompt=... completion=..."
     )
-    raise UserError(
-        f"{place}: no known format in the columns {', '.join(map(str, row))}; one of these is needed: {columns}; "
-        f"{mend}."
-    )
+    found = [*map(str, row)]
+    if len(found) > 1 and all(isinstance(value, dict) for value in row.values()):
+        mend = "this is one object with the rows under its keys: write its values as a list"
+    named = ", ".join(found[:MOST_NAMED]) + f" and {len(found) - MOST_NAMED} more" * (len(found) > MOST_NAMED)
+    raise UserError(f"{place}: no known format in the columns {named}; one of these is needed: {columns}; {mend}.")
 
 
 def guess_columns(row: Row) -> list[str]:

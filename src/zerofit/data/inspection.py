@@ -328,6 +328,7 @@ def _table(facts: dict) -> list:
     of_template = any(facts[name]["template_text"]["rows"] for name in sets)
     weights = [k for k in ("left_out_by_weight", "repeated_by_weight") if facts["training"].get(k)]
 
+    has_labels = "wanted" in facts["training"]
     split = any(elsewhere(facts[s]) for s in sets)
     length = [(f"tokens a row, {k}", lambda s, k=k: f"{s['length'][k]:,}") for k in ("min", "median", "p95", "max")]
     return [
@@ -339,6 +340,7 @@ def _table(facts: dict) -> list:
         *([("in the other set", lambda s: f"{elsewhere(s):,}")] if split else []),
         *((k.replace("_", " "), lambda s, k=k: f"{s.get(k, 0):,}") for k in weights),
         ("rows kept", lambda s: f"{s['kept']:,}"),
+        *([("answers with label true", lambda s: _share(s["wanted"], s["kept"]))] if has_labels else []),
         ("cut at max_length", lambda s: _share(s["truncated"], s["rows"])),
         ("tokens", lambda s: f"{s['tokens']:,}"),
         *length,

@@ -48,8 +48,10 @@ def check_row(place: str, row: dict[str, Any], kind: str) -> None:
         )
     if kind not in ("text", "tokens") and str(row.get("label")).lower() in VERDICTS:
         raise UserError(
-            f"{place}: column 'label' marks answers as good or bad (KTO), but this kit would train on all of them "
-            "alike; keep the good ones and remove the column, or " + RENAME.format("label") + "."
+            f"{place}: column 'label' marks answers as good or bad (KTO), but this recipe would train on all of them "
+            "alike; train with recipes/dpo.py --loss_type kto, or keep the good ones and remove the column; "
+            + RENAME.format("label")
+            + "."
         )
     if kind == "text":
         _check_text(place, row)

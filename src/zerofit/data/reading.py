@@ -13,6 +13,7 @@ import numpy as np
 from zerofit.base.errors import UserError
 from zerofit.data import conversations, encoding, end_tokens, formats, pairs, template_text
 from zerofit.data.sources import Source, json_object, read_rows
+from zerofit.data.unpaired import rows as unpaired
 
 KEPT_REASONS = 100  # reasons kept in run.json and data.json
 
@@ -52,6 +53,7 @@ class ReadingReport:
     dropped_too_long: int = 0  # --truncation drop
     dropped_empty_side: int = 0  # pairs, one of whose answers is empty
     dropped_identical_sides: int = 0  # pairs
+    wanted: int = 0  # kept answers with the label true, of unpaired rows
     truncated: int = 0
     tokens: int = 0
     supervised_tokens: int = 0  # that are in the loss
@@ -77,6 +79,8 @@ COUNTS = tuple(entry.name for entry in fields(ReadingReport) if entry.type is in
 
 OF_PAIRS = ("dropped_empty_side", "dropped_identical_sides")  # those that only a preference set has
 
+OF_UNPAIRED = ("wanted",)
+
 
 def parsed(place: str, row: dict | str | UserError, kind: str, settings, report: ReadingReport | None = None) -> tuple:
     """Return what is trained of a row: one conversation, text or token lists; of a pair both sides.
@@ -84,8 +88,19 @@ def parsed(place: str, row: dict | str | UserError, kind: str, settings, report:
     Args: kind: its format; "": detected; report: counts the format and the columns that are not used.
     Raises: UserError for a row that cannot be used.
     """
+    return tuple(side for _, sides, _ in _entries(place, row, kind, settings, report) for side in sides)
+
+
+def _entries(place: str, row: dict | str | UserError, kind: str, settings, report: ReadingReport | None) -> list[tuple]:
+    """Return [(place, what `parsed` returns, the label of an unpaired answer or None)]: a pair that is taken apart
+    makes two."""
     columns = _renamed(place, row, _names(settings))
     report = report or ReadingReport()
+    if kind == unpaired.KIND:
+        found, answers, not_used = unpaired.parse(place, columns, formats.known_to(settings.recipe))
+        report.formats[found] += 1
+        report.columns_not_used.update(not_used)
+        return [(place, (side,), wanted) for place, side, wanted in answers]
     if settings.documents_per_row == 2:
         kind, sides = pairs.KIND, pairs.parse(place, columns)
         not_used = pairs.not_used(columns)
@@ -96,30 +111,30 @@ def parsed(place: str, row: dict | str | UserError, kind: str, settings, report:
         not_used = formats.not_used(columns, kind, known)
     report.formats[kind] += 1
     report.columns_not_used.update(not_used)
-    return sides
+    return [(place, sides, None)]
 
 
 def tokenized(
     raw: Iterable[tuple], settings, encoder: encoding.Encoder, report: ReadingReport, as_arrays: bool = False
 ) -> list[tuple | None]:
     """Tokenize (place, row of sources.read_rows, format) into (input_ids, labels), None if dropped; pairs of a
-    preference set into (input_ids, labels, lengths).
+    preference set into (input_ids, labels, lengths), unpaired answers into (input_ids, labels, [1 if wanted]).
 
     An empty format ("") is detected row by row. as_arrays: see Encoder.encode; rows of pairs are lists.
     Raises: UserError for a row that cannot be used, unless --bad_rows drop.
     """
     sides_of, of_pairs = [], settings.documents_per_row == 2
     for place, row, kind in raw:
-        report.rows += 1
-        sides: tuple = ()
+        entries: list[tuple] = [(place, (), None)]
         try:
-            sides = parsed(place, row, kind, settings, report)
+            entries = _entries(place, row, kind, settings, report)
         except UserError as error:
             _refuse(place, error, settings, report)
-        if of_pairs and any(map(pairs.is_empty, sides)):
-            report.dropped_empty_side += 1
-            sides = ()
-        sides_of.append((place, sides))
+        report.rows += len(entries)
+        for at, sides, wanted in entries:
+            empty = of_pairs and any(map(pairs.is_empty, sides))
+            report.dropped_empty_side += empty
+            sides_of.append((at, () if empty else sides, wanted))
     errors: dict[str, UserError] = {}
 
     def refuse(place: str, error: UserError) -> None:
@@ -127,13 +142,17 @@ def tokenized(
             raise error
         errors.setdefault(place, error)
 
-    flat = [(place, side) for place, sides in sides_of for side in sides]
+    flat = [(place, side) for place, sides, _ in sides_of for side in sides]
     encoded, rows = iter(encoder.encode(flat, refuse, as_arrays and not of_pairs)), []
-    for place, sides in sides_of:
+    for place, sides, wanted in sides_of:
         of_row = list(itertools.islice(encoded, len(sides)))
         if None in of_row:
             _refuse(place, errors[place], settings, report)
-        rows.append(_cut(place, of_row, settings, report) if of_row and None not in of_row else None)
+        row = _cut(place, of_row, settings, report) if of_row and None not in of_row else None
+        if row is not None and wanted is not None:
+            row = (*row, [int(wanted)])
+            report.wanted += wanted
+        rows.append(row)
     report.notes += encoder.notes
     encoder.notes.clear()
     report.ends += encoder.ended.take()
@@ -236,6 +255,8 @@ def kind_of(rows: Iterator, settings) -> tuple[str, Iterator]:
     """
     if settings.documents_per_row == 2:
         return pairs.KIND, rows
+    if settings.unpaired:
+        return unpaired.KIND, rows
     if settings.data_format != "auto":
         return settings.data_format, rows
     looked_at: list = []
@@ -288,13 +309,20 @@ def summarize(sources: list[Source], report: ReadingReport, settings) -> dict:
     return {
         "source": ", ".join(map(str, sources)),
         "format": " + ".join(kinds),
-        **{name: getattr(report, name) for name in COUNTS if name not in OF_PAIRS or kinds == [pairs.KIND]},
+        **{name: getattr(report, name) for name in COUNTS if name not in _others(kinds, settings)},
         "template_text": {name: report.template_text[name] for name in template_text.COUNTS},
         "bad_rows": {reason: asdict(rows) for reason, rows in bad},
         "columns_not_used": dict(report.columns_not_used),
         "ends": end_tokens.summary(report.ends),
         "notes": [f"{said} ({rows:,} row{'s' * (rows > 1)})" for said, rows in report.notes.items()],
     }
+
+
+def _others(kinds: list[str], settings) -> tuple[str, ...]:
+    """Return the counts that rows of other kinds have."""
+    if settings.unpaired:
+        return OF_PAIRS
+    return OF_UNPAIRED if kinds == [pairs.KIND] else OF_PAIRS + OF_UNPAIRED
 
 
 def _refuse_nothing(names: str, report: ReadingReport, settings) -> None:

@@ -26,7 +26,7 @@ METRICS = "metrics.jsonl"
 # Kinds of values in the files of a run. FINITE: also not beyond 2^63; NUMBER: also nan and infinity, as losses are.
 TEXT, WHOLE, FINITE, NUMBER = "text", "a whole number", "a finite number", "a number"
 
-SCORES = ("exact_match", "preference_accuracy")  # of the bundled tasks, each before and after training
+SCORES = ("exact_match", "preference_accuracy", "label_accuracy")  # of bundled tasks, before and after training
 
 _BYTES_BY_PHASE = {...: {...: FINITE}}  # phase -> part -> bytes
 
@@ -34,7 +34,8 @@ _BYTES_BY_PHASE = {...: {...: FINITE}}  # phase -> part -> bytes
 # of names with their shapes, `...` for all others. Any of them may be missing; folders from elsewhere hold anything.
 RECORDS = {
     "run.json": {
-        **dict.fromkeys(("recipe", "started", "device", "command", "git_commit"), TEXT),
+        **dict.fromkeys(("recipe", "started", "device", "command", "typed", "git_commit"), TEXT),
+        "stretches": [{"typed": TEXT, "command": TEXT, "started": TEXT, "from_step": WHOLE, "to_step": WHOLE}],
         "world_size": WHOLE, "decisions": [TEXT], "slow_ranks": [TEXT], "versions": {...: TEXT}, "started_by": [TEXT],
         "arguments": {...: {"source": TEXT}},
         "data": {...: {}}, "plan": {"peak": _BYTES_BY_PHASE, "limit_bytes": FINITE},
@@ -371,6 +372,11 @@ def add_to_run(folder: Path, name: str, values: list) -> None:
     """Add values to a list in run.json, which may not have it yet."""
     facts = read_json(folder / "run.json")
     write_json(folder / "run.json", facts | {name: facts.get(name, []) + values})
+
+
+def put_into_run(folder: Path, facts: dict) -> None:
+    """Add facts to run.json."""
+    write_json(folder / "run.json", read_json(folder / "run.json") | facts)
 
 
 def save_figure(figure, target: Path) -> None:

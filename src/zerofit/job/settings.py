@@ -59,6 +59,9 @@ class Check:
     numbers: dict = field(default_factory=dict)  # the figures, as JSON holds them
 
 
+UNPAIRED = ("kto", "apo_zero_unpaired")  # values of --loss_type for answers with a label, each trained by itself
+
+
 class FrozenDict(dict):
     """A dict that refuses changes; copies and pickles of it are plain dicts."""
 
@@ -198,7 +201,12 @@ class Settings(_Arguments):
     @property
     def documents_per_row(self) -> int:
         """Return how many documents a training row is: 2 for preference pairs, else 1."""
-        return 2 if self.recipe.data == "pairs" else 1
+        return 2 if self.recipe.data == "pairs" and not self.unpaired else 1
+
+    @property
+    def unpaired(self) -> bool:
+        """Return whether a row of preferences is one answer with a label."""
+        return self.recipe.data == "pairs" and self.values.get("loss_type") in UNPAIRED
 
     def training_values(self) -> dict[str, Any]:
         """Return the keyword arguments of transformers.TrainingArguments."""

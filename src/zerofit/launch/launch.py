@@ -100,7 +100,12 @@ def _starter(program: Program, command: Callable[[], list[str]]) -> Callable[...
     def start(settings: Settings, folder: Path, found: dict, trial: dict) -> list[str]:
         words, file = command(), folder / job_file.FILE
         typed = command_line.hide_secrets([*words, *settings.request.flags()])
-        facts = {"plan": job_file.published(), "weights": dict(complete.HELD), **found}
+        facts = {
+            "plan": job_file.published(),
+            "typed": command_line.as_typed(),
+            "weights": dict(complete.HELD),
+            **found,
+        }
         now = programs.of(program.file).facts
         job_file.write(file, job_file.Job(settings.request, settings, now, typed, facts, trial))
         return [*words, *job_file.words(file, settings.output_dir)]

@@ -13,6 +13,7 @@ import yaml
 from zerofit.base.errors import UserError, first_line
 from zerofit.job.settings import decide
 from zerofit.job.technique import AllBut, Conflict, Technique
+from zerofit.model import initial_adapter
 
 # Names are peft's PeftType in lower case; tests/model/test_adapters.py trains, saves and reloads each tuner at the
 # stages named there. prompt_tuning and prefix_tuning lengthen the input, the others change modules.
@@ -44,7 +45,8 @@ _FIELDS = {
     "num_virtual_tokens": ("num_virtual_tokens",),
 }
 
-FLAGS = (*_FIELDS, "adapter_config", "load_in_4bit", "load_in_8bit", "loraplus_lr_ratio")  # beside --adapter itself
+# Beside --adapter itself.
+FLAGS = (*_FIELDS, "initial_adapter", "adapter_config", "load_in_4bit", "load_in_8bit", "loraplus_lr_ratio")
 
 # Fields that --adapter_config must not set: they change which weights train, what is saved or the base itself.
 _NOT_BY_HAND = re.compile(
@@ -96,6 +98,8 @@ def resolve_for_model(settings, config) -> None:
     of_all = settings.trains_adapter and settings.lora_target_modules == ["all-linear"]
     if not of_all or settings.adapter not in _LORA_LIKE or config.model_type not in _WITH_MAMBA:
         return
+    if settings.initial_adapter:  # which has its own list of modules
+        return
     if not any(word.startswith("exclude_modules=") for word in words):
         why = f"peft adapts neither in {config.model_type}, whose Mamba kernels read their weights"
         decide(settings, "adapter_config", [*words, "exclude_modules=[out_proj, conv1d]"], why)
@@ -119,9 +123,13 @@ def _config(settings, new_token_ids: dict[str, list[int]] | None = None):
 
     Raises: UserError for a flag or a key of --adapter_config that the adapter does not have.
     """
-    from peft import PeftType, TaskType
+    from peft import PeftConfig, PeftType, TaskType
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
+    if settings.initial_adapter:
+        config = PeftConfig.from_pretrained(Path(settings.initial_adapter).expanduser())
+        config.inference_mode, config.lora_dropout = False, settings.lora_dropout
+        return config
     kind = settings.adapter
     config_class = PEFT_TYPE_TO_CONFIG_MAPPING[PeftType(kind.upper())]
     names = {f.name for f in fields(config_class)}
@@ -181,7 +189,7 @@ def add_adapter(model, settings, tokenizer=None):
 
     With DeepSpeed in half precision the adapter keeps the dtype of the base, and DeepSpeed the fp32 master weights:
     mixed dtypes of trained parameters fail under ZeRO-3 with a bare AssertionError.
-    Args: tokenizer: needed for new tokens only.
+    Args: tokenizer: for new tokens; None: of a simulation, which loads no values either.
     Raises: UserError for target modules that the model does not have.
     """
     import torch
@@ -206,6 +214,8 @@ def add_adapter(model, settings, tokenizer=None):
         if settings.adapter not in OWN_TARGETS:
             flag += f" --lora_target_modules {' '.join(settings.lora_target_modules)}"
         raise UserError(f"{flag}: {first_line(error)}") from None
+    if settings.initial_adapter and tokenizer is not None:
+        initial_adapter.load(model, settings.initial_adapter)
     if settings.keeps_fp32 or settings.pure_bf16:
         # peft casts the adapter to fp32, but not modules_to_save: these would train without an fp32 master. In pure
         # bf16 it makes an adapter of the base's dtype, and an fp32 one beside a base that is packed.

@@ -13,6 +13,11 @@ x: difference of the rewards over beta, (log pi(chosen) / ref(chosen)) - (log pi
     orpo          -log p - beta log sigmoid(log odds ratio)       ORPO, arXiv 2403.07691, equations 3 to 7
                   per token, without a reference model: SFT and preference in one
 
+Of a single answer with a label, r = log pi / ref and z the KL term (train/unpaired):
+
+    kto                w sigmoid(beta (z - r)), r - z of an unwanted answer    KTO, arXiv 2402.01306, equation 7
+    apo_zero_unpaired  the same with z = 0                                     APO, arXiv 2408.06266
+
 sigmoid with --label_smoothing e is the conservative DPO: (1 - e) of the loss, and e of that of the swapped pair. The
 names and the use of tokens follow TRL 1.16 (of its CPOTrainer for simpo).
 """
@@ -23,7 +28,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from zerofit.base.errors import UserError
-from zerofit.job.settings import decide
+from zerofit.job.settings import UNPAIRED, decide
 from zerofit.job.technique import AllBut, Conflict, Technique
 from zerofit.model import adapters, attention
 
@@ -66,6 +71,16 @@ def losses(settings, own, reference, tokens):
     return loss, rewards.detach(), scores.detach()
 
 
+def losses_of_answers(settings, ratios, wanted, kl):
+    """Return (loss, reward) of each answer of unpaired rows, (n,).
+
+    Args: ratios: summed log-probabilities over the reference's; wanted: the labels; kl: z, 0 for apo_zero_unpaired.
+    """
+    distance = (ratios - kl).where(wanted, kl - ratios)
+    weights = torch.where(wanted, settings.desirable_weight, settings.undesirable_weight)
+    return weights * (1 - (settings.beta * distance).sigmoid()), (settings.beta * ratios).detach()
+
+
 def _log_odds(log_probs):
     """Return log(p / (1 - p)) of log p; p is at most 1 - 1e-6, as a certain answer (and a filler) has infinite odds."""
     log_probs = log_probs.clamp(max=-1e-6)
@@ -98,6 +113,13 @@ def resolve(settings) -> None:
             raise UserError(f"--precompute_ref_log_probs with --loss_type {kind}: it has no reference; leave it out.")
         decide(settings, "precompute_ref_log_probs", False)
         settings.decisions.append(f"loss_type {kind}: trains without a reference model")
+    elif settings.values.get("initial_adapter"):
+        if settings.precompute_ref_log_probs is False:
+            raise UserError(
+                "--precompute_ref_log_probs false with --initial_adapter: the reference is the model with that "
+                "adapter; with its adapter off it is the base alone; leave the flag out."
+            )
+        decide(settings, "precompute_ref_log_probs", True, "the reference is the model with its initial adapter")
     elif settings.trains_adapter and settings.precompute_ref_log_probs is None:
         decide(settings, "precompute_ref_log_probs", False, "the reference is the model with its adapter off")
     elif settings.precompute_ref_log_probs is False and not settings.trains_adapter:
@@ -106,10 +128,26 @@ def resolve(settings) -> None:
             "leave the flag out, or use --adapter lora."
         )
     elif settings.precompute_ref_log_probs is None:
-        decide(settings, "precompute_ref_log_probs", True, "no second model in memory; 8 bytes a pair")
+        decide(settings, "precompute_ref_log_probs", True, "no second model in memory; 8 bytes a row")
 
 
 def _check_unused(settings) -> None:
+    if settings.unpaired and settings.rpo_alpha:
+        raise UserError(
+            f"--rpo_alpha with --loss_type {settings.loss_type}: its rows are no pairs with a chosen answer; leave one "
+            "of the two out."
+        )
+    for name in ("desirable_weight", "undesirable_weight"):
+        if settings.source[name] != "default" and not settings.unpaired:
+            raise UserError(
+                f"--{name} with --loss_type {settings.loss_type}: only {' and '.join(UNPAIRED)} have it; leave one of "
+                "the two out."
+            )
+    if settings.loss_type == "kto" and settings.effective_batch_size == 1:
+        raise UserError(
+            "--loss_type kto with --effective_batch_size 1: the KL term is a mean over a step's answers, each with the "
+            "question of another one; use 2 or more."
+        )
     if settings.label_smoothing and settings.loss_type not in SMOOTHED:
         raise UserError(
             f"--label_smoothing with --loss_type {settings.loss_type}: only {' and '.join(SMOOTHED)} have it; leave "

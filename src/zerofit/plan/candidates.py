@@ -552,7 +552,7 @@ def setting_of(settings, node: int | None = None) -> Setting:
         nvme=bool(_disk_of(settings)),
         node=node or int(os.environ.get("LOCAL_WORLD_SIZE") or gpu_memory.GPUS_OF_A_NODE),
         hpz=hpz(settings),
-        reference=_runs_reference(settings),
+        forwards=_more_forwards(settings),
         whole_layers=many_ranks.applies(settings),
         selective=checkpointing.selective,
         fp32_weights=settings.keeps_fp32 and settings.precision != "fp32" and weight_dtype(settings) == "float32",
@@ -568,11 +568,14 @@ def _disk_of(settings) -> str | None:
     return next(iter(nvme.paths_of(settings.deepspeed).values()), None)
 
 
-def _runs_reference(settings) -> bool:
-    """Return whether each step runs the model once more with its adapter off (model/preference_loss.py)."""
-    if "precompute_ref_log_probs" not in settings.values or not settings.trains_adapter:
-        return False
-    return not settings.precompute_ref_log_probs and settings.loss_type not in preference_loss.REFERENCE_FREE
+def _more_forwards(settings) -> int:
+    """Return how often a step of a preference loss runs the model without a backward: with its adapter off, for KL."""
+    if "precompute_ref_log_probs" not in settings.values:
+        return 0
+    documents = 2 if settings.loss_type == "kto" else 1  # of a row, each in a forward of its own
+    computes = settings.trains_adapter and not settings.precompute_ref_log_probs
+    has_reference = settings.loss_type not in preference_loss.REFERENCE_FREE
+    return (documents if computes and has_reference else 0) + (documents - 1)
 
 
 # Arguments that do not change memory.

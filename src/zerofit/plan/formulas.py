@@ -133,7 +133,7 @@ class Setting:
     nvme: bool = False  # what is offloaded is on a disk
     node: int = GPUS_OF_A_NODE  # GPUs of a node
     hpz: int = 1  # ranks that share ZeRO++'s secondary copy of the parameters, 1: there is none
-    reference: bool = False  # each step has one more forward, of preference pairs with the adapter off
+    forwards: int = 0  # more of them in each step, without a backward: of a reference, of the KL term of KTO
     in_flight: int = 1  # micro batches whose activations are held at once, above 1 in a pipeline
     head: bool = True  # the GPU computes the logits
     whole_layers: bool = False  # stage 3 gathers and reduces a dense layer in one call (parallel/many_ranks.py)
@@ -503,8 +503,7 @@ def _arithmetic_seconds(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> 
     forward = 2 * used * tokens + attention / 3
     if setting.every and not setting.selective:
         flops += forward / setting.every
-    if setting.reference:
-        flops += forward
+    flops += setting.forwards * forward
     utilization = setting.tokens / (setting.tokens + 512)  # small matrix products leave the GPU idle
     speed = gpu.tflops * 1e12 * MATRIX_EFFICIENCY * utilization / setting.arithmetic
     seconds = (flops + attention) / setting.tp / speed

@@ -11,7 +11,7 @@ from pathlib import Path
 from zerofit.base import command_line, paths
 from zerofit.base.errors import Diverged, UserError, printable
 from zerofit.checkpoint.facts import step_of
-from zerofit.job import run_folder
+from zerofit.job import run_folder, stretches
 from zerofit.report import plots
 from zerofit.report.plots import Line
 from zerofit.train import model_card
@@ -172,7 +172,7 @@ def summary(run: Run) -> dict[str, str | None]:
     loss, held_out = run.last("loss"), result.get("eval_loss") or run.last("eval_loss")
     speed = result.get("tokens_per_second") or run.last("tokens_per_second")
     peak = result.get("peak_memory_bytes") or run.last("peak_memory_bytes")
-    seconds = result.get("train_seconds")
+    seconds, before = result.get("train_seconds"), stretches.seconds_before(run.facts)
     scores = {name: [result.get(f"{name}_{when}") for when in ("before", "after")] for name in run_folder.SCORES}
     score = next((name for name, values in scores.items() if None not in values), None)
     before_and_after = score and " → ".join(f"{value:.1%}" for value in scores[score])
@@ -183,12 +183,18 @@ def summary(run: Run) -> dict[str, str | None]:
         "optimizer steps": None if steps is None else f"{steps:,}",
         "tokens a second": None if not speed else f"{speed:,.0f}",
         f"peak memory, {result.get('peak_memory_of', 'of a rank')}": None if not peak else _size(peak),
-        "training time": None if seconds is None else _duration(seconds),
+        "training time": None if seconds is None else _time(seconds, before),
         "trained parameters": _trained(result),
         "processes, stage, offload": "{}, ZeRO-{}, {}".format(
             run.facts.get("world_size", "?"), *(run.arguments().get(name, ("?", ""))[0] for name in ("zero", "offload"))
         ),
     }
+
+
+def _time(seconds: float, before: float) -> str:
+    """Return the training time of a run, and of its last stretch if it was resumed."""
+    last = f", of it {_duration(seconds)} since the last resume" if before else ""
+    return _duration(before + seconds) + last
 
 
 def _trained(result: dict) -> str | None:
@@ -265,7 +271,8 @@ def _what_was_run(run: Run) -> dict:
     versions = ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items())
     commit = f"; commit {facts['git_commit'][:12]}" if facts.get("git_commit") else ""
     return {
-        "command": facts.get("command", ""),
+        "command": facts.get("typed") or facts.get("command", ""),
+        "stretches": _stretches(run),
         "data": [
             [name, *(str(of.get(key, "")) for key in ("source", "rows", "kept", "fingerprint"))]
             for name, of in facts.get("data", {}).items()
@@ -274,6 +281,20 @@ def _what_was_run(run: Run) -> dict:
         "arguments": [[name, value, source] for name, (value, source) in run.arguments().items()],
         "versions": versions + commit,
     }
+
+
+def _stretches(run: Run) -> list[list[str]]:
+    """Return a row for each stretch of a run that was resumed; none of one that was not."""
+    found = stretches.of_run(run.facts)
+    last = run.result.get("steps") or run.last("step")
+    rows = []
+    for number, one in enumerate(found, 1):
+        to_step = last if number == len(found) else one.get("to_step")
+        placed = f"{one.get('world_size', '?')}, ZeRO-{one.get('zero', '?')}, {one.get('offload', '?')}"
+        started = str(one.get("started") or "").replace("T", " ").replace("+0000", " UTC")
+        steps = f"{one.get('from_step', 0) + 1} to {'?' if to_step is None else int(to_step)}"
+        rows.append([steps, started, placed, str(one.get("typed") or one.get("command") or "")])
+    return rows if len(rows) > 1 else []
 
 
 # --- several runs ---

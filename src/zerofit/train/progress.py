@@ -14,13 +14,14 @@ from transformers import Trainer, TrainerCallback
 
 from zerofit.base import distributed, hardware, paths, phases, rank_status, stragglers
 from zerofit.checkpoint import save
+from zerofit.checkpoint.facts import read_facts
 from zerofit.config import offload
 from zerofit.job import run_folder
 from zerofit.model import generation, quantization
 from zerofit.model.load import count_parameters
 from zerofit.train import memory_tracker, stop, trial
 
-SHOWN = ("perplexity", "rewards/margins", "rewards/accuracies", "preference_accuracy")  # in step lines, if measured
+SHOWN = ("perplexity", "kl", "rewards/margins", "rewards/accuracies", "preference_accuracy")  # in step lines, if there
 
 
 class ThroughputMeter:
@@ -97,7 +98,7 @@ class Reporter(TrainerCallback):
         self.save_clock = save.SaveTimer(trainer.settings.save_every_minutes)
         self.asked, self.vote, self.written = rank_status.StopRequest(), stop.Vote(), stop.Vote(of_all=True)
         self.stopping = False  # all ranks have agreed to stop: this step is saved and is the last
-        self.before = None  # the score before training, on the bundled task
+        self.before, self.before_step = None, 0  # the score before training, on the bundled task; after which step
         self.samples_before = {}  # {prompt: answer before training}
 
     def on_train_begin(self, args, state, control, **kwargs):
@@ -120,15 +121,9 @@ class Reporter(TrainerCallback):
         trainer.before_first_step()
         if args.process_index == 0:
             print(f"  - {model_sentence(trainer.settings, *trainer.numel)}", flush=True)
-        if trainer.settings.bundled:
-            self.before = trainer.score()
-            if args.process_index == 0:
-                rows_of = f"{len(trainer.eval_tokens)} held-out rows"
-                when = f"at step {state.global_step}" if state.global_step else "before training"
-                print(f"{trainer.score_name} {when}: {self.before:.1%} of {rows_of}")
-        if trainer.settings.zero != 3 and state.global_step == 0:  # stage 3 would gather all weights for each token
-            answered = generation.samples(trainer, trainer.settings.num_samples)
-            self.samples_before = {prompt: answer for prompt, answer, _ in answered}
+        self._look_before_training(args, state)
+        if resumed := trainer.settings.resume_from_checkpoint:
+            trainer.take_unlogged((read_facts(Path(resumed)) or {}).get("unlogged", {}))
         if args.save_strategy != "no":
             self.asked.listen()
         if trainer.settings.source["hang_timeout"] in ("default", "decided") and distributed.size() > 1:
@@ -151,6 +146,29 @@ class Reporter(TrainerCallback):
                 bar_format="{percentage:3.0f}% |{bar:30}| step {n}/{total}  {remaining} left{postfix}",
             )
             run_folder.keep_below(self.bar)
+
+    def _look_before_training(self, args, state) -> None:
+        """Measure what the end is compared with; a resumed run has it from its first start. Collective."""
+        trainer, run = self.trainer, Path(args.output_dir)
+        first = args.process_index == 0
+        kept = run_folder.read_json(run / "run.json").get("before") if first and state.global_step else None
+        kept = distributed.broadcast(kept) or {}
+        self.before, self.before_step = kept.get("score"), 0 if kept else state.global_step
+        self.samples_before = {one["prompt"]: one["answer"] for one in kept.get("samples", [])}
+        if trainer.settings.bundled and self.before is None:
+            self.before, self.before_step = trainer.score(), state.global_step
+            if first:
+                rows_of = f"{len(trainer.eval_tokens)} held-out rows"
+                when = f"at step {state.global_step}" if state.global_step else "before training"
+                print(f"{trainer.score_name} {when}: {self.before:.1%} of {rows_of}")
+        if state.global_step:
+            return
+        if trainer.settings.zero != 3:  # which would gather all weights for each token
+            answered = generation.samples(trainer, trainer.settings.num_samples)
+            self.samples_before = {prompt: answer for prompt, answer, _ in answered}
+        if first and (run / "run.json").exists():
+            samples = [{"prompt": prompt, "answer": answer} for prompt, answer in self.samples_before.items()]
+            run_folder.put_into_run(run, {"before": {"score": self.before, "samples": samples}})
 
     def _judge_ranks(self) -> None:
         """Begin to look for ranks that the others wait for. Collective."""

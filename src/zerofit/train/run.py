@@ -114,7 +114,7 @@ def evaluate(trainer: ZerofitTrainer) -> dict:
             print(printable("\n".join(["", *(f"  {n:<8}  {t}" for n, t in _readable(sample).items())])))
         if settings.bundled:
             before, after = metrics[f"{name}_before"], metrics[f"{name}_after"]
-            when = f"at step {first}" if (first := trainer.reporter.first_step) else "before"
+            when = f"at step {first}" if (first := trainer.reporter.before_step) else "before"
             print(f"\n{trainer.score_name} on held-out rows: {before:.1%} {when}, {after:.1%} after")
     return metrics
 
@@ -126,7 +126,7 @@ def _readable(sample: dict) -> dict[str, str]:
 
 def _rewards(evaluation: dict | None) -> dict:
     """Return the preference metrics of an evaluation; {} for other recipes."""
-    names = ("eval_rewards", "eval_logps", "eval_preference")
+    names = ("eval_rewards", "eval_logps", "eval_preference", "eval_kl")
     return {name: value for name, value in (evaluation or {}).items() if name.startswith(names)}
 
 

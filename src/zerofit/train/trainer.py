@@ -184,17 +184,36 @@ class ZerofitTrainer(Trainer):
             for what a recipe of one's own sets and nothing would call (check_hooks).
         """
         self.check_hooks()
-        started = time.perf_counter()
+        self.train_started = time.perf_counter()
         try:
             output = super().train(*args, **kwargs)
         finally:
             self.reporter.close()
-        self.train_seconds = time.perf_counter() - started
+        self.train_seconds = time.perf_counter() - self.train_started
         if self.reporter.stopping:
             self.finish_uploads()
             distributed.barrier()  # a rank that ended earlier would end the others
             raise stopped(self.args, self.state.global_step)
         return output
+
+    def seconds_so_far(self) -> float:
+        """Return the seconds of training, those before a resume too, as far as the checkpoints say them."""
+        before = self.settings.resumed[-1].get("train_seconds", 0.0) if self.settings.resumed else 0.0
+        return before + time.perf_counter() - self.train_started
+
+    def unlogged(self) -> dict:
+        """Return what the means of the next log line hold so far, for a checkpoint. Collective."""
+        steps = self.state.global_step - self._globalstep_last_logged
+        losses = distributed.all_gather(self._tr_loss.item()) if steps else [0.0]
+        return {"steps": steps, "loss": sum(losses) / len(losses), "skipped": self.guard.found_logged}
+
+    def take_unlogged(self, kept: dict) -> None:
+        """Go on with the means of the checkpoint: the first log line after a resume has the steps before it too."""
+        if not kept.get("steps"):
+            return
+        self._globalstep_last_logged = self.state.global_step - kept["steps"]
+        self._tr_loss += kept["loss"]
+        self.guard.steps_logged, self.guard.found_logged = kept["steps"], kept["skipped"]
 
     def finish_uploads(self, *folders: Path) -> None:
         """Wait on rank 0 until everything that was saved is uploaded, also these folders (--upload_to)."""

@@ -1,0 +1,1 @@
+"""Preference losses of single answers with a label (KTO)."""

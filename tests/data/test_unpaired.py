@@ -1,0 +1,84 @@
+"""Rows of an answer with a label (KTO): every form, the loss spans, pairs that are taken apart, what is refused."""
+
+import json
+
+import pytest
+from conftest import TINY
+
+from zerofit.base.errors import UserError
+from zerofit.certificate import data as checks
+from zerofit.config import resolve
+from zerofit.data import formats
+from zerofit.data.conversations import IGNORE
+from zerofit.data.load import load_datasets
+from zerofit.data.unpaired import rows
+
+USER, ANSWER = {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}
+
+FORMS = {
+    "prompt and completion": {"prompt": "Hi?", "completion": "Hello."},
+    "both as turns": {"prompt": [USER], "completion": [ANSWER]},
+    "messages": {"messages": [USER, ANSWER]},
+    "ShareGPT": {"conversations": [{"from": "human", "value": "Hi?"}, {"from": "gpt", "value": "Hello."}]},
+    "alpaca": {"instruction": "Hi?", "input": "", "output": "Hello."},
+}
+
+
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize(("label", "wanted"), [(True, True), (0, False), ("False", False), (1.0, True)])
+def test_every_form_is_the_same_answer(form, label, wanted):
+    _, answers, not_used = rows.parse("a:1", FORMS[form] | {"label": label}, formats.FORMATS)
+    ((place, conversation, found),) = answers
+    assert (place, found, not_used) == ("a:1", wanted, [])
+    assert conversation.turns == [USER, ANSWER] and conversation.trained == [False, True]
+
+
+def test_only_the_turns_behind_the_last_question_are_trained():
+    row = {"messages": [USER, ANSWER, {"role": "user", "content": "And?"}, ANSWER], "label": False}
+    ((_, conversation, _),) = rows.parse("a:1", row, formats.FORMATS)[1]
+    assert conversation.trained == [False, False, False, True]
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("row", "cause"),
+    [
+        ({"prompt": "Hi?", "completion": "Hello."}, "column 'label' is missing or null"),
+        ({"prompt": "Hi?", "completion": "Hello.", "label": "good"}, "must be true or false (1 or 0), found 'good'"),
+        ({"text": "Hi? Hello.", "label": True}, "nothing says where the answer begins"),
+        ({"prompt": "Hi?", "chosen": "Hello.", "label": True}, "no known format in the columns prompt, chosen"),
+    ],
+)
+def test_what_has_no_label_or_no_prompt_is_refused_with_its_place(row, cause):
+    with pytest.raises(UserError) as refused:
+        rows.parse("a:1", row, formats.FORMATS)
+    assert str(refused.value).startswith("a:1: ") and cause in str(refused.value)
+
+
+def load(tmp_path, tokenizer, data, *more):
+    file = tmp_path / "rows.jsonl"
+    file.write_text("\n".join(map(json.dumps, data)))
+    words = ["--model", str(TINY / "preference" / "model"), "--data", str(file), "--use_cpu", "true", *more]
+    settings = resolve.resolve_settings("dpo", [*words, "--loss_type", "kto"], 1)
+    return settings, load_datasets(settings, tokenizer)[0]
+
+
+def test_a_pair_is_taken_apart_with_a_line(tmp_path, tokenizer):
+    pair = {"prompt": "Hi?", "chosen": "Hello.", "rejected": "Go away."}
+    settings, train = load(tmp_path, tokenizer, [pair, {"prompt": "Hi?", "completion": "No.", "label": False}])
+    answers = [tokenizer.decode([t for t in row["labels"] if t != IGNORE]) for row in train.dataset]
+    assert answers == ["Hello.<|end|>", "Go away.<|end|>", "No.<|end|>"]
+    assert [row["unpaired"] for row in train.dataset] == [[1], [0], [0]]
+    assert {name: train.statistics[name] for name in ("rows", "kept", "wanted")} == {"rows": 3, "kept": 3, "wanted": 1}
+    said = rows.check(settings, train)
+    assert said[0].startswith("labels: 1 answers are wanted, 2 are not; pairs are taken apart")
+    assert "--desirable_weight 2 to 2.67 would be so" in said[1]  # 2 x 1 = 1 x 2, and 4/3 of it
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("label", "mend"), [(True, "recipes/sft.py"), (False, "add answers that are wanted")])
+def test_labels_of_one_kind_are_refused(tmp_path, tokenizer, label, mend):
+    settings, train = load(tmp_path, tokenizer, [FORMS["messages"] | {"label": label}] * 3)
+    with pytest.raises(UserError, match="each of the 3 training answers is") as refused:
+        checks.check_data(settings, train, None, tokenizer)
+    assert mend in str(refused.value)

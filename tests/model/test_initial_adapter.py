@@ -1,0 +1,95 @@
+"""--initial_adapter: training goes on from its weights and its configuration; what does not fit is refused."""
+
+import json
+import shutil
+
+import pytest
+import torch
+from conftest import ROOT, TINY, recipe_process, two_layers
+from safetensors.torch import load_file, save_file
+
+from zerofit.base.errors import UserError
+from zerofit.config import resolve
+from zerofit.model import adapters
+from zerofit.model.load import check_model, load_model, load_tokenizer
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory):
+    """An adapter of rank 4 on two modules with drawn values, saved by peft on the bundled model with two layers."""
+    from peft import LoraConfig, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    folder = tmp_path_factory.mktemp("adapter")
+    config = LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
+    torch.manual_seed(0)
+    model = get_peft_model(AutoModelForCausalLM.from_pretrained(two_layers(), dtype=torch.float32), config)
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(0, 0.1)
+    model.save_pretrained(folder)
+    return folder
+
+
+def settings_of(folder, *more, recipe="lora"):
+    words = ["--model", str(two_layers()), "--data", str(TINY / "train.jsonl"), "--use_cpu", "true"]
+    return resolve.resolve_settings(recipe, [*words, "--initial_adapter", str(folder), *more], 1)
+
+
+def test_training_begins_with_its_weights_and_its_configuration(folder):
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    settings = settings_of(folder)
+    assert (settings.lora_r, settings.lora_alpha, settings.lora_target_modules) == (4, 12, ["down_proj", "q_proj"])
+    tokenizer = load_tokenizer(settings)
+    model = adapters.add_adapter(load_model(settings, tokenizer), settings, tokenizer)
+    plain = PeftModel.from_pretrained(AutoModelForCausalLM.from_pretrained(two_layers(), dtype=torch.float32), folder)
+    ids = torch.tensor([[3, 4, 5, 6]])
+    assert torch.equal(model(input_ids=ids).logits, plain(input_ids=ids).logits)
+    trained = {name for name, parameter in model.named_parameters() if parameter.requires_grad}
+    assert len(trained) == 8 and all("lora_" in name for name in trained)
+    check_model(settings)
+
+
+@pytest.mark.bad_input
+def test_what_does_not_go_on_is_refused_before_a_model_is_loaded(folder, tmp_path):
+    for words, said in (
+        (["--lora_r", "8"], "--lora_r 8 with --initial_adapter"),
+        (["--adapter", "ia3"], "only a LoRA adapter can go on"),
+        (["--init_lora_weights", "pissa"], "--init_lora_weights with --initial_adapter"),
+        (["--model", str(TINY / "preference" / "model")], "it was trained on"),
+    ):
+        with pytest.raises(UserError) as refused:
+            settings_of(folder, *words)
+        assert said in str(refused.value), words
+    with pytest.raises(UserError, match=r"adapter_config.json is missing; name the folder of an adapter"):
+        settings_of(tmp_path)
+    with pytest.raises(UserError, match="--initial_adapter without --adapter"):
+        settings_of(folder, recipe="dpo")
+    with pytest.raises(UserError, match="with its adapter off it is the base alone"):
+        settings_of(folder, "--adapter", "lora", "--precompute_ref_log_probs", "false", recipe="dpo")
+    copy = shutil.copytree(folder, tmp_path / "cut")
+    weights = load_file(copy / "adapter_model.safetensors")
+    save_file({name: weights[name] for name in list(weights)[1:]}, copy / "adapter_model.safetensors")
+    with pytest.raises(UserError, match="1 of its weights do not fit the model"):
+        check_model(settings_of(copy))
+    config = json.loads((copy / "adapter_config.json").read_text())
+    (copy / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "org/other"}))
+    assert any("names the base org/other" in sentence for sentence in settings_of(copy).decisions)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", ["0", "3"])
+def test_dpo_goes_on_from_it_with_it_as_the_reference(folder, tmp_path, zero):
+    """ln 2 at first, where model and reference are the same: not with the base as the reference."""
+    pairs = ROOT / "examples" / "tiny" / "preference" / "train.jsonl"
+    words = ["--model", str(two_layers()), "--data", str(pairs), "--adapter", "lora", "--initial_adapter", str(folder)]
+    words += ["--max_steps", "2", "--logging_steps", "1", "--num_samples", "0", "--save_strategy", "no", "--zero", zero]
+    done = recipe_process("dpo", *words, "--output_dir", str(tmp_path / "run"))
+    assert done.returncode == 0, done.stdout + done.stderr
+    first, _ = map(json.loads, (tmp_path / "run" / "metrics.jsonl").read_text().splitlines()[:2])
+    assert first["loss"] == pytest.approx(0.693147, abs=1e-5)
+    before, after = (load_file(f / "adapter_model.safetensors") for f in (folder, tmp_path / "run" / "final"))
+    moved = [(after[name] - before[name]).abs().max().item() for name in before]
+    assert before.keys() == after.keys() and 0 < max(moved) < 1e-3
