@@ -26,7 +26,7 @@ from zerofit.data.sources import Source, suffix
 from zerofit.data.tokens import CHUNK, TokenizedDataset
 from zerofit.job import program
 
-CACHE_VERSION = 10  # raise it when the tokens of a row change
+CACHE_VERSION = 11  # raise it when the tokens of a row change
 
 COLUMNS = ("input_ids", "labels", "lengths")  # of a tokenized row; lengths: of a pair's two sides
 
@@ -188,12 +188,12 @@ def _chunks(read: Iterator, limit: int | None) -> Iterator[list]:
 _work: tuple = ()  # (encoder, settings), inherited by forked workers: else every chunk would pickle a tokenizer
 
 
-def _encode(chunk: list, kind: str) -> tuple[reading.ReadingReport, object]:
+def _encode(chunk: list, form: reading.Form) -> tuple[reading.ReadingReport, object]:
     """Encode rows; return (report, Arrow batch of the kept rows or None)."""
     import pyarrow as pa
 
     (encoder, settings), report = _work, reading.ReadingReport()
-    encoded = reading.tokenized([(*row, kind) for row in chunk], settings, encoder, report, as_arrays=True)
+    encoded = reading.tokenized([(*row, form) for row in chunk], settings, encoder, report, as_arrays=True)
     kept = [row for row in encoded if row is not None]
     if not kept:
         return report, None
@@ -209,18 +209,20 @@ def _list_array(rows: Sequence[list[int] | np.ndarray]):
     return pa.ListArray.from_arrays(offsets, np.concatenate([np.asarray(row, dtype=np.int32) for row in rows]))
 
 
-def _encoded(chunks: Iterator[list], kind: str, pool, workers: int) -> Iterator[tuple[reading.ReadingReport, object]]:
+def _encoded(
+    chunks: Iterator[list], form: reading.Form, pool, workers: int
+) -> Iterator[tuple[reading.ReadingReport, object]]:
     """Yield each chunk encoded, in order; at most two chunks per worker are in memory.
 
     Raises: UserError from a row, or when a worker was killed (most likely by the OOM killer).
     """
     if pool is None:
-        yield from (_encode(chunk, kind) for chunk in chunks)
+        yield from (_encode(chunk, form) for chunk in chunks)
         return
     waiting: deque = deque()
     try:
         for chunk in chunks:
-            waiting.append(pool.submit(_encode, chunk, kind))
+            waiting.append(pool.submit(_encode, chunk, form))
             if len(waiting) >= 2 * workers:
                 yield waiting.popleft().result()
         while waiting:
@@ -273,10 +275,10 @@ def _write(table: Path, sources: list[Source], settings, encoder: encoding.Encod
     ):
         for source in sources:
             before, to_read = report.kept, None if limit is None else limit - report.rows
-            kind, result = reading.kind_of(reading.read(source, settings), settings)
+            form, result = reading.form_of(reading.read(source, settings), settings)
             sample: list = []
             result = reading.first_kept(result, sample)
-            for of_chunk, batch in _encoded(_chunks(result, to_read), kind, pool, workers):
+            for of_chunk, batch in _encoded(_chunks(result, to_read), form, pool, workers):
                 report.add(of_chunk)
                 if batch is not None:
                     writer.write_batch(batch)
@@ -289,7 +291,7 @@ def _write(table: Path, sources: list[Source], settings, encoder: encoding.Encod
                     print(f"tokenizing: {report.rows:,} rows, {report.tokens:,} tokens", flush=True)
             per_source.append((report.kept - before, source.weight))
             if report.template_text["rows"] < template_text.MOST_ROWS:
-                report.template_text += reading.template_tokens([(*row, kind) for row in sample], settings, encoder)
+                report.template_text += reading.template_tokens([(*row, form) for row in sample], settings, encoder)
     result = reading.summarize(sources, report, settings)
     os.replace(tmp_path, table)
     return result | {"longest": longest, "sources": per_source, "seconds": round(time.monotonic() - started, 3)}
@@ -334,7 +336,7 @@ def describe(name: str, tokens: TokenizedDataset) -> str:
         text += f", {stats['dropped_too_long']:,} dropped (longer than max_length)"
     if stats["dropped_bad"]:
         text += f", {stats['dropped_bad']:,} dropped (cannot be used)"
-    for name, why in zip(reading.OF_PAIRS, ("a side is empty", "both sides are the same"), strict=True):
+    for name, why in zip(reading.OF_PAIRS, ("a side is empty", "both sides are the same", "a tie"), strict=True):
         if stats.get(name):
             text += f", {stats[name]:,} dropped ({why})"
     if stats["dropped_no_answer_left"]:

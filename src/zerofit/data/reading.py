@@ -12,6 +12,8 @@ import numpy as np
 
 from zerofit.base.errors import UserError
 from zerofit.data import conversations, encoding, end_tokens, formats, pairs, template_text
+from zerofit.data.published import columns as published_columns
+from zerofit.data.published import comparisons, trees
 from zerofit.data.sources import Source, json_object, read_rows
 
 KEPT_REASONS = 100  # reasons kept in run.json and data.json
@@ -52,6 +54,7 @@ class ReadingReport:
     dropped_too_long: int = 0  # --truncation drop
     dropped_empty_side: int = 0  # pairs, one of whose answers is empty
     dropped_identical_sides: int = 0  # pairs
+    dropped_ties: int = 0  # pairs, neither of whose answers is the better one
     truncated: int = 0
     tokens: int = 0
     supervised_tokens: int = 0  # that are in the loss
@@ -75,45 +78,64 @@ class ReadingReport:
 
 COUNTS = tuple(entry.name for entry in fields(ReadingReport) if entry.type is int)
 
-OF_PAIRS = ("dropped_empty_side", "dropped_identical_sides")  # those that only a preference set has
+OF_PAIRS = ("dropped_empty_side", "dropped_identical_sides", "dropped_ties")  # those that only a preference set has
 
 
-def parsed(place: str, row: dict | str | UserError, kind: str, settings, report: ReadingReport | None = None) -> tuple:
+@dataclass(frozen=True)
+class Form:
+    """How the rows of a source are read."""
+
+    kind: str  # their format; "": detected row by row
+    names: dict[str, str] = field(default_factory=dict)  # --columns: name in the data -> our name
+    guessed: dict[str, str] = field(default_factory=dict)  # the same for columns that are taken by their names
+    note: str = ""  # what was taken for granted for all of them
+
+
+def parsed(place: str, row: dict | str | UserError, form: Form, settings, report: ReadingReport | None = None) -> tuple:
     """Return what is trained of a row: one conversation, text or token lists; of a pair both sides.
 
-    Args: kind: its format; "": detected; report: counts the format and the columns that are not used.
+    Args: report: counts the format, the columns that are not used and what was taken for granted.
     Raises: UserError for a row that cannot be used.
     """
-    columns = _renamed(place, row, _names(settings))
+    columns, said = _renamed(place, row, form.names), [form.note] if form.note else []
     report = report or ReadingReport()
     if settings.documents_per_row == 2:
+        columns, notes = comparisons.standard(place, columns)
         kind, sides = pairs.KIND, pairs.parse(place, columns)
         not_used = pairs.not_used(columns)
+        said += notes
     else:
-        known = formats.known_to(settings.recipe)
-        kind = kind or formats.detect(place, columns, known)
+        known, kind, guessed = formats.known_to(settings.recipe), form.kind, form.guessed
+        if not kind:
+            kind, guessed = formats.recognize(place, columns, known)
+        if guessed:
+            columns = formats.renamed(columns, guessed)
+            said.append(published_columns.said(guessed))
         sides = (formats.parse(place, columns, kind, known),)
         not_used = formats.not_used(columns, kind, known)
     report.formats[kind] += 1
     report.columns_not_used.update(not_used)
+    report.notes.update(said)
     return sides
 
 
 def tokenized(
     raw: Iterable[tuple], settings, encoder: encoding.Encoder, report: ReadingReport, as_arrays: bool = False
 ) -> list[tuple | None]:
-    """Tokenize (place, row of sources.read_rows, format) into (input_ids, labels), None if dropped; pairs of a
+    """Tokenize (place, row of sources.read_rows, Form) into (input_ids, labels), None if dropped; pairs of a
     preference set into (input_ids, labels, lengths).
 
-    An empty format ("") is detected row by row. as_arrays: see Encoder.encode; rows of pairs are lists.
+    as_arrays: see Encoder.encode; rows of pairs are lists.
     Raises: UserError for a row that cannot be used, unless --bad_rows drop.
     """
     sides_of, of_pairs = [], settings.documents_per_row == 2
-    for place, row, kind in raw:
+    for place, row, form in raw:
         report.rows += 1
         sides: tuple = ()
         try:
-            sides = parsed(place, row, kind, settings, report)
+            sides = parsed(place, row, form, settings, report)
+        except comparisons.Tie:
+            report.dropped_ties += 1
         except UserError as error:
             _refuse(place, error, settings, report)
         if of_pairs and any(map(pairs.is_empty, sides)):
@@ -203,11 +225,11 @@ def first_kept(rows: Iterator, sample: list) -> Iterator:
 
 
 def template_tokens(raw: list[tuple], settings, encoder: encoding.Encoder) -> Counter:
-    """Count the tokens in the loss of some (place, row, format) by who wrote them, as template_text.count does."""
+    """Count the tokens in the loss of some (place, row, Form) by who wrote them, as template_text.count does."""
     sides = []
-    for place, row, kind in raw:
+    for place, row, form in raw:
         with contextlib.suppress(UserError):  # rows that cannot be used are counted elsewhere
-            sides += [(place, side) for side in parsed(place, row, kind, settings)]
+            sides += [(place, side) for side in parsed(place, row, form, settings)]
     counted = template_text.count(encoder, sides)
     encoder.notes.clear()  # of these rows, which are counted with all rows
     encoder.ended.take()
@@ -228,27 +250,32 @@ def read(source: Source, settings) -> Iterator[tuple]:
         yield place, error
 
 
-def kind_of(rows: Iterator, settings) -> tuple[str, Iterator]:
-    """Return (format, all rows): --data_format, or the format of the first row that has one.
+def form_of(rows: Iterator, settings) -> tuple[Form, Iterator]:
+    """Return (form, all rows): with --data_format, or the format of the first row that has one.
 
-    The format is "" when none of the first LOOKED_AT rows has one, under --bad_rows drop.
-    Raises: UserError when the first row has no known format, under --bad_rows error.
+    The format is "" when none of the first LOOKED_AT rows has one, under --bad_rows drop. Messages of trees, which
+    stand in a row each, are joined; all of them are in memory then.
+    Raises: UserError when the first row has no known format, under --bad_rows error; for trees under --streaming.
     """
+    names, known = _names(settings), formats.known_to(settings.recipe)
     if settings.documents_per_row == 2:
-        return pairs.KIND, rows
+        return Form(pairs.KIND, names), rows
     if settings.data_format != "auto":
-        return settings.data_format, rows
+        return Form(settings.data_format, names), rows
+    rows, note = trees.take(rows, lambda place, row: _renamed(place, row, names))
+    if note and settings.streaming:
+        raise UserError("--streaming: the rows are messages of trees, which are joined in memory; leave it out.")
     looked_at: list = []
     for place, row in itertools.islice(rows, LOOKED_AT):
         looked_at.append((place, row))
         try:
-            kind = formats.detect(place, _renamed(place, row, _names(settings)), formats.known_to(settings.recipe))
+            kind, guessed = formats.recognize(place, _renamed(place, row, names), known)
         except UserError:
             if settings.bad_rows == "error":
                 raise
         else:
-            return kind, itertools.chain(looked_at, rows)
-    return "", itertools.chain(looked_at, rows)
+            return Form(kind, names, guessed, note), itertools.chain(looked_at, rows)
+    return Form("", names, note=note), itertools.chain(looked_at, rows)
 
 
 def _names(settings) -> dict[str, str]:
@@ -267,7 +294,7 @@ def _renamed(place: str, row: dict | str | UserError, names: dict[str, str]) -> 
     missing = next((old for old in names if old not in row), None)
     if missing is not None:
         raise UserError(f"{place}: --columns names {missing!r}, but the columns are {', '.join(row)}.")
-    return {names.get(key, key): value for key, value in row.items() if key in names or key not in names.values()}
+    return formats.renamed(row, names)
 
 
 def repeats(weight: float, number: int, epoch: int) -> int:
@@ -308,8 +335,8 @@ def _refuse_nothing(names: str, report: ReadingReport, settings) -> None:
         )
     if report.kept:
         return
-    if report.dropped_empty_side + report.dropped_identical_sides == report.rows:
-        raise UserError(f"{names}: each of the {report.rows} pairs has an empty side or two identical ones.")
+    if sum(getattr(report, name) for name in OF_PAIRS) == report.rows:
+        raise UserError(f"{names}: each of the {report.rows} pairs is a tie, has an empty side or two identical ones.")
     if report.dropped_no_answer_left or report.dropped_too_long:
         raise UserError(
             f"{names}: in none of the {report.rows} rows an answer fits into --max_length {settings.max_length}."

@@ -28,6 +28,8 @@ EVAL_NAMES = ("eval", "validation", "valid", "val", "dev", "test")  # of splits
 
 EVAL_FILE = re.compile(r"(evals?|evaluation|validation|valid|val|dev|tests?|testing)\d*([-_. ]|$)", re.IGNORECASE)
 
+LIST_KEYS = ("instances", "data", "rows", "examples")  # of rows in a file that is one object; the first is LMFlow's
+
 csv.field_size_limit(64 << 20)
 
 LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # how it begins
@@ -272,17 +274,21 @@ def _no_constant(text: str):
 
 
 def _read_json(path: Path, file, lines: bool) -> Iterator[Row]:
-    """Yield rows of JSON lines or of one array, which starts with `[`."""
+    """Yield rows of JSON lines, of one array, which starts with `[`, or of an object that holds one (LIST_KEYS)."""
     number, line = 0, "\n"
     while line and not line.strip():
         line, number = _line(path, file, number)
     if line.lstrip().startswith("["):
-        yield from _read_array(path, line + file.read())
+        yield from _read_lists(path, file, line, number)
         return
-    if line.strip() and _is_one_object(path, line):
-        raise UserError(
-            f"{path}: is one JSON object over several lines; a list of rows, or an object a line, is needed."
-        )
+    if line.strip() and (whole := _one_object(path, line)):
+        name = next((key for key in LIST_KEYS if isinstance(whole.get(key), list)), None)
+        if name is None or not all(isinstance(row, dict) for row in whole[name]):
+            raise UserError(
+                f"{path}: is one JSON object over several lines; a list of rows, or an object a line, is needed."
+            )
+        yield from ((f"{path}: element {n} of {name!r}", row) for n, row in enumerate(whole[name], 1))
+        return
     while line:
         text = line.strip()
         if text:
@@ -291,18 +297,51 @@ def _read_json(path: Path, file, lines: bool) -> Iterator[Row]:
         line, number = _line(path, file, number)
 
 
-def _is_one_object(path: Path, first: str) -> bool:
-    """Return whether the first line alone is invalid JSON but the whole file is one object."""
+def _read_lists(path: Path, file, line: str, number: int) -> Iterator[Row]:
+    """Yield the rows of one array, or of lines that are a list of turns each. line, number: the first one."""
+    turns = _list_of_turns(line)
+    following, after = "\n", number
+    while turns is not None and following and not following.strip():
+        following, after = _line(path, file, after)
+    if turns is None or not (following.strip() or _are_turns(turns)):
+        yield from _read_array(path, line + file.read())
+        return
+    yield f"{path}:{number}", {"messages": turns}
+    while following:
+        if following.strip():
+            turns, place = _list_of_turns(following), f"{path}:{after}"
+            is_list = turns is not None
+            yield place, {"messages": turns} if is_list else UserError(f"{place}: each line must be a list of turns.")
+        following, after = _line(path, file, after)
+
+
+def _list_of_turns(line: str) -> list | None:
+    """Return the list in a line of JSON; None for another value and for what is not valid."""
     try:
-        json.loads(first)
-        return False
+        value = json.loads(line, parse_constant=_no_constant)
+    except (ValueError, RecursionError):
+        return None
+    return value if isinstance(value, list) else None
+
+
+def _are_turns(value: list) -> bool:
+    """Return whether the elements of a list are turns, by their roles, and not rows."""
+    return bool(value) and all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in value)
+
+
+def _one_object(path: Path, first: str) -> dict | None:
+    """Return the object that a whole file is, over several lines or with rows in LIST_KEYS; None for lines of rows."""
+    try:
+        alone = json.loads(first)
+        return alone if isinstance(alone, dict) and alone.keys() == {"type", LIST_KEYS[0]} else None
     except (ValueError, RecursionError):
         pass
     try:
         with _open(path) as file:
-            return isinstance(json.loads(file.read(LONGEST_LINE)), dict)
+            whole = json.loads(file.read(LONGEST_LINE))
+            return whole if isinstance(whole, dict) else None
     except (ValueError, RecursionError):
-        return False
+        return None
 
 
 def _line(path: Path, file, number: int) -> tuple[str, int]:
@@ -346,7 +385,9 @@ def _read_array(path: Path, text: str) -> Iterator[Row]:
         raise UserError(f"{path}: not valid JSON: {error}.") from None
     for number, row in enumerate(rows, 1):
         place = f"{path}: element {number}"
-        if not isinstance(row, dict):
+        if isinstance(row, list):
+            row = {"messages": row}
+        elif not isinstance(row, dict):
             row = UserError(f"{place}: must be an object {{...}}, found {type(row).__name__}.")
         yield place, row
 

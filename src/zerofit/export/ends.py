@@ -71,8 +71,8 @@ def samples(saved, tokenizer) -> list[tuple[list[int], list[int]]]:
         return []
     rows_read = []
     with contextlib.suppress(UserError, OSError):  # e.g. the file is another one by now
-        kind, rows = reading.kind_of(reading.read(sources.Source(path), settings), settings)
-        raw = [(*row, kind) for row in itertools.islice(rows, LOOKED_AT)]
+        form, rows = reading.form_of(reading.read(sources.Source(path), settings), settings)
+        raw = [(*row, form) for row in itertools.islice(rows, LOOKED_AT)]
         for row in filter(None, reading.tokenized(raw, settings, encoding.Encoder(tokenizer), reading.ReadingReport())):
             stop = row[2][0] if len(row) == 3 else None  # of a pair, the chosen side
             rows_read.append(generation.prompt_and_answer({"input_ids": row[0][:stop], "labels": row[1][:stop]}))
