@@ -26,6 +26,7 @@ from zerofit.data.batches import (
     DatasetWithFiller,
     EpochSampler,
     PackedCollator,
+    Share,
     best_fit_decreasing,
     join,
     rows_of_epoch,
@@ -1465,7 +1466,7 @@ def test_rows_of_an_epoch_of_any_weight():
     for weight in (0.1, 0.3, 1 / 3, 0.5, 1.25, 2.5):
         counts = Counter()
         for epoch in range(20):
-            rows_ = rows_of_epoch([weight] * 60, epoch)
+            rows_ = rows_of_epoch([Share(weight)] * 60, epoch)
             assert len(rows_) == 60 * weight and rows_ == sorted(rows_)
             counts.update(rows_)
         assert max(counts.values()) - min(counts[i] for i in range(60)) <= 1

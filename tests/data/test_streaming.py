@@ -10,7 +10,7 @@ from conftest import TINY, Run, recipe_process, run_world, two_layers
 
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
-from zerofit.data import conversations, encoding
+from zerofit.data import conversations, encoding, reading
 from zerofit.data import sources as data_sources
 from zerofit.data import streaming as data_streaming
 from zerofit.job import program
@@ -194,7 +194,7 @@ def test_rows_without_an_answer_keep_their_place(tokenizer, capsys):
     found = data_streaming.Stream([], settings, encoding.Encoder(tokenizer), None, 8)
     collate = data_streaming.TokenizingCollator(found, batches.append)
     lines = [json.dumps({"prompt": "word " * n, "completion": "yes"}) for n in (1, 90, 1)]
-    collate([(f"x.jsonl:{i + 1}", line, "prompt/completion") for i, line in enumerate(lines)])
+    collate([(f"x.jsonl:{i + 1}", line, reading.Form("prompt/completion")) for i, line in enumerate(lines)])
     lengths = [sum(t != conversations.IGNORE for t in row["labels"]) for row in batches[0]]
     assert lengths[0] == lengths[2] > 0 == lengths[1]
     assert "x.jsonl:2: no answer left" in capsys.readouterr().out
@@ -248,7 +248,7 @@ def test_bad_rows_of_a_stream_keep_their_place_and_train_on_nothing(tmp_path, to
         documents_per_row=1,
     )
     found = data_streaming.Stream([], settings, encoding.Encoder(tokenizer), None, 8)
-    raw = [("a:1", '{"text": "a"}', "text"), ("a:2", '{"text": 3}', "text"), ("a:3", '{"text": "b"}', "text")]
+    raw = [("a:1", '{"text": "a"}', reading.Form("text")), ("a:2", '{"text": 3}', reading.Form("text")), ("a:3", '{"text": "b"}', reading.Form("text"))]
     assert [row is None for row in found.encoded(raw)] == [False, True, False]
     settings.bad_rows = "error"
     with pytest.raises(UserError, match="a:2: column 'text' must be a string"):

@@ -248,6 +248,10 @@ def _as_written(place: str, value: Any, node: yaml.Node | None) -> Any:
     """
     if isinstance(value, list) and isinstance(node, yaml.SequenceNode):
         return [_as_written(place, inner, of) for inner, of in zip(value, node.value, strict=True)]
+    if isinstance(value, dict) and isinstance(node, yaml.MappingNode) and len(value) == len(node.value):
+        return {
+            key: _as_written(place, inner, of) for (key, inner), (_, of) in zip(value.items(), node.value, strict=True)
+        }
     if value is None or not isinstance(node, yaml.ScalarNode):
         return value
     if isinstance(value, bool):

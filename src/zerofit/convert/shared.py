@@ -211,31 +211,36 @@ class Source:
 
 
 def data(done: Conversion, sources: list[Source], key: str, name: str = "data") -> None:
-    """Write the data sets; of split, configuration and columns there is one for all of them."""
+    """Write the data sets: what all have in common as arguments, where they differ a mapping for each of them."""
     if not sources:
         return
-    done.put(name, [s.path if s.weight == 1 else f"{s.path}:{s.weight:g}" for s in sources], key)
-    if name != "data":
-        return
-    for ours, of in (
-        ("data_split", lambda s: s.split or "train"),
-        ("data_config", lambda s: s.config),
-        ("columns", lambda s: [f"{column}={theirs}" for column, theirs in s.columns.items() if column != theirs]),
-    ):
-        _of_all(done, sources, key, ours, of)
+    common = [of(sources[0]) for of in _OF_A_SET.values()]
+    is_same = all([of(source) for of in _OF_A_SET.values()] == common for source in sources)
+    is_path = is_same or name != "data"
+    done.put(name, [_path(source) if is_path else _mapping(source) for source in sources], key)
+    if name == "data" and is_same:
+        split, config, columns = common
+        for ours, value in (("data_split", split), ("data_config", config), ("columns", columns)):
+            if value not in (None, [], "train"):
+                done.put(ours, value, key)
 
 
-def _of_all(done: Conversion, sources: list[Source], key: str, ours: str, of: Callable[[Source], Any]) -> None:
-    """Write what all data sets have in common, or list what each of them has."""
-    values = [of(source) for source in sources]
-    if all(value == values[0] for value in values):
-        if values[0] not in (None, [], "train"):
-            done.put(ours, values[0], key)
-        return
-    each = ", ".join(f"{source.path}: {value}" for source, value in zip(sources, values, strict=True) if value)
-    done.lose(
-        f"{key} ({ours})", f"there is one {ours} for all sets, these have several: {each}; bring them to one form"
-    )
+_OF_A_SET: dict[str, Callable[[Source], Any]] = {
+    "split": lambda s: s.split or "train",
+    "config": lambda s: s.config,
+    "columns": lambda s: [f"{column}={theirs}" for column, theirs in s.columns.items() if column != theirs],
+}
+
+
+def _path(source: Source) -> str:
+    return source.path if source.weight == 1 else f"{source.path}:{source.weight:g}"
+
+
+def _mapping(source: Source) -> dict[str, Any]:
+    """Return a data set as a mapping of `data` (job/data_entry.py)."""
+    named = {key: of(source) for key, of in _OF_A_SET.items()}
+    kept = {key: value for key, value in named.items() if value not in (None, [], "train")}
+    return {"path": source.path} | kept | ({} if source.weight == 1 else {"weight": source.weight})
 
 
 def evaluation(done: Conversion, has_rows: bool, strategy: str | None = "eval_strategy") -> None:
