@@ -224,6 +224,8 @@ MORE = [
     Case("MATH-500: problem, solution, answer",
          [{"problem": "Hi?", "solution": "Hello.", "answer": "1", "subject": "Algebra", "level": 1, "unique_id": "a"}],
          [HI], note="problem.*solution"),
+    Case("LIMO: question, solution, answer", [{"question": "Hi?", "solution": "It is one.", "answer": "1"}],
+         "--columns answer=solution"),
     Case("MetaMathQA", [{"type": "a", "query": "Hi?", "original_question": "Ho?", "response": "Hello."}], [HI]),
     Case("OpenMathInstruct-2",
          [{"problem": "Hi?", "generated_solution": "Hello.", "expected_answer": "1", "problem_source": "a"}], [HI]),

@@ -977,9 +977,18 @@ def test_columns_that_are_not_used_are_listed(tmp_path, tokenizer):
         ({"messages": TURNS, "videos": ["a"]}, "column 'videos' is not empty"),
         ({"question": "a", "answer": "b", "audios": ["a"]}, "column 'audios' is not empty"),
         ({"messages": TURNS, "label": False}, "column 'label' marks answers as good or bad, which --loss_type kto"),
-        ({"prompt": "a", "completion": "b", "label": True}, "column 'label' marks answers as good or bad, which --loss_type kto"),
-        ({"instruction": "a", "output": "b", "label": 0}, "column 'label' marks answers as good or bad, which --loss_type kto"),
-        ({"question": "a", "answer": "b", "label": "True"}, "column 'label' marks answers as good or bad, which --loss_type kto"),
+        (
+            {"prompt": "a", "completion": "b", "label": True},
+            "column 'label' marks answers as good or bad, which --loss_type kto",
+        ),
+        (
+            {"instruction": "a", "output": "b", "label": 0},
+            "column 'label' marks answers as good or bad, which --loss_type kto",
+        ),
+        (
+            {"question": "a", "answer": "b", "label": "True"},
+            "column 'label' marks answers as good or bad, which --loss_type kto",
+        ),
         ({"parent_id": None, "text": "a", "role": "prompter"}, "one message of a tree of conv"),
         ({"parent_message_id": "2", "text": "a", "role": "prompter"}, "'parent_message_id' make this one message of"),
         ({"messages": TURNS, "weight": 0.5}, "column 'weight' is 0.5, but rows are not weighed one by one"),

@@ -139,7 +139,11 @@ def test_what_a_set_is_read_with_is_part_of_the_fingerprint(tmp_path, tokenizer,
     again, _ = load_datasets(settings_for(tmp_path, mixture), tokenizer)
     assert again.fingerprint == train.fingerprint and again.statistics["sets"] == train.statistics["sets"]
     monkeypatch.undo()
-    for i, change in ((1, {"weight": 0.25}), (1, {"columns": {"prompt": "b", "completion": "a"}}), (2, {"split": "train"})):
+    for i, change in (
+        (1, {"weight": 0.25}),
+        (1, {"columns": {"prompt": "b", "completion": "a"}}),
+        (2, {"split": "train"}),
+    ):
         other = [*mixture[:i], mixture[i] | change, *mixture[i + 1 :]]
         assert load_datasets(settings_for(tmp_path, other), tokenizer)[0].fingerprint != train.fingerprint
 
@@ -205,7 +209,9 @@ def test_make_data_shows_the_rows_and_tokens_of_each_set(tmp_path, tokenizer, mi
     facts = inspection.inspect(settings, train, None, tokenizer, ends)
     shown = inspection.describe(settings, facts).splitlines()
     (start,) = (i for i, line in enumerate(shown) if line.startswith("an epoch, training"))
-    cells = [line.split() for line in shown[start + 1 : start + 4]]
-    assert [(one[-5], one[-4]) for one in cells] == [("1", "7"), ("0.5", "10"), ("0.5", "5")] or cells
-    assert sum(int(one[-2].replace(",", "")) for one in cells if ")" not in one[-2]) >= 0
-    assert facts["training"]["sets"] == train.statistics["sets"]
+    sets = train.statistics["sets"]
+    tokens = sum(entry["tokens"] for entry in sets)
+    for line, entry, rows in zip(shown[start + 1 : start + 4], sets, (7, 10, 5), strict=True):
+        wanted = f"{entry['weight']:g} {rows} ({rows / 22:.1%}) {entry['tokens']} ({entry['tokens'] / tokens:.1%})"
+        assert line.replace("( ", "(").split()[-5:] == wanted.split() and entry["data"][:30] in line
+    assert facts["training"]["sets"] == sets

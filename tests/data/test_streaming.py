@@ -248,7 +248,11 @@ def test_bad_rows_of_a_stream_keep_their_place_and_train_on_nothing(tmp_path, to
         documents_per_row=1,
     )
     found = data_streaming.Stream([], settings, encoding.Encoder(tokenizer), None, 8)
-    raw = [("a:1", '{"text": "a"}', reading.Form("text")), ("a:2", '{"text": 3}', reading.Form("text")), ("a:3", '{"text": "b"}', reading.Form("text"))]
+    raw = [
+        ("a:1", '{"text": "a"}', reading.Form("text")),
+        ("a:2", '{"text": 3}', reading.Form("text")),
+        ("a:3", '{"text": "b"}', reading.Form("text")),
+    ]
     assert [row is None for row in found.encoded(raw)] == [False, True, False]
     settings.bad_rows = "error"
     with pytest.raises(UserError, match="a:2: column 'text' must be a string"):

@@ -254,7 +254,7 @@ class DataArguments:
         metadata={
             "help": "Files (JSON, JSONL, CSV, TSV, Parquet, Arrow; .gz, .zst), folders, globs or hub ids. `a.jsonl:2`"
             " uses each row twice an epoch; in a YAML file also sets with path, config, split, revision, weight and "
-            "columns each (docs/data.md). Default: bundled task."
+            "columns each (docs/several_sets.md). Default: bundled task."
         },
     )
     eval_data: list[str] | None = field(default=None, metadata={"help": "Like --data, for evaluation."})

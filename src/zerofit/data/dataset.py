@@ -60,7 +60,8 @@ def _fingerprint(sources: list[Source], settings, tokenizer, limit: int | None) 
 def hash_options(digest, sources: list[Source], settings, tokenizer, limit: int | None) -> None:
     """Add to a hash what the tokens depend on besides the data: tokenizer, template, options, CACHE_VERSION."""
     options = [
-        CACHE_VERSION, [(s.weight, s.number, s.entry.columns) for s in sources], settings.max_length, limit, settings.data_format, settings.columns,
+        CACHE_VERSION, [(s.weight, s.number, s.entry.columns) for s in sources], settings.max_length, limit,
+        settings.data_format, settings.columns,
         settings.train_on, settings.mask_generation_prompt, settings.truncation, tokenizer.chat_template,
         tokenizer.eos_token_id, tokenizer.special_tokens_map,
         *([pairs.KIND] if settings.documents_per_row == 2 else []),

@@ -341,7 +341,9 @@ def _list_of_turns(line: str) -> list | None:
 def _are_turns(value: list) -> bool:
     """Return whether the elements of a list are turns, by their roles, and not rows."""
     spellings = ({"role", "content"}, {"from", "value"})
-    return bool(value) and all(isinstance(turn, dict) and any(keys <= turn.keys() for keys in spellings) for turn in value)
+    return bool(value) and all(
+        isinstance(turn, dict) and any(keys <= turn.keys() for keys in spellings) for turn in value
+    )
 
 
 def _one_object(path: Path, first: str) -> dict | None:
