@@ -976,7 +976,7 @@ def test_columns_that_are_not_used_are_listed(tmp_path, tokenizer):
         ({"messages": TURNS, "images": ["a.png"]}, "column 'images' is not empty, but this kit trains on text only"),
         ({"messages": TURNS, "videos": ["a"]}, "column 'videos' is not empty"),
         ({"question": "a", "answer": "b", "audios": ["a"]}, "column 'audios' is not empty"),
-        ({"messages": TURNS, "label": False}, "column 'label' marks answers as good or bad, which --loss_type kto"),
+        ({"messages": TURNS, "label": False}, "column 'label' marks answers as good or bad, which --loss"),
         (
             {"prompt": "a", "completion": "b", "label": True},
             "column 'label' marks answers as good or bad, which --loss_type kto",

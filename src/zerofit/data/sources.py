@@ -39,6 +39,8 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # how it begins
 LONGEST_LINE = 64 << 20  # characters; a longer line is a broken file, and parsing it would take gigabytes
 
 
+NO_ENTRY = DataEntry("")  # of a source that no entry names
+
 Row = tuple[str, dict | UserError]  # (place, columns or the error of this row alone)
 
 
@@ -48,7 +50,7 @@ class Source:
 
     path: Path | None
     hub: tuple[str, str | None, str] | None = None  # (id, configuration, split)
-    entry: DataEntry = DataEntry("")  # of --data, that names it
+    entry: DataEntry = NO_ENTRY  # of --data, that names it
     number: int = 0  # of that entry
     streaming: bool = False  # a Hub dataset is read over the network, not downloaded first
 
@@ -71,8 +73,8 @@ def find_files(
 ) -> tuple[list[Source], list[Source]]:
     """Return (training, evaluation) sources for the entries of --data.
 
-    An entry is a file, folder, glob or Hub id with an optional `:weight`, or an object (job/data_entry.py). In a folder,
-    files whose name begins with EVAL_FILE (eval.jsonl, test-1.csv) are the evaluation split.
+    An entry is a file, folder, glob or Hub id with an optional `:weight`, or an object (job/data_entry.py). In a
+    folder, files whose name begins with EVAL_FILE (eval.jsonl, test-1.csv) are the evaluation split.
     Raises: UserError for a path that looks local and does not exist, or holds no data file.
     """
     train, held_out = [], []
@@ -340,10 +342,11 @@ def _list_of_turns(line: str) -> list | None:
 
 def _are_turns(value: list) -> bool:
     """Return whether the elements of a list are turns, by their roles, and not rows."""
-    spellings = ({"role", "content"}, {"from", "value"})
-    return bool(value) and all(
-        isinstance(turn, dict) and any(keys <= turn.keys() for keys in spellings) for turn in value
-    )
+
+    def is_turn(one: object) -> bool:
+        return isinstance(one, dict) and ({"role", "content"} <= one.keys() or {"from", "value"} <= one.keys())
+
+    return bool(value) and all(map(is_turn, value))
 
 
 def _one_object(path: Path, first: str) -> dict | None:
