@@ -244,7 +244,9 @@ MORE = [
     Case("roles bot and ai", [{"messages": [{"role": "human", "content": "Hi?"}, {"role": "AI", "content": "Hello."},
                                             AGAIN[0], {"role": "bot", "content": "Goodbye."}]}], [TWO]),
     Case("Cohere: Chatbot", [{"messages": [{"role": "System", "content": "Be short."},
-                                           {"role": "User", "content": "Hi?"}, {"role": "Chatbot", "content": "Hello."}]}], [[told("Be short."), *HI]]),
+                                           {"role": "User", "content": "Hi?"},
+                                           {"role": "Chatbot", "content": "Hello."}]}],
+         [[told("Be short."), *HI]]),
     Case("ms-swift: tool_call and tool_response",
          [{"tools": json.dumps(WEATHER), "messages": [
              {"role": "user", "content": "Rain?"},

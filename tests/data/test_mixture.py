@@ -1,6 +1,7 @@
 """Several data sets in one YAML file, each with its configuration, split, revision, weight and columns."""
 
 import json
+import re
 from collections import Counter
 from types import SimpleNamespace
 
@@ -213,5 +214,5 @@ def test_make_data_shows_the_rows_and_tokens_of_each_set(tmp_path, tokenizer, mi
     tokens = sum(entry["tokens"] for entry in sets)
     for line, entry, rows in zip(shown[start + 1 : start + 4], sets, (7, 10, 5), strict=True):
         wanted = f"{entry['weight']:g} {rows} ({rows / 22:.1%}) {entry['tokens']} ({entry['tokens'] / tokens:.1%})"
-        assert line.replace("( ", "(").split()[-5:] == wanted.split() and entry["data"][:30] in line
+        assert re.sub(r"\(\s+", "(", line).split()[-5:] == wanted.split() and entry["data"][:30] in line
     assert facts["training"]["sets"] == sets

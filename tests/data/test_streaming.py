@@ -14,6 +14,7 @@ from zerofit.data import conversations, encoding, reading
 from zerofit.data import sources as data_sources
 from zerofit.data import streaming as data_streaming
 from zerofit.job import program
+from zerofit.job.data_entry import DataEntry
 
 FLAGS = [
     "--model", two_layers(),
@@ -102,7 +103,10 @@ def test_sources_advance_side_by_side_and_weights_repeat_rows(tmp_path, tokenize
     for name, count in (("long", 300), ("short", 30)):
         lines = [json.dumps({"prompt": f"{i:03}", "completion": name}) for i in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    sources = [data_sources.Source(tmp_path / "long.jsonl"), data_sources.Source(tmp_path / "short.jsonl", weight=2)]
+    sources = [
+        data_sources.Source(tmp_path / "long.jsonl"),
+        data_sources.Source(tmp_path / "short.jsonl", entry=DataEntry("", weight=2)),
+    ]
     settings = SimpleNamespace(
         recipe=program.recipe_of("sft"), columns=None, data_format="auto", max_samples=None, documents_per_row=1
     )
@@ -129,7 +133,9 @@ def test_a_weight_below_one_takes_other_rows_in_each_epoch_also_after_a_resume(t
         bad_rows="error",
         documents_per_row=1,
     )
-    found = data_streaming.Stream([data_sources.Source(file, weight=0.5)], settings, encoding.Encoder(tokenizer), 3, 4)
+    found = data_streaming.Stream(
+        [data_sources.Source(file, entry=DataEntry("", weight=0.5))], settings, encoding.Encoder(tokenizer), 3, 4
+    )
     places = [place for place, _, _ in itertools.islice(found, 82)]
     assert len(set(places[:41])) == 41 and len(set(places[41:])) == 41
     assert not set(places[:20]) & set(places[20:41])

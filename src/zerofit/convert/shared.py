@@ -1,7 +1,7 @@
 """Convert what several kits have in common: batches, schedules, evaluation, adapters, data."""
 
 import importlib.util
-from collections.abc import Callable, Iterable
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -211,36 +211,39 @@ class Source:
 
 
 def data(done: Conversion, sources: list[Source], key: str, name: str = "data") -> None:
-    """Write the data sets: what all have in common as arguments, where they differ a mapping for each of them."""
+    """Write the data sets: what all of them have in common as arguments, the rest as a mapping of each."""
     if not sources:
         return
-    common = [of(sources[0]) for of in _OF_A_SET.values()]
-    is_same = all([of(source) for of in _OF_A_SET.values()] == common for source in sources)
-    is_path = is_same or name != "data"
-    done.put(name, [_path(source) if is_path else _mapping(source) for source in sources], key)
-    if name == "data" and is_same:
-        split, config, columns = common
-        for ours, value in (("data_split", split), ("data_config", config), ("columns", columns)):
-            if value not in (None, [], "train"):
-                done.put(ours, value, key)
+    apart = (
+        [of for of in OF_A_SET if len({str(getattr(source, of)) for source in sources}) > 1] if name == "data" else []
+    )
+    done.put(name, [_entry(source, apart) for source in sources], key)
+    if name != "data":
+        return
+    of_all = {of: getattr(sources[0], of) for of in OF_A_SET if of not in apart}
+    if of_all.get("split") not in (None, "train"):
+        done.put("data_split", of_all["split"], key)
+    if of_all.get("config"):
+        done.put("data_config", of_all["config"], key)
+    if columns := _renamed(of_all.get("columns", {})):
+        done.put("columns", [f"{column}={theirs}" for column, theirs in columns.items()], key)
 
 
-_OF_A_SET: dict[str, Callable[[Source], Any]] = {
-    "split": lambda s: s.split or "train",
-    "config": lambda s: s.config,
-    "columns": lambda s: [f"{column}={theirs}" for column, theirs in s.columns.items() if column != theirs],
-}
+OF_A_SET = ("split", "config", "columns")
 
 
-def _path(source: Source) -> str:
-    return source.path if source.weight == 1 else f"{source.path}:{source.weight:g}"
+def _renamed(columns: dict[str, str]) -> dict[str, str]:
+    return {column: theirs for column, theirs in columns.items() if column != theirs}
 
 
-def _mapping(source: Source) -> dict[str, Any]:
-    """Return a data set as a mapping of `data` (job/data_entry.py)."""
-    named = {key: of(source) for key, of in _OF_A_SET.items()}
-    kept = {key: value for key, value in named.items() if value not in (None, [], "train")}
-    return {"path": source.path} | kept | ({} if source.weight == 1 else {"weight": source.weight})
+def _entry(source: Source, apart: list[str]) -> str | dict[str, Any]:
+    """Return a data set as an entry of `data` (job/data_entry.py). apart: what it has for itself."""
+    if not apart:
+        return source.path if source.weight == 1 else f"{source.path}:{source.weight:g}"
+    own = {"path": source.path} | {of: getattr(source, of) for of in apart}
+    own |= {"columns": _renamed(own["columns"])} if "columns" in own else {}
+    own |= {"weight": source.weight} if source.weight != 1 else {}
+    return {of: value for of, value in own.items() if value not in (None, {})}
 
 
 def evaluation(done: Conversion, has_rows: bool, strategy: str | None = "eval_strategy") -> None:
