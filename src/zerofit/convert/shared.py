@@ -2,7 +2,7 @@
 
 import importlib.util
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zerofit.convert.conversion import Conversion, Key, Line, as_object, number, words
@@ -214,14 +214,14 @@ def data(done: Conversion, sources: list[Source], key: str, name: str = "data") 
     """Write the data sets: what all of them have in common as arguments, the rest as a mapping of each."""
     if not sources:
         return
-    apart = (
-        [of for of in OF_A_SET if len({str(getattr(source, of)) for source in sources}) > 1] if name == "data" else []
-    )
+    sources = [replace(source, split=None) if source.split == "train" else source for source in sources]
+    several = [of for of in OF_A_SET if len({str(getattr(source, of)) for source in sources}) > 1]
+    apart = several if name == "data" else []
     done.put(name, [_entry(source, apart) for source in sources], key)
     if name != "data":
         return
     of_all = {of: getattr(sources[0], of) for of in OF_A_SET if of not in apart}
-    if of_all.get("split") not in (None, "train"):
+    if of_all.get("split"):
         done.put("data_split", of_all["split"], key)
     if of_all.get("config"):
         done.put("data_config", of_all["config"], key)
