@@ -26,6 +26,7 @@ from zerofit.data.batches import (
     DatasetWithFiller,
     EpochSampler,
     PackedCollator,
+    Share,
     best_fit_decreasing,
     join,
     rows_of_epoch,
@@ -877,18 +878,21 @@ BROKEN = [
     ("a.jsonl", GOOD + '{"messages": []}\n', "a.jsonl:2: column 'question' is missing"),
     ("a.jsonl", '{"messages": []}\n', "must be a list of turns"),
     ("a.jsonl", '{"messages": "hi"}\n', "must be a list of turns"),
-    ("a.jsonl", '{"messages": ["hi"]}\n', "turn 1 must be an object"),
+    ("a.jsonl", '{"messages": ["hi"]}\n', "does not end in an assistant turn"),
+    ("a.jsonl", '{"messages": ["hi", 3]}\n', "turn 1 must be an object"),
     ("a.jsonl", '{"messages": [null]}\n', "turn 1 must be an object"),
     ("a.jsonl", '{"messages": [{"role": "user"}]}\n', "column 'content of turn 1' must be a string, found a NoneType"),
     ("a.jsonl", '{"messages": [{"content": "x"}]}\n', "turn 1 has the role None"),
     ("a.jsonl", '{"messages": [{"role": ["user"], "content": "x"}]}\n', "turn 1 has the role"),
-    ("a.jsonl", turns(("bot", "x")), "turn 1 has the role 'bot'"),
-    ("a.jsonl", turns(("User", "x")), "turn 1 has the role 'User'"),
+    ("a.jsonl", turns(("narrator", "x")), "turn 1 has the role 'narrator'"),
+    ("a.jsonl", turns(("User", "x"), ("Narrator", "y")), "turn 2 has the role 'Narrator'"),
     ("a.jsonl", turns(("user", "x")), "does not end in an assistant turn"),
-    ("a.jsonl", turns(("user", "x"), ("assistant", "y"), ("user", "z")), "does not end in an assistant turn"),
+    ("a.jsonl", turns(("user", "x"), ("assistant", "y"), ("system", "z")), "does not end in an assistant turn"),
+    ("a.jsonl", json.dumps([{"role": "user", "content": "x"}]) + "\n" + GOOD, "a.jsonl:1: the conversation does not"),
+    ("a.jsonl", json.dumps([{"role": "user", "content": "x"}, {"role": "gpt", "content": "y"}]) + "\n\n" + GOOD,
+     "a.jsonl:3: each line must be a list of turns"),
     ("a.jsonl", turns(("assistant", "x")), "turn 1 is an answer that nothing was asked for"),
     ("a.jsonl", turns(("system", "s"), ("assistant", "x")), "turn 2 is an answer that nothing was asked for"),
-    ("a.jsonl", turns(("user", "x"), ("system", "s"), ("assistant", "y")), "turn 2 is a system turn behind others"),
     ("a.jsonl", turns(("user", "x"), ("user", "y"), ("assistant", "z")), "turns 1 and 2 are both the user's"),
     ("a.jsonl", turns(("user", "x"), ("tool", "y"), ("assistant", "z")), "turn 2 is a tool's result"),
     ("a.jsonl", turns(("user", 3), ("assistant", "z")), "column 'content of turn 1' must be a string, found a int"),
@@ -973,11 +977,20 @@ def test_columns_that_are_not_used_are_listed(tmp_path, tokenizer):
         ({"messages": TURNS, "images": ["a.png"]}, "column 'images' is not empty, but this kit trains on text only"),
         ({"messages": TURNS, "videos": ["a"]}, "column 'videos' is not empty"),
         ({"question": "a", "answer": "b", "audios": ["a"]}, "column 'audios' is not empty"),
-        ({"messages": TURNS, "label": False}, "column 'label' marks answers as good or bad (KTO)"),
-        ({"prompt": "a", "completion": "b", "label": True}, "column 'label' marks answers as good or bad (KTO)"),
-        ({"instruction": "a", "output": "b", "label": 0}, "column 'label' marks answers as good or bad (KTO)"),
-        ({"question": "a", "answer": "b", "label": "True"}, "column 'label' marks answers as good or bad (KTO)"),
-        ({"message_id": "1", "parent_id": None, "text": "a", "role": "prompter"}, "one message of a tree of conv"),
+        ({"messages": TURNS, "label": False}, "column 'label' marks answers as good or bad, which --loss"),
+        (
+            {"prompt": "a", "completion": "b", "label": True},
+            "column 'label' marks answers as good or bad, which --loss_type kto",
+        ),
+        (
+            {"instruction": "a", "output": "b", "label": 0},
+            "column 'label' marks answers as good or bad, which --loss_type kto",
+        ),
+        (
+            {"question": "a", "answer": "b", "label": "True"},
+            "column 'label' marks answers as good or bad, which --loss_type kto",
+        ),
+        ({"parent_id": None, "text": "a", "role": "prompter"}, "one message of a tree of conv"),
         ({"parent_message_id": "2", "text": "a", "role": "prompter"}, "'parent_message_id' make this one message of"),
         ({"messages": TURNS, "weight": 0.5}, "column 'weight' is 0.5, but rows are not weighed one by one"),
         ({"question": "a", "answer": "b", "sample_weight": "2"}, "column 'sample_weight' is '2'"),
@@ -1130,23 +1143,38 @@ def test_odd_files_in_a_folder_are_counted_by_reason(tmp_path, tokenizer, stream
 
 
 @pytest.mark.parametrize(
-    ("row", "guess"),
+    ("row", "mend"),
     [
-        ({"instruction": "a", "context": "b", "response": "c", "category": "d"}, ["output=response", "input=context"]),
-        ({"system_prompt": "a", "question": "b", "response": "c"}, ["answer=response", "system=system_prompt"]),
-        ({"query": "a", "response": "b"}, ["prompt=query", "completion=response"]),
-        ({"dialog": [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]}, ["messages=dialog"]),
-        ({"title": "a", "content": "b"}, ["text=content"]),
-        ({"foo": 1}, []),
+        ({"title": "a", "content": "b"}, "map them: --columns text=content."),
+        ({"foo": 1}, "--columns prompt=... completion=...."),
+        (
+            {"query": "a", "prompt": "b", "response": "c"},
+            "completion=...; here could be meant: prompt, query (asked); response (answered).",
+        ),
+        ({"Query": "a", "query": "b", "response": "c"}, "--columns prompt=... completion=...."),
     ],
 )
-def test_columns_are_guessed_where_the_format_is_unknown(tmp_path, tokenizer, row, guess):
+def test_columns_whose_meaning_is_not_certain_are_named(tmp_path, tokenizer, row, mend):
     file = write(tmp_path, "a.jsonl", [row])
     with pytest.raises(UserError, match="no known format") as caught:
         load_datasets(settings_for(file), tokenizer)
-    assert (f"map them: --columns {' '.join(guess)}." if guess else "--columns prompt=...") in str(caught.value)
-    if guess:
-        assert len(load_datasets(settings_for(file, "--columns", *guess), tokenizer)[0]) == 1
+    assert str(caught.value).endswith(mend)
+
+
+def test_columns_taken_by_their_names_are_those_of_the_first_row(tmp_path, tokenizer):
+    """A later row with other columns is not read otherwise, and --columns wins."""
+    rows = [{"query": "Hi", "response": "Hello.", "target": 1}] * 2
+    train, _ = load_datasets(settings_for(write(tmp_path, "a.jsonl", rows)), tokenizer)
+    said = "training: columns taken by their names: prompt=query, completion=response (--columns names others) (2 rows)"
+    assert dataset.notes({"training": train}) == ["training: columns not used: target", said]
+    other = write(tmp_path, "b.jsonl", [*rows, {"question": "Hi", "response": "Hello."}])
+    with pytest.raises(UserError, match=r"b.jsonl:3: column 'prompt' is missing or null"):
+        load_datasets(settings_for(other), tokenizer)
+    flags = ["--columns", "prompt=response", "completion=query"]
+    train, _ = load_datasets(settings_for(tmp_path / "a.jsonl", *flags), tokenizer)
+    row = train.dataset[0]
+    assert supervised_text(tokenizer, row["input_ids"], row["labels"]) == "Hi<|end|>"
+    assert dataset.notes({"training": train}) == ["training: columns not used: target"]
 
 
 def test_text_files_are_a_row_a_line_where_they_are_named(tmp_path, tokenizer):
@@ -1448,7 +1476,7 @@ def test_rows_of_an_epoch_of_any_weight():
     for weight in (0.1, 0.3, 1 / 3, 0.5, 1.25, 2.5):
         counts = Counter()
         for epoch in range(20):
-            rows_ = rows_of_epoch([weight] * 60, epoch)
+            rows_ = rows_of_epoch([Share(weight)] * 60, epoch)
             assert len(rows_) == 60 * weight and rows_ == sorted(rows_)
             counts.update(rows_)
         assert max(counts.values()) - min(counts[i] for i in range(60)) <= 1

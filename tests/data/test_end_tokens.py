@@ -139,7 +139,7 @@ def test_both_sides_of_pairs_are_counted(chatml):
     settings = SimpleNamespace(
         documents_per_row=2, unpaired=False, columns=None, max_length=64, truncation="truncate_right", bad_rows="drop"
     )
-    rows = [("f:1", {"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."}, pairs.KIND)]
+    rows = [("f:1", {"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."}, reading.Form(pairs.KIND))]
     reading.tokenized(rows, settings, encoding.Encoder(chatml), report)
     assert short(reading.summarize(["f"], report, settings)["ends"]) == {("<|im_end|>", "answer"): (2, "f:1")}
 

@@ -82,7 +82,7 @@ def settings(**more):
 
 def tokenized(tokenizer, rows, **more):
     report = reading.ReadingReport()
-    raw = [(f"f:{i}", row, pairs.KIND) for i, row in enumerate(rows)]
+    raw = [(f"f:{i}", row, reading.Form(pairs.KIND)) for i, row in enumerate(rows)]
     return reading.tokenized(raw, settings(**more), encoding.Encoder(tokenizer), report), report
 
 

@@ -27,7 +27,7 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("label", "wanted"), [(True, True), (0, False), ("False", False), (1.0, True)])
 def test_every_form_is_the_same_answer(form, label, wanted):
-    _, answers, not_used = rows.parse("a:1", FORMS[form] | {"label": label}, formats.FORMATS)
+    _, answers, not_used, _ = rows.parse("a:1", FORMS[form] | {"label": label}, formats.FORMATS)
     ((place, conversation, found),) = answers
     assert (place, found, not_used) == ("a:1", wanted, [])
     assert conversation.turns == [USER, ANSWER] and conversation.trained == [False, True]

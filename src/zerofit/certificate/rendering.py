@@ -90,13 +90,13 @@ def _conversations(trainer, tokenizer) -> Iterator[tuple[str, Conversation]]:
         rows = trainer.tokens.stream.rows()  # the first of which are in the data set
     else:
         train, _ = sources.find_files(settings.data, settings.data_config, settings.data_split)
-        kind, of_first = reading.kind_of(reading.read(train[0], settings), settings)
-        rows = ((place, row, kind) for place, row in of_first)
-    for place, row, kind in itertools.islice(rows, min(LOOKED_AT, settings.max_samples or LOOKED_AT)):
+        form, of_first = reading.form_of(reading.read(train[0], settings), settings, train[0])
+        rows = ((place, row, form) for place, row in of_first)
+    for place, row, form in itertools.islice(rows, min(LOOKED_AT, settings.max_samples or LOOKED_AT)):
         report = reading.ReadingReport()
-        if reading.tokenized([(place, row, kind)], settings, encoder, report)[0] is None or report.truncated:
+        if reading.tokenized([(place, row, form)], settings, encoder, report)[0] is None or report.truncated:
             continue
-        for conversation in reading.parsed(place, row, kind, settings):
+        for conversation in reading.parsed(place, row, form, settings):
             # Control words in texts are encoded as text on purpose, where transformers would take them for tokens.
             if isinstance(conversation, Conversation) and not encoder._has_control_words(conversation):
                 yield place, conversation

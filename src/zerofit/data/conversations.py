@@ -8,34 +8,15 @@ from typing import Any
 from zerofit.base.errors import UserError
 from zerofit.data import meaning
 from zerofit.data.chat_templates import arguments
+from zerofit.data.published import turns as published
 
 IGNORE = -100  # label that transformers' loss ignores
 
 
-# Role names of published datasets -> the standard role.
-ROLES = {
-    "system": "system",
-    "developer": "system",
-    "user": "user",
-    "human": "user",
-    "prompter": "user",
-    "assistant": "assistant",
-    "gpt": "assistant",
-    "chatgpt": "assistant",
-    "bing": "assistant",
-    "bard": "assistant",
-    "model": "assistant",
-    "function_call": "assistant",
-    "tool": "tool",
-    "observation": "tool",
-    "function": "tool",
-    "ipython": "tool",
-}
-
 # Keys of a turn that hold an answer's reasoning, in order of preference; the first is ours.
 REASONING = ("reasoning_content", "reasoning", "thinking")
 
-TURN_KEYS = {"role", "from", "content", "value", "tool_calls", "tool_call_id", "name", *meaning.TURN_MARKS}
+TURN_KEYS = {"role", "from", *published.CONTENT_KEYS, "tool_calls", "tool_call_id", "name", *meaning.TURN_MARKS}
 
 SWITCHES = ("/no_think", "/think", "/system_override")  # words of a system text that SmolLM3's template obeys
 
@@ -48,6 +29,12 @@ PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))  # code points 
 CALL_AS_TEXT = "a function_call turn that is not JSON with a name and arguments is taken as plain text"
 
 EMPTY_ANSWER = "an empty answer is not trained on"
+
+GREETING = "the first turn is the assistant's, before anything is asked; it is trained on as any answer"
+
+LATER_SYSTEM = "a system turn stands behind other turns, where the chat template writes it"
+
+UNANSWERED = "the last turn is the user's, without an answer; it is left out"
 
 PROMPT_GOES_ON = (
     "the template's generation prompt ends with text that does not precede the trained answers, such as <think>: a "
@@ -75,8 +62,7 @@ class Conversation:
 def begins_conversation(turns: Any) -> bool:
     """Return whether turns begin as a whole conversation does, with a system or user turn."""
     first = turns[0] if isinstance(turns, list) and turns else None
-    role = first.get("role", first.get("from")) if isinstance(first, dict) else None
-    return isinstance(role, str) and ROLES.get(role) in ("system", "user")
+    return published.is_exchange(first) or published.role_of(first) in ("system", "user")
 
 
 def keys_not_used(column: str, turns: Any) -> list[str]:
@@ -89,6 +75,7 @@ def keys_not_used(column: str, turns: Any) -> list[str]:
         for turn in turns
         if isinstance(turn, dict) and not turn.keys() <= TURN_KEYS
         for key in turn.keys() - TURN_KEYS
+        if not (published.is_exchange(turn) and str(key).lower() in published.EXCHANGE)
         if turn[key] not in (None, "", [], {}) and not (key in REASONING and isinstance(turn[key], str))
     }
     return [f"{column}[].{key}" for key in sorted(unknown)]
@@ -120,10 +107,14 @@ def history_of(place: str, history: Any) -> list[dict]:
     return turns
 
 
-def turns_of(place: str, messages: Any, row: dict) -> Conversation:
-    """Convert turns (role/content or from/value) to standard roles, and check their order."""
-    if not isinstance(messages, list) or not messages:
-        raise UserError(f"{place}: the conversation must be a list of turns that is not empty.")
+def turns_of(place: str, messages: Any, row: dict, drop_unanswered: bool = False) -> Conversation:
+    """Convert turns (role/content or from/value) to standard roles, and check their order.
+
+    Args: drop_unanswered: leave out turns of the user behind the last answer.
+    """
+    messages, said = published.with_roles(place, messages)
+    if drop_unanswered:
+        messages, said = _without_unanswered(messages, said)
     system = row.get("system")
     turns = [{"role": "system", "content": string(place, "system", system)}] if system else []
     trained, has_empty = [False] * len(turns), False
@@ -132,7 +123,7 @@ def turns_of(place: str, messages: Any, row: dict) -> Conversation:
         turns.append(turn)
         trained.append(train and not is_empty(turn))
         has_empty = has_empty or (train and not trained[-1])
-    _check_order(place, turns)
+    said += _check_order(place, turns)
     tools = row.get("tools")
     if isinstance(tools, str):
         try:
@@ -140,52 +131,37 @@ def turns_of(place: str, messages: Any, row: dict) -> Conversation:
         except (ValueError, RecursionError) as error:
             raise UserError(f"{place}: column 'tools' is not valid JSON: {error}.") from None
     as_text = any(
-        isinstance(m, dict) and m.get("role", m.get("from")) == "function_call" and "tool_calls" not in turn
-        for m, turn in zip(messages, turns[-len(messages) :], strict=True)
+        published.is_call(message) and "tool_calls" not in turn
+        for message, turn in zip(messages, turns[-len(messages) :], strict=True)
     )
-    notes = tuple(note for note, is_true in ((EMPTY_ANSWER, has_empty), (CALL_AS_TEXT, as_text)) if is_true)
-    return Conversation(turns, trained, tools or None, notes, arguments.of_row(place, row))
+    said += tuple(note for note, is_true in ((EMPTY_ANSWER, has_empty), (CALL_AS_TEXT, as_text)) if is_true)
+    return Conversation(turns, trained, tools or None, said, arguments.of_row(place, row))
 
 
-def _is_text(part: Any) -> bool:
-    return isinstance(part, dict) and part.get("type") == "text"
-
-
-def _function_calls(text: Any) -> list[dict] | None:
-    """Parse the text of a ShareGPT `function_call` turn into tool calls; None if it holds none."""
-    try:
-        parsed = json.loads(text)
-    except (TypeError, ValueError, RecursionError):
-        return None
-    calls = parsed if isinstance(parsed, list) else [parsed]
-    if not calls or not all(isinstance(call, dict) and {"name", "arguments"} <= call.keys() for call in calls):
-        return None
-    return [{"type": "function", "function": {k: call[k] for k in ("name", "arguments")}} for call in calls]
+def _without_unanswered(messages: list, said: tuple[str, ...]) -> tuple[list, tuple[str, ...]]:
+    """Return the turns up to the last that is not the user's, all of them where there is no answer; and the notes."""
+    roles = [published.role_of(message) for message in messages]
+    kept = len(roles)
+    while kept and roles[kept - 1] == "user":
+        kept -= 1
+    if kept == len(roles) or "assistant" not in roles:
+        return messages, said
+    return messages[:kept], (*said, UNANSWERED)
 
 
 def _turn(place: str, i: int, message: Any) -> tuple[dict, bool]:
     if not isinstance(message, dict):
         raise UserError(f"{place}: turn {i} must be an object with a role and a content.")
-    role = message.get("role", message.get("from"))
-    content = message.get("content", message.get("value"))
-    if not isinstance(role, str) or role not in ROLES:
-        known = sorted(set(ROLES.values()))
-        others = ", ".join(name for name in ROLES if name not in known)
-        raise UserError(f"{place}: turn {i} has the role {role!r}; known: {', '.join(known)} (and {others}).")
+    role, content = published.role_of(message), published.content_of(message)
+    if role is None:
+        named, known = message.get("role", message.get("from")), sorted(set(published.ROLES.values()))
+        others = ", ".join(name for name in published.ROLES if name not in known)
+        raise UserError(f"{place}: turn {i} has the role {named!r}; known: {', '.join(known)} (and {others}).")
+    if isinstance(content, list):
+        message, content = published.from_parts(place, i, message, content)
     calls = message.get("tool_calls")
-    if role == "function_call" and not calls and (calls := _function_calls(content)):
+    if published.is_call(message) and not calls and (calls := published.function_calls(content)):
         message, content = message | {"tool_calls": calls}, None
-    if isinstance(content, list):  # a list of parts, as in OpenAI's API
-        other = [part.get("type") if isinstance(part, dict) else part for part in content if not _is_text(part)]
-        if other:
-            raise UserError(
-                f"{place}: turn {i} has content other than text ({', '.join(map(repr, other[:3]))}); this recipe "
-                "trains on text only."
-            )
-        # LLaMA-Factory's key is `value`
-        content = "".join(
-            string(place, f"content of turn {i}", part.get("text", part.get("value"))) for part in content
-        )
     if content is None and calls:
         content = ""
     if message.get("function_call") and not calls:
@@ -193,7 +169,7 @@ def _turn(place: str, i: int, message: Any) -> tuple[dict, bool]:
             f"{place}: turn {i} has OpenAI's old `function_call`; write it as `tool_calls`, and the column `functions` "
             "as `tools`."
         )
-    turn = {"role": ROLES[role], "content": string(place, f"content of turn {i}", content)}
+    turn = {"role": role, "content": string(place, f"content of turn {i}", content)}
     if calls:
         message = message | {"tool_calls": _calls(place, i, calls)}
     turn |= {k: message[k] for k in ("tool_calls", "tool_call_id", "name") if message.get(k) is not None}
@@ -266,16 +242,25 @@ def map_strings(change, value: Any) -> Any:
     return [map_strings(change, part) for part in value] if isinstance(value, list) else value
 
 
-def _check_order(place: str, turns: list[dict]) -> None:
+def _check_order(place: str, turns: list[dict]) -> tuple[str, ...]:
+    """Return notes on an unusual order of turns.
+
+    Raises: UserError for an order in which something is not answered, or nothing is.
+    """
+    said = []
     for i, (before, turn) in enumerate(zip([None, *turns], turns, strict=False), 1):
         role, role_before = turn["role"], before["role"] if before else None
         if role == "system" and role_before not in (None, "system"):
-            raise UserError(f"{place}: turn {i} is a system turn behind others; it must come first.")
-        if role == "assistant" and role_before in (None, "system"):
-            raise UserError(f"{place}: turn {i} is an answer that nothing was asked for; a user turn must precede it.")
+            said.append(LATER_SYSTEM)
+        if role == "assistant" and all(earlier["role"] == "system" for earlier in turns[: i - 1]):
+            said.append(GREETING)
         if role == "user" and role_before == "user":
             raise UserError(f"{place}: turns {i - 1} and {i} are both the user's; join them or insert the answer.")
         if role == "tool" and role_before not in ("assistant", "tool"):
             raise UserError(f"{place}: turn {i} is a tool's result, but no assistant turn precedes it.")
     if turns[-1]["role"] not in ("assistant", "tool") or not any(t["role"] == "assistant" for t in turns):
         raise UserError(f"{place}: the conversation does not end in an assistant turn, so there is nothing to learn.")
+    if len(turns) == sum(turn["role"] in ("system", "assistant") for turn in turns):
+        i = next(i for i, turn in enumerate(turns, 1) if turn["role"] == "assistant")
+        raise UserError(f"{place}: turn {i} is an answer that nothing was asked for; a user turn must precede it.")
+    return tuple(dict.fromkeys(said))

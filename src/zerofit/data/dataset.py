@@ -21,13 +21,13 @@ import torch
 from zerofit.base.errors import UserError
 from zerofit.base.paths import cache_root, hash_file, private_folder
 from zerofit.data import conversations, encoding, formats, pairs, reading, template_text
-from zerofit.data.batches import lengths_of, rows_of_epoch, tables
-from zerofit.data.sources import Source, suffix
+from zerofit.data.batches import Share, lengths_of, rows_of_epoch, tables
+from zerofit.data.sources import Source, of_revision, suffix
 from zerofit.data.tokens import CHUNK, TokenizedDataset
 from zerofit.data.unpaired import rows as unpaired
 from zerofit.job import program
 
-CACHE_VERSION = 10  # raise it when the tokens of a row change
+CACHE_VERSION = 11  # raise it when the tokens of a row change
 
 
 def columns_of(settings) -> tuple[str, ...]:
@@ -43,7 +43,9 @@ def _fingerprint(sources: list[Source], settings, tokenizer, limit: int | None) 
         if source.hub:
             from datasets import load_dataset_builder
 
-            digest.update(repr((source.hub, load_dataset_builder(*source.hub[:2]).hash)).encode())
+            revision = of_revision(source.entry.revision)
+            built = load_dataset_builder(*source.hub[:2], **revision)
+            digest.update(repr((source.hub, *revision.values(), built.hash)).encode())
             continue
         try:
             files = [source.path] if source.path.is_file() else sorted(f for f in source.path.iterdir() if f.is_file())
@@ -63,7 +65,8 @@ def _fingerprint(sources: list[Source], settings, tokenizer, limit: int | None) 
 def hash_options(digest, sources: list[Source], settings, tokenizer, limit: int | None) -> None:
     """Add to a hash what the tokens depend on besides the data: tokenizer, template, options, CACHE_VERSION."""
     options = [
-        CACHE_VERSION, [s.weight for s in sources], settings.max_length, limit, settings.data_format, settings.columns,
+        CACHE_VERSION, [(s.weight, s.number, s.entry.columns) for s in sources], settings.max_length, limit,
+        settings.data_format, settings.columns,
         settings.train_on, settings.mask_generation_prompt, settings.truncation, tokenizer.chat_template,
         tokenizer.eos_token_id, tokenizer.special_tokens_map,
         *([pairs.KIND] if settings.documents_per_row == 2 else [unpaired.KIND] * settings.unpaired),
@@ -119,10 +122,16 @@ def prepare(sources: list[Source], settings, encoder: encoding.Encoder, limit: i
                 statistics = _read_facts(facts, settings)
             statistics = statistics or _build(table, facts, sources, settings, encoder, limit)
     statistics["source"] = ", ".join(map(str, sources))  # the cache may be of a copy in another folder
+    kept = [count for count, _ in statistics["sources"]]
+    statistics["entries"] = {source.number: (source.entry.path, source.weight) for source in sources}
+    numbers = np.repeat(np.array([source.number for source in sources], dtype=np.uint16), kept)
     weights = None
-    if any(weight != 1.0 for kept, weight in statistics["sources"] if kept):
-        weights = [weight for kept, weight in statistics["sources"] for _ in range(kept)]
-    return TokenizedDataset(Dataset.from_file(str(table)), statistics, fingerprint, weights)
+    if any(source.weight != 1.0 for source, count in zip(sources, kept, strict=True) if count):
+        weights = []
+        for source, count in zip(sources, kept, strict=True):
+            weights += [Share(source.weight, source.number)] * count
+    numbers = numbers if len(statistics["entries"]) > 1 else None
+    return TokenizedDataset(Dataset.from_file(str(table)), statistics, fingerprint, weights, numbers=numbers)
 
 
 def _build(table: Path, facts: Path, sources: list[Source], settings, encoder: encoding.Encoder, limit) -> dict:
@@ -168,20 +177,42 @@ def _read_facts(facts: Path, settings) -> dict | None:
 
 
 def repeated(tokens: TokenizedDataset) -> TokenizedDataset:
-    """Repeat rows by the weight of their source; with fractional weights the rows differ between epochs."""
+    """Repeat rows by the weight of their source; with fractional weights the rows differ between epochs.
+
+    The statistics get the rows and tokens that an epoch has of each entry of --data, where there are several.
+    """
     if tokens.weights is None:
+        tokens.statistics |= _of_sets(tokens, slice(None))
         return tokens
     chosen = rows_of_epoch(tokens.weights, 0)
     repeats = Counter(chosen)
     statistics = tokens.statistics | {
         "rows_an_epoch": len(chosen),
+        "tokens_an_epoch": int(lengths_of(tokens.dataset)[chosen].sum()),
         "repeated_by_weight": len(chosen) - len(repeats),
         "left_out_by_weight": len(tokens) - len(repeats),
+        **_of_sets(tokens, chosen),
     }
     first_epoch = TokenizedDataset(tokens.dataset.select(chosen), statistics, tokens.fingerprint)
-    if any(weight % 1 for weight in tokens.weights):
+    if any(share.weight % 1 for share in set(tokens.weights)):
         first_epoch.weights, first_epoch.whole = tokens.weights, tokens.dataset
     return first_epoch
+
+
+def _of_sets(tokens: TokenizedDataset, chosen: Sequence[int] | slice) -> dict:
+    """Return {"sets": of each entry of --data its name, weight, rows and tokens among the chosen rows}, if several."""
+    if tokens.numbers is None:
+        return {}
+    numbers, lengths = tokens.numbers[chosen], lengths_of(tokens.dataset)[chosen]
+    entries = tokens.statistics["entries"]
+    rows = np.bincount(numbers, minlength=max(entries) + 1)
+    sums = np.bincount(numbers, weights=lengths, minlength=max(entries) + 1)
+    return {
+        "sets": [
+            {"data": name, "weight": weight, "rows": int(rows[number]), "tokens": int(sums[number])}
+            for number, (name, weight) in entries.items()
+        ]
+    }
 
 
 def _chunks(read: Iterator, limit: int | None) -> Iterator[list]:
@@ -193,12 +224,12 @@ def _chunks(read: Iterator, limit: int | None) -> Iterator[list]:
 _work: tuple = ()  # (encoder, settings), inherited by forked workers: else every chunk would pickle a tokenizer
 
 
-def _encode(chunk: list, kind: str) -> tuple[reading.ReadingReport, object]:
+def _encode(chunk: list, form: reading.Form) -> tuple[reading.ReadingReport, object]:
     """Encode rows; return (report, Arrow batch of the kept rows or None)."""
     import pyarrow as pa
 
     (encoder, settings), report = _work, reading.ReadingReport()
-    encoded = reading.tokenized([(*row, kind) for row in chunk], settings, encoder, report, as_arrays=True)
+    encoded = reading.tokenized([(*row, form) for row in chunk], settings, encoder, report, as_arrays=True)
     kept = [row for row in encoded if row is not None]
     if not kept:
         return report, None
@@ -214,18 +245,20 @@ def _list_array(rows: Sequence[list[int] | np.ndarray]):
     return pa.ListArray.from_arrays(offsets, np.concatenate([np.asarray(row, dtype=np.int32) for row in rows]))
 
 
-def _encoded(chunks: Iterator[list], kind: str, pool, workers: int) -> Iterator[tuple[reading.ReadingReport, object]]:
+def _encoded(
+    chunks: Iterator[list], form: reading.Form, pool, workers: int
+) -> Iterator[tuple[reading.ReadingReport, object]]:
     """Yield each chunk encoded, in order; at most two chunks per worker are in memory.
 
     Raises: UserError from a row, or when a worker was killed (most likely by the OOM killer).
     """
     if pool is None:
-        yield from (_encode(chunk, kind) for chunk in chunks)
+        yield from (_encode(chunk, form) for chunk in chunks)
         return
     waiting: deque = deque()
     try:
         for chunk in chunks:
-            waiting.append(pool.submit(_encode, chunk, kind))
+            waiting.append(pool.submit(_encode, chunk, form))
             if len(waiting) >= 2 * workers:
                 yield waiting.popleft().result()
         while waiting:
@@ -278,10 +311,10 @@ def _write(table: Path, sources: list[Source], settings, encoder: encoding.Encod
     ):
         for source in sources:
             before, to_read = report.kept, None if limit is None else max(0, limit - report.rows)
-            kind, result = reading.kind_of(reading.read(source, settings), settings)
+            form, result = reading.form_of(reading.read(source, settings), settings, source)
             sample: list = []
             result = reading.first_kept(result, sample)
-            for of_chunk, batch in _encoded(_chunks(result, to_read), kind, pool, workers):
+            for of_chunk, batch in _encoded(_chunks(result, to_read), form, pool, workers):
                 report.add(of_chunk)
                 if batch is not None:
                     writer.write_batch(batch)
@@ -294,7 +327,7 @@ def _write(table: Path, sources: list[Source], settings, encoder: encoding.Encod
                     print(f"tokenizing: {report.rows:,} rows, {report.tokens:,} tokens", flush=True)
             per_source.append((report.kept - before, source.weight))
             if report.template_text["rows"] < template_text.MOST_ROWS:
-                report.template_text += reading.template_tokens([(*row, kind) for row in sample], settings, encoder)
+                report.template_text += reading.template_tokens([(*row, form) for row in sample], settings, encoder)
     result = reading.summarize(sources, report, settings)
     os.replace(tmp_path, table)
     return result | {"longest": longest, "sources": per_source, "seconds": round(time.monotonic() - started, 3)}
@@ -314,7 +347,8 @@ def split(tokens: TokenizedDataset, settings) -> tuple[TokenizedDataset, Tokeniz
         if unpaired.KIND in part.column_names:
             count["wanted"] = unpaired.count_wanted(part)
         weights = tokens.weights and [tokens.weights[i] for i in chosen]
-        parts.append(TokenizedDataset(part, tokens.statistics | count, tokens.fingerprint, weights))
+        numbers = None if tokens.numbers is None else tokens.numbers[chosen]
+        parts.append(TokenizedDataset(part, tokens.statistics | count, tokens.fingerprint, weights, numbers=numbers))
     return parts[0], parts[1]
 
 
@@ -341,7 +375,7 @@ def describe(name: str, tokens: TokenizedDataset) -> str:
         text += f", {stats['dropped_too_long']:,} dropped (longer than max_length)"
     if stats["dropped_bad"]:
         text += f", {stats['dropped_bad']:,} dropped (cannot be used)"
-    for name, why in zip(reading.OF_PAIRS, ("a side is empty", "both sides are the same"), strict=True):
+    for name, why in zip(reading.OF_PAIRS, ("a side is empty", "both sides are the same", "a tie"), strict=True):
         if stats.get(name):
             text += f", {stats[name]:,} dropped ({why})"
     if stats["dropped_no_answer_left"]:

@@ -455,6 +455,8 @@ class Encoder:
         DeepSeek-R1's: the answer then starts where the two part, which is behind the role's header. None if they part
         before it.
         """
+        if i == 0:
+            return self._start_of_greeting(place, whole, conversation)
         prompt = self._text(place, conversation, i, prompt=True)
         if whole.startswith(prompt):
             return len(prompt)
@@ -483,6 +485,21 @@ class Encoder:
         if conversations.PROMPT_GOES_ON not in conversation.notes:
             conversation.notes = (*conversation.notes, conversations.PROMPT_GOES_ON)
         return start
+
+    def _start_of_greeting(self, place: str, whole: str, conversation: conversations.Conversation) -> int | None:
+        """Return where the answer starts that is the first turn: templates render no conversation without turns.
+
+        It is behind the generation prompt, as that stands behind a question; None unless the answer follows it.
+        """
+        asked = dataclasses.replace(conversation, turns=[{"role": "user", "content": "?"}])
+        before, prompt = (self._text(place, asked, prompt=p) for p in (False, True))
+        header = prompt.removeprefix(before)
+        if prompt == before or not prompt.startswith(before):
+            return None
+        start = whole.find(header) + len(header)
+        text = conversation.turns[0]["content"].strip()
+        follows = whole.startswith(header, start - len(header)) and whole[start:].lstrip().startswith(text)
+        return start if follows else None
 
     def _end_by_tail(self, whole: str, start: int, after: str) -> int | None:
         """Return the end of the answer at `start`: its end token is that of `after`, the text up to its turn.

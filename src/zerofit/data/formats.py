@@ -17,18 +17,12 @@ from zerofit.data.conversations import (
     turns_of,
     with_input,
 )
+from zerofit.data.published import columns, comparisons, trees
 from zerofit.job.recipe import Recipe
 
 MASKS = ("completion_mask", "assistant_masks", "loss_mask")  # beside input_ids; the first two are TRL's
 
 AROUND = ("system", "tools", *arguments.COLUMNS)  # optional columns around any conversation
-
-# Names of published datasets for a question, an answer and a whole text, in order of preference.
-ASKED = ("instruction", "question", "prompt", "query", "problem", "input")
-
-ANSWERED = ("completion", "answer", "output", "response", "solution", "target")
-
-WHOLE_TEXT = ("content", "document", "body", "article")
 
 MOST_NAMED = 20  # columns that a refusal names
 
@@ -79,7 +73,7 @@ def _pair(first: str, last: str) -> Callable[[str, Row], Conversation]:
         if isinstance(row[first], list) or isinstance(row[last], list):
             if not (isinstance(row[first], list) and isinstance(row[last], list)):
                 raise UserError(f"{place}: columns {first!r} and {last!r} must both be strings or both message lists.")
-            return turns_of(place, [*row[first], *row[last]], row)
+            return turns_of(place, [*row[first], *row[last]], row, drop_unanswered=True)
         question, answer = string(place, first, row[first]), string(place, last, row[last])
         if first == "instruction":
             question = with_input(place, question, row)
@@ -89,13 +83,36 @@ def _pair(first: str, last: str) -> Callable[[str, Row], Conversation]:
     return read
 
 
+def _chat(column: str) -> Callable[[str, Row], Conversation]:
+    """Return a reader of a column of turns."""
+    return lambda place, row: turns_of(place, row[column], row, drop_unanswered=True)
+
+
+def _instances(place: str, row: Row) -> Conversation:
+    """Read a task of self-instruct: an instruction with one instance, {"input", "output"}."""
+    instances = row["instances"]
+    if not isinstance(instances, list) or len(instances) != 1 or not isinstance(instances[0], dict):
+        count = len(instances) if isinstance(instances, list) else "no list of"
+        raise UserError(f"{place}: column 'instances' holds {count} instances; write a row for each of them.")
+    return parse(place, {**row, **instances[0]}, "alpaca")
+
+
+def _tree(place: str, row: Row) -> Conversation:
+    """Read a tree of messages along its best replies."""
+    conversation = turns_of(place, trees.turns(place, row), row, drop_unanswered=True)
+    conversation.notes += (trees.WHOLE,)
+    return conversation
+
+
 FORMATS = (
     Format("tokens", ("input_ids",), _tokens, ("labels", *MASKS)),
-    Format("messages", ("messages",), lambda place, row: turns_of(place, row["messages"], row), AROUND),
-    Format("sharegpt", ("conversations",), lambda place, row: turns_of(place, row["conversations"], row), AROUND),
+    Format("messages", ("messages",), _chat("messages"), AROUND),
+    Format("sharegpt", ("conversations",), _chat("conversations"), AROUND),
     Format("prompt/completion", ("prompt", "completion"), _pair("prompt", "completion"), (*AROUND, "history")),
     Format("question/answer", ("question", "answer"), _pair("question", "answer"), (*AROUND, "history")),
     Format("alpaca", ("instruction", "output"), _pair("instruction", "output"), ("input", *AROUND, "history")),
+    Format("self-instruct", ("instruction", "instances"), _instances, AROUND),
+    Format("tree", trees.COLUMNS, _tree, trees.BESIDE),
     Format("text", ("text",), lambda place, row: string(place, "text", row["text"])),
 )
 
@@ -132,8 +149,8 @@ def not_used(row: Row, kind: str, known: Sequence[Format] = FORMATS) -> list[str
     """Return the columns of a row and the keys of its turns (`messages[].id`) that are not empty and are ignored."""
     entry = named(kind, known)
     used = {*entry.columns, *entry.beside}
-    columns = [str(name) for name, value in row.items() if name not in used and value not in (None, "", [])]
-    return columns + [key for name in entry.columns for key in keys_not_used(name, row[name])]
+    idle = [str(name) for name, value in row.items() if name not in used and value not in (None, "", [])]
+    return idle + [key for name in entry.columns for key in keys_not_used(name, row[name])]
 
 
 def detect(place: str, row: Row, known: Sequence[Format] = FORMATS) -> str:
@@ -141,52 +158,59 @@ def detect(place: str, row: Row, known: Sequence[Format] = FORMATS) -> str:
 
     Raises: UserError naming the place and the columns found.
     """
-    for entry in known:
-        if all(column in row for column in entry.columns):
-            return entry.name
+    return recognize(place, row, known)[0]
+
+
+def recognize(place: str, row: Row, known: Sequence[Format] = FORMATS) -> tuple[str, dict[str, str]]:
+    """Return the format of a row, and {column: our name} where columns are taken by their names.
+
+    Raises: UserError naming the place and the columns found.
+    """
+    kind = _with_columns(row, known)
+    if kind:
+        return kind, {}
     _check_preference(place, row)
-    columns = "; ".join("+".join(entry.columns) for entry in known)
-    guess = guess_columns(row)
-    mend = (
-        f"map them: --columns {' '.join(guess)}" if guess else "name columns with --columns prompt=... completion=..."
-    )
+    names = columns.guess(row)
+    if names:
+        return _with_columns(renamed(row, names), known), names
     found = [*map(str, row)]
-    if len(found) > 1 and all(isinstance(value, dict) for value in row.values()):
-        mend = "this is one object with the rows under its keys: write its values as a list"
     named = ", ".join(found[:MOST_NAMED]) + f" and {len(found) - MOST_NAMED} more" * (len(found) > MOST_NAMED)
-    raise UserError(f"{place}: no known format in the columns {named}; one of these is needed: {columns}; {mend}.")
+    needed = "; ".join("+".join(entry.columns) for entry in known)
+    raise UserError(f"{place}: no known format in the columns {named}; one of these is needed: {needed}; {_mend(row)}.")
 
 
-def guess_columns(row: Row) -> list[str]:
-    """Guess --columns for a row of unknown format by its column names; [] without a guess."""
-    strings = {name for name, value in row.items() if isinstance(value, str)}
-    chat_column = next((name for name, v in row.items() if isinstance(v, list) and v and isinstance(v[0], dict)), None)
-    if chat_column and {"role", "from"} & row[chat_column][0].keys():
-        return [f"messages={chat_column}"]
-    question = next((name for name in ASKED if name in strings), None)
-    answer = next((name for name in ANSWERED if name in strings and name != question), None)
-    if not (question and answer):
-        text = next((name for name in WHOLE_TEXT if name in strings), None)
-        return [f"text={text}"] if text and not question else []
-    first, last = next(
-        (pair for kind in ("question/answer", "alpaca") if question == (pair := named(kind).columns)[0]),
-        ("prompt", "completion"),
-    )
-    guess = [f"{ours}={theirs}" for ours, theirs in ((first, question), (last, answer)) if ours != theirs]
-    if first == "instruction" and "input" not in row and "context" in strings:
-        guess.append("input=context")
-    return guess + (["system=system_prompt"] if "system" not in row and "system_prompt" in strings else [])
+def _with_columns(row: Row, known: Sequence[Format]) -> str:
+    """Return the first format whose columns a row has; "" without one."""
+    return next((entry.name for entry in known if all(column in row for column in entry.columns)), "")
+
+
+def renamed(row: Row, names: dict[str, str]) -> Row:
+    """Return the row with columns under other names, without those whose names these were."""
+    return {names.get(key, key): value for key, value in row.items() if key in names or key not in names.values()}
+
+
+def _mend(row: Row) -> str:
+    """Return what to type for a row whose columns do not say what is asked and what is answered."""
+    if len(row) > 1 and all(isinstance(value, dict) for value in row.values()):
+        return "this is one object with the rows under its keys: write its values as a list"
+    text, (asked, answered) = columns.whole_text(row), columns.candidates(row)
+    if text:
+        return f"map them: --columns text={text}"
+    several = [f"{', '.join(names)} ({role})" for names, role in ((asked, "asked"), (answered, "answered")) if names]
+    which = f"; here could be meant: {'; '.join(several)}" if len(asked) > 1 or len(answered) > 1 else ""
+    return f"name columns with --columns prompt=... completion=...{which}"
 
 
 def _check_preference(place: str, row: Row) -> None:
     """Raise UserError for preference data (DPO): rows with a chosen and a rejected answer."""
-    if row.get("chosen") is None or row.get("rejected") is None:
+    found = comparisons.columns_of(row)
+    if found is None:
         return
-    column = _column_of_chosen(row["chosen"], row.get("prompt"))
+    column = _column_of_chosen(row[found[0]], row.get("prompt")) if found == ("chosen", "rejected") else None
     mend = f"--columns {column}=chosen would train on the chosen answers" if column else "keep the chosen answers only"
     raise UserError(
-        f"{place}: columns 'chosen' and 'rejected' are preference data, which recipes/dpo.py trains on (make dpo); "
-        f"here {mend}."
+        f"{place}: columns {found[0]!r} and {found[1]!r} are preference data, which recipes/dpo.py trains on "
+        f"(make dpo); here {mend}."
     )
 
 

@@ -5,7 +5,7 @@ from typing import Any
 from zerofit.base.errors import UserError
 
 # Keys of a turn that say whether it is trained: axolotl's, OpenAI's, ms-swift's and xtuner's, LLaMA-Factory's.
-TRAIN_MARKS = ("train", "training", "trainable", "weight", "loss", "loss_weight", "loss_scale")
+TRAIN_MARKS = ("train", "training", "trainable", "weight", "loss", "loss_weight", "loss_scale", "output_with_loss")
 
 FOR_ANY_ROLE = ("train", "training", "trainable")  # true trains turns of the user as well; the others are the answers'
 
@@ -17,13 +17,17 @@ ROW_MARKS = ("weight", "sample_weight", "loss_weight", "train", "trainable")  # 
 
 MEDIA = ("images", "videos", "audios", "image", "video", "audio")
 
-VERDICTS = ("true", "false", "0", "1")  # values of KTO's `label`, in any case
+LABELS = ("label", "kto_tag")  # columns that mark an answer as good or bad; the second is LLaMA-Factory's
 
-PARENTS = ("parent_id", "parent_message_id", "message_tree_id")  # of Open Assistant's messages
+VERDICTS = ("true", "false", "0", "1")  # their values, in any case
+
+PARENTS = ("parent_id", "parent_message_id", "message_tree_id")  # of Open Assistant's messages (published/trees.py)
+
+SOLUTION = "solution"  # beside question and answer: the answer is then its last line alone (LIMO, s1K)
 
 ASKED_BESIDE_TEXT = ("prompt", "question", "instruction")
 
-SUSPICIOUS = frozenset((*ROW_MARKS, *MEDIA, "label", "role", *ASKED_BESIDE_TEXT, "mask", "attention_mask"))
+SUSPICIOUS = frozenset((*ROW_MARKS, *MEDIA, *LABELS, SOLUTION, "role", *ASKED_BESIDE_TEXT, "mask", "attention_mask"))
 
 RENAME = "if it means something else, rename it (--columns other={0})"
 
@@ -46,17 +50,30 @@ def check_row(place: str, row: dict[str, Any], kind: str) -> None:
             f"{place}: column {weight!r} is {row[weight]!r}, but rows are not weighed one by one: put them into files "
             "and weigh these (--data a.jsonl b.jsonl:0.5), and remove the column; " + RENAME.format(weight) + "."
         )
-    if kind not in ("text", "tokens") and str(row.get("label")).lower() in VERDICTS:
-        raise UserError(
-            f"{place}: column 'label' marks answers as good or bad (KTO), but this recipe would train on all of them "
-            "alike; train with recipes/dpo.py --loss_type kto, or keep the good ones and remove the column; "
-            + RENAME.format("label")
-            + "."
-        )
+    if kind not in ("text", "tokens"):
+        refuse_label(place, row)
     if kind == "text":
         _check_text(place, row)
+    if kind == "question/answer":
+        _check_solution(place, row)
     if kind == "tokens":
         _check_masks(place, row)
+
+
+def label_of(row: dict[str, Any]) -> str | None:
+    """Return the column that marks the row's answer as good or bad (KTO); None without one."""
+    return next((name for name in LABELS if str(row.get(name)).lower() in VERDICTS), None)
+
+
+def refuse_label(place: str, row: dict[str, Any]) -> None:
+    """Raise UserError for a row whose answer is marked as good or bad."""
+    label = label_of(row)
+    if label:
+        raise UserError(
+            f"{place}: column {label!r} marks answers as good or bad, which --loss_type kto trains on "
+            "(recipes/dpo.py); here all of them would be trained on alike: keep the good ones and remove the column, "
+            f"or {RENAME.format(label)}."
+        )
 
 
 def _number(value: Any) -> float | None:
@@ -82,6 +99,15 @@ def _check_text(place: str, row: dict[str, Any]) -> None:
                 f"{place}: columns {name!r} and 'text': the text would be trained on without its {name}. If it is the "
                 f"answer: --columns prompt={name} completion=text; if not: --columns other={name}."
             )
+
+
+def _check_solution(place: str, row: dict[str, Any]) -> None:
+    solution, answer = row.get(SOLUTION), row["answer"]
+    if isinstance(solution, str) and isinstance(answer, str) and len(solution.strip()) > len(answer):
+        raise UserError(
+            f"{place}: columns 'answer' and {SOLUTION!r}: which of them is the answer is not certain; name it: "
+            f"--columns answer={SOLUTION}, or for the shorter one --columns other={SOLUTION}."
+        )
 
 
 def _check_masks(place: str, row: dict[str, Any]) -> None:

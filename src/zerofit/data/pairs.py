@@ -4,13 +4,13 @@ A tokenized pair is one row of two documents: input_ids and labels of the chosen
 side, and `lengths` of both. Only the answers are labeled; turns that both sides share are the prompt.
 """
 
-import re
 from typing import Any
 
 from zerofit.base.errors import UserError
 from zerofit.data import conversations, meaning
 from zerofit.data.chat_templates import arguments
 from zerofit.data.conversations import Conversation
+from zerofit.data.published import comparisons
 
 KIND = "preference"
 
@@ -24,10 +24,6 @@ USED = {*SIDES, "prompt", *ASKED, *CONVERSATION, "input", "system", "tools", "hi
 
 SCORES = ("score_chosen", "score_rejected", "chosen_score", "rejected_score", "margin")  # beside many published pairs
 
-DIALOGUE = re.compile(
-    r"\n\nHuman: |\n\nAssistant: ?"
-)  # Anthropic's hh-rlhf: both sides are whole dialogues in a string
-
 
 def parse(place: str, row: dict[str, Any]) -> tuple[Conversation, Conversation]:
     """Parse a row into the conversations of the chosen and of the rejected side.
@@ -37,6 +33,8 @@ def parse(place: str, row: dict[str, Any]) -> tuple[Conversation, Conversation]:
     """
     for name in SIDES:
         if row.get(name) is None:
+            meaning.refuse_label(place, row)
+            _refuse_ranking(place, row)
             present = ", ".join(k for k, v in row.items() if v is not None) or "none"
             raise UserError(
                 f"{place}: column {name!r} is missing or null; a preference pair needs `chosen` and `rejected` (and a "
@@ -49,6 +47,8 @@ def parse(place: str, row: dict[str, Any]) -> tuple[Conversation, Conversation]:
     both = []
     for name, side in zip(SIDES, turns, strict=True):
         conversation = conversations.turns_of(f"{place}, {name}", side, row)
+        if name == "rejected":
+            conversation.notes = ()  # those of the chosen side are said already
         own_turns = len(conversation.turns) - len(side) + shared  # the system prompt of its column comes first
         conversation.trained = [trained and i >= own_turns for i, trained in enumerate(conversation.trained)]
         if shared == 0 or (len(side) > shared and conversation.turns[own_turns]["role"] != "assistant"):
@@ -57,6 +57,17 @@ def parse(place: str, row: dict[str, Any]) -> tuple[Conversation, Conversation]:
             )
         both.append(conversation)
     return both[0], both[1]
+
+
+def _refuse_ranking(place: str, row: dict[str, Any]) -> None:
+    """Raise UserError for a row that ranks several answers instead of comparing two."""
+    found = comparisons.ranking(row)
+    if found:
+        column, key, answers = found
+        raise UserError(
+            f"{place}: column {column!r} ranks {answers} answers by {key!r}, but a preference pair has two; write rows "
+            "with `prompt`, `chosen` and `rejected`, such as the best and the worst of them."
+        )
 
 
 def _prompt(place: str, row: dict[str, Any]) -> list[dict]:
@@ -80,13 +91,12 @@ def _side(place: str, name: str, value: Any, prompt: list[dict]) -> list[dict]:
     if isinstance(value, str):
         if prompt:
             return [*prompt, {"role": "assistant", "content": conversations.string(place, name, value)}]
-        if not value.startswith("\n\nHuman: "):
+        if not value.startswith(comparisons.HUMAN):
             raise UserError(
                 f"{place}: column 'prompt' is missing, and {name!r} is a string that holds no dialogue; add the "
                 "prompt, or map its column with --columns prompt=..."
             )
-        roles = ["user" if "Human" in mark else "assistant" for mark in DIALOGUE.findall(value)]
-        return [{"role": r, "content": t.strip()} for r, t in zip(roles, DIALOGUE.split(value)[1:], strict=True)]
+        return comparisons.dialogue(value)
     if not isinstance(value, list) or not value:
         raise UserError(f"{place}: column {name!r} must be a string, a turn or a list of turns that is not empty.")
     # UltraFeedback repeats the prompt inside

@@ -12,6 +12,8 @@ import numpy as np
 
 from zerofit.base.errors import UserError
 from zerofit.data import conversations, encoding, end_tokens, formats, pairs, template_text
+from zerofit.data.published import columns as published_columns
+from zerofit.data.published import comparisons, trees
 from zerofit.data.sources import Source, json_object, read_rows
 from zerofit.data.unpaired import rows as unpaired
 
@@ -53,6 +55,7 @@ class ReadingReport:
     dropped_too_long: int = 0  # --truncation drop
     dropped_empty_side: int = 0  # pairs, one of whose answers is empty
     dropped_identical_sides: int = 0  # pairs
+    dropped_ties: int = 0  # pairs, neither of whose answers is the better one
     wanted: int = 0  # kept answers with the label true, of unpaired rows
     truncated: int = 0
     tokens: int = 0
@@ -77,57 +80,81 @@ class ReadingReport:
 
 COUNTS = tuple(entry.name for entry in fields(ReadingReport) if entry.type is int)
 
-OF_PAIRS = ("dropped_empty_side", "dropped_identical_sides")  # those that only a preference set has
+OF_PAIRS = ("dropped_empty_side", "dropped_identical_sides", "dropped_ties")  # those that only a preference set has
 
 OF_UNPAIRED = ("wanted",)
 
 
-def parsed(place: str, row: dict | str | UserError, kind: str, settings, report: ReadingReport | None = None) -> tuple:
+@dataclass(frozen=True)
+class Form:
+    """How the rows of a source are read."""
+
+    kind: str  # their format; "": detected row by row
+    names: dict[str, str] = field(default_factory=dict)  # --columns: name in the data -> our name
+    guessed: dict[str, str] = field(default_factory=dict)  # the same for columns that are taken by their names
+    note: str = ""  # what was taken for granted for all of them
+
+
+def parsed(place: str, row: dict | str | UserError, form: Form, settings, report: ReadingReport | None = None) -> tuple:
     """Return what is trained of a row: one conversation, text or token lists; of a pair both sides.
 
-    Args: kind: its format; "": detected; report: counts the format and the columns that are not used.
+    Args: report: counts the format, the columns that are not used and what was taken for granted.
     Raises: UserError for a row that cannot be used.
     """
-    return tuple(side for _, sides, _ in _entries(place, row, kind, settings, report) for side in sides)
+    return tuple(side for _, sides, _ in _entries(place, row, form, settings, report) for side in sides)
 
 
-def _entries(place: str, row: dict | str | UserError, kind: str, settings, report: ReadingReport | None) -> list[tuple]:
-    """Return [(place, what `parsed` returns, the label of an unpaired answer or None)]: a pair that is taken apart
-    makes two."""
-    columns = _renamed(place, row, _names(settings))
+def _entries(
+    place: str, row: dict | str | UserError, form: Form, settings, report: ReadingReport | None
+) -> list[tuple]:
+    """Return [(place, what `parsed` returns, the label of an unpaired answer or None)].
+
+    A pair that is taken apart makes two.
+    """
+    columns, said = _renamed(place, row, form.names), [form.note] if form.note else []
     report = report or ReadingReport()
-    if kind == unpaired.KIND:
-        found, answers, not_used = unpaired.parse(place, columns, formats.known_to(settings.recipe))
+    if form.kind == unpaired.KIND:
+        found, answers, not_used, notes = unpaired.parse(place, columns, formats.known_to(settings.recipe))
         report.formats[found] += 1
         report.columns_not_used.update(not_used)
+        report.notes.update([*said, *notes])
         return [(place, (side,), wanted) for place, side, wanted in answers]
     if settings.documents_per_row == 2:
+        columns, notes = comparisons.standard(place, columns)
         kind, sides = pairs.KIND, pairs.parse(place, columns)
         not_used = pairs.not_used(columns)
+        said += notes
     else:
-        known = formats.known_to(settings.recipe)
-        kind = kind or formats.detect(place, columns, known)
+        known, kind, guessed = formats.known_to(settings.recipe), form.kind, form.guessed
+        if not kind:
+            kind, guessed = formats.recognize(place, columns, known)
+        if guessed:
+            columns = formats.renamed(columns, guessed)
+            said.append(published_columns.said(guessed))
         sides = (formats.parse(place, columns, kind, known),)
         not_used = formats.not_used(columns, kind, known)
     report.formats[kind] += 1
     report.columns_not_used.update(not_used)
+    report.notes.update(said)
     return [(place, sides, None)]
 
 
 def tokenized(
     raw: Iterable[tuple], settings, encoder: encoding.Encoder, report: ReadingReport, as_arrays: bool = False
 ) -> list[tuple | None]:
-    """Tokenize (place, row of sources.read_rows, format) into (input_ids, labels), None if dropped; pairs of a
+    """Tokenize (place, row of sources.read_rows, Form) into (input_ids, labels), None if dropped; pairs of a
     preference set into (input_ids, labels, lengths), unpaired answers into (input_ids, labels, [1 if wanted]).
 
-    An empty format ("") is detected row by row. as_arrays: see Encoder.encode; rows of pairs are lists.
+    as_arrays: see Encoder.encode; rows of pairs are lists.
     Raises: UserError for a row that cannot be used, unless --bad_rows drop.
     """
     sides_of, of_pairs = [], settings.documents_per_row == 2
-    for place, row, kind in raw:
+    for place, row, form in raw:
         entries: list[tuple] = [(place, (), None)]
         try:
-            entries = _entries(place, row, kind, settings, report)
+            entries = _entries(place, row, form, settings, report)
+        except comparisons.Tie:
+            report.dropped_ties += 1
         except UserError as error:
             _refuse(place, error, settings, report)
         report.rows += len(entries)
@@ -222,11 +249,11 @@ def first_kept(rows: Iterator, sample: list) -> Iterator:
 
 
 def template_tokens(raw: list[tuple], settings, encoder: encoding.Encoder) -> Counter:
-    """Count the tokens in the loss of some (place, row, format) by who wrote them, as template_text.count does."""
+    """Count the tokens in the loss of some (place, row, Form) by who wrote them, as template_text.count does."""
     sides = []
-    for place, row, kind in raw:
+    for place, row, form in raw:
         with contextlib.suppress(UserError):  # rows that cannot be used are counted elsewhere
-            sides += [(place, side) for side in parsed(place, row, kind, settings)]
+            sides += [(place, side) for side in parsed(place, row, form, settings)]
     counted = template_text.count(encoder, sides)
     encoder.notes.clear()  # of these rows, which are counted with all rows
     encoder.ended.take()
@@ -247,34 +274,40 @@ def read(source: Source, settings) -> Iterator[tuple]:
         yield place, error
 
 
-def kind_of(rows: Iterator, settings) -> tuple[str, Iterator]:
-    """Return (format, all rows): --data_format, or the format of the first row that has one.
+def form_of(rows: Iterator, settings, source: Source) -> tuple[Form, Iterator]:
+    """Return (form, all rows) of a source: with --data_format, or the format of the first row that has one.
 
-    The format is "" when none of the first LOOKED_AT rows has one, under --bad_rows drop.
-    Raises: UserError when the first row has no known format, under --bad_rows error.
+    The format is "" when none of the first LOOKED_AT rows has one, under --bad_rows drop. Messages of trees, which
+    stand in a row each, are joined; all of them are in memory then.
+    Raises: UserError when the first row has no known format, under --bad_rows error; for trees under --streaming.
     """
+    own = source.entry.columns
+    names, known = _names(settings.columns if own is None else own), formats.known_to(settings.recipe)
     if settings.documents_per_row == 2:
-        return pairs.KIND, rows
+        return Form(pairs.KIND, names), rows
     if settings.unpaired:
-        return unpaired.KIND, rows
+        return Form(unpaired.KIND, names), rows
     if settings.data_format != "auto":
-        return settings.data_format, rows
+        return Form(settings.data_format, names), rows
+    rows, note = trees.take(rows, lambda place, row: _renamed(place, row, names))
+    if note and getattr(settings, "streaming", False):
+        raise UserError("--streaming: the rows are messages of trees, which are joined in memory; leave it out.")
     looked_at: list = []
     for place, row in itertools.islice(rows, LOOKED_AT):
         looked_at.append((place, row))
         try:
-            kind = formats.detect(place, _renamed(place, row, _names(settings)), formats.known_to(settings.recipe))
+            kind, guessed = formats.recognize(place, _renamed(place, row, names), known)
         except UserError:
             if settings.bad_rows == "error":
                 raise
         else:
-            return kind, itertools.chain(looked_at, rows)
-    return "", itertools.chain(looked_at, rows)
+            return Form(kind, names, guessed, note), itertools.chain(looked_at, rows)
+    return Form("", names, note=note), itertools.chain(looked_at, rows)
 
 
-def _names(settings) -> dict[str, str]:
+def _names(columns: Iterable[str] | None) -> dict[str, str]:
     """Return --columns as {name in the data: our name}."""
-    return {theirs: ours for ours, theirs in (c.split("=", 1) for c in settings.columns or [])}
+    return {theirs: ours for ours, theirs in (c.split("=", 1) for c in columns or [])}
 
 
 def _renamed(place: str, row: dict | str | UserError, names: dict[str, str]) -> dict:
@@ -288,7 +321,7 @@ def _renamed(place: str, row: dict | str | UserError, names: dict[str, str]) -> 
     missing = next((old for old in names if old not in row), None)
     if missing is not None:
         raise UserError(f"{place}: --columns names {missing!r}, but the columns are {', '.join(row)}.")
-    return {names.get(key, key): value for key, value in row.items() if key in names or key not in names.values()}
+    return formats.renamed(row, names)
 
 
 def repeats(weight: float, number: int, epoch: int) -> int:
@@ -320,8 +353,8 @@ def summarize(sources: list[Source], report: ReadingReport, settings) -> dict:
 
 def _others(kinds: list[str], settings) -> tuple[str, ...]:
     """Return the counts that rows of other kinds have."""
-    if settings.unpaired:
-        return OF_PAIRS
+    if settings.unpaired:  # pairs that are taken apart may be ties
+        return tuple(name for name in OF_PAIRS if name != "dropped_ties")
     return OF_UNPAIRED if kinds == [pairs.KIND] else OF_PAIRS + OF_UNPAIRED
 
 
@@ -336,8 +369,8 @@ def _refuse_nothing(names: str, report: ReadingReport, settings) -> None:
         )
     if report.kept:
         return
-    if report.dropped_empty_side + report.dropped_identical_sides == report.rows:
-        raise UserError(f"{names}: each of the {report.rows} pairs has an empty side or two identical ones.")
+    if sum(getattr(report, name) for name in OF_PAIRS) == report.rows:
+        raise UserError(f"{names}: each of the {report.rows} pairs is a tie, has an empty side or two identical ones.")
     if report.dropped_no_answer_left or report.dropped_too_long:
         raise UserError(
             f"{names}: in none of the {report.rows} rows an answer fits into --max_length {settings.max_length}."

@@ -70,7 +70,7 @@ def load(sources: list[data_sources.Source], settings, encoder: encoding.Encoder
 class Stream(torch.utils.data.IterableDataset):
     """Iterate over all rows, epoch after epoch without end, in the same order on every rank.
 
-    Yields (place, row or line of JSON, format), or packs {"input_ids", "labels", "lengths"} with --packing. The first
+    Yields (place, row or line of JSON, Form), or packs {"input_ids", "labels", "lengths"} with --packing. The first
     `skip` samples are skipped (set it before iterating).
     """
 
@@ -85,11 +85,11 @@ class Stream(torch.utils.data.IterableDataset):
     def __iter__(self) -> Iterator:
         return itertools.islice(self._samples(), self.skip, None)
 
-    def rows(self, epoch: int = 0) -> Iterator[tuple[str, object, str]]:
+    def rows(self, epoch: int = 0) -> Iterator[tuple[str, object, reading.Form]]:
         """Yield an unshuffled epoch: sources interleaved by size, rows repeated by weight."""
         return itertools.islice(self._merged(epoch), self.settings.max_samples)
 
-    def _merged(self, epoch: int) -> Iterator[tuple[str, object, str]]:
+    def _merged(self, epoch: int) -> Iterator[tuple[str, object, reading.Form]]:
         iterators = [self._weighted(source, epoch) for source in self.sources]
         step = [1 / (size * s.weight) for size, s in zip(_sizes(self.sources), self.sources, strict=True)]
         queue = [(0.0, i) for i in range(len(iterators))]  # (rows read by size x weight, index of the source)
@@ -100,10 +100,10 @@ class Stream(torch.utils.data.IterableDataset):
                 yield row
                 heapq.heappush(queue, (progress + step[i], i))
 
-    def _weighted(self, source, epoch: int) -> Iterator[tuple[str, object, str]]:
-        kind, read = reading.kind_of(reading.read(source, self.settings), self.settings)
+    def _weighted(self, source, epoch: int) -> Iterator[tuple[str, object, reading.Form]]:
+        form, read = reading.form_of(reading.read(source, self.settings), self.settings, source)
         for number, row in enumerate(read):
-            yield from itertools.repeat((*row, kind), reading.repeats(source.weight, number, epoch))
+            yield from itertools.repeat((*row, form), reading.repeats(source.weight, number, epoch))
 
     def encoded(self, raw: list, report: reading.ReadingReport | None = None) -> list[tuple[list, list] | None]:
         """Return (input_ids, labels) of each row, None for a dropped one; both are counted in the report."""

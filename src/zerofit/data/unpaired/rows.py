@@ -5,15 +5,14 @@ from collections.abc import Sequence
 from typing import Any
 
 from zerofit.base.errors import UserError
-from zerofit.data import formats, pairs
+from zerofit.data import formats, meaning, pairs
 from zerofit.data.batches import tables
 from zerofit.data.conversations import Conversation
+from zerofit.data.published import columns, comparisons
 
 KIND = "unpaired"
 
 FROM_PAIRS = "pairs taken apart"  # the format of a row that holds two answers
-
-LABEL = "label"
 
 # Values of the label in published data, in lower case: TRL's and ms-swift's booleans, and the same as text or numbers.
 LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
@@ -23,19 +22,21 @@ WITHOUT_PROMPT = ("text", "tokens")  # formats that do not say where the answer 
 
 def parse(
     place: str, row: dict[str, Any], known: Sequence[formats.Format]
-) -> tuple[str, list[tuple[str, Conversation, bool]], list[str]]:
-    """Parse a row into (its format, [(place, conversation, whether its answer is wanted)], columns not used).
+) -> tuple[str, list[tuple[str, Conversation, bool]], list[str], list[str]]:
+    """Parse a row into (format, [(place, conversation, whether its answer is wanted)], columns not used, notes).
 
     Only the turns behind the last question are trained. A row of a pair has two answers.
     Raises: UserError naming the place for a label that is missing or unknown, and as the parsers of both forms.
     """
-    if row.get("chosen") is not None and row.get("rejected") is not None:
-        sides = pairs.parse(place, row)
+    pair, notes = comparisons.standard(place, row) if meaning.label_of(row) is None else (row, ())
+    if pair.get("chosen") is not None and pair.get("rejected") is not None:
+        sides = pairs.parse(place, pair)
         answers = [(f"{place}, {name}", side, name == "chosen") for name, side in zip(pairs.SIDES, sides, strict=True)]
-        return FROM_PAIRS, answers, pairs.not_used(row)
+        return FROM_PAIRS, answers, pairs.not_used(pair), list(notes)
     wanted = _label(place, row)
-    row = {name: value for name, value in row.items() if name != LABEL}
-    kind = formats.detect(place, row, known)
+    row = {name: value for name, value in row.items() if name not in meaning.LABELS}
+    kind, guessed = formats.recognize(place, row, known)
+    row, notes = formats.renamed(row, guessed), [columns.said(guessed)] if guessed else []
     if kind in WITHOUT_PROMPT:
         raise UserError(
             f"{place}: format {kind}: nothing says where the answer begins that 'label' is about; give a `prompt` and "
@@ -45,12 +46,12 @@ def parse(
     asked = max((i for i, turn in enumerate(conversation.turns) if turn["role"] == "user"), default=-1)
     trained = [on and i > asked for i, on in enumerate(conversation.trained)]
     conversation = dataclasses.replace(conversation, trained=trained)
-    return kind, [(place, conversation, wanted)], formats.not_used(row, kind, known)
+    return kind, [(place, conversation, wanted)], formats.not_used(row, kind, known), notes
 
 
 def _label(place: str, row: dict[str, Any]) -> bool:
     """Return whether the row's answer is wanted."""
-    value = row.get(LABEL)
+    value = next((row[name] for name in meaning.LABELS if row.get(name) is not None), None)
     if value is None:
         present = ", ".join(k for k, v in row.items() if v is not None) or "none"
         raise UserError(

@@ -1,0 +1,73 @@
+"""Rows as published data sets spell them become the turns that they stand for, with the loss where it belongs.
+
+Text and loss are compared with a rendering by hand.
+"""
+
+import json
+import re
+
+import pytest
+from published_rows import CASES
+
+from zerofit.base.errors import UserError
+from zerofit.config import resolve
+from zerofit.data import batches, dataset
+from zerofit.data.conversations import IGNORE
+from zerofit.data.load import load_datasets
+
+TEMPLATE = (
+    "{% for t in tools or [] %}<!-- {{ t.function.name }} -->{% endfor %}"
+    "{% for m in messages %}<|{{ m.role if m.role != 'tool' else 'user' }}|>\n{% if m.role == 'assistant' %}"
+    "{% generation %}{% if m.reasoning_content %}<think>{{ m.reasoning_content }}</think>{% endif %}{{ m.content }}"
+    "{% for c in m.tool_calls or [] %}<call>{{ c.function.name }} {{ c.function.arguments | tojson }}</call>"
+    "{% endfor %}<|end|>{% endgeneration %}{{ '\\n' }}{% else %}{{ m.content }}<|end|>\n{% endif %}{% endfor %}"
+    "{% if add_generation_prompt %}<|assistant|>\n{% endif %}"
+)
+
+
+def rendered(turns) -> tuple[str, str]:
+    """Return the text of turns and the part of it that is trained, written by hand."""
+    text = loss = ""
+    for role, content, trained, *more in turns:
+        if role == "text":
+            return content + "<|end|>", content + "<|end|>"
+        reasoning, calls = (more[0].get("reasoning"), more[0].get("calls", [])) if more else (None, [])
+        body = f"<think>{reasoning}</think>" if reasoning else ""
+        body += content
+        body += "".join(f"<call>{name} {json.dumps(arguments)}</call>" for name, arguments in calls)
+        text += f"<|{'user' if role == 'tool' else role}|>\n{body}<|end|>\n"
+        loss += f"{body}<|end|>" if trained else ""
+    return text, loss
+
+
+def documents(row, tokenizer) -> list[tuple[str, str]]:
+    """Return (text, trained text) of a tokenized row, or of both sides of a pair."""
+    return [
+        (
+            re.sub("<!-- .*? -->", "", tokenizer.decode(part["input_ids"])),
+            tokenizer.decode([label for label in part["labels"] if label != IGNORE]),
+        )
+        for part in batches.documents(row)
+    ]
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("marks", [True, False])
+@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+def test_the_rows_are_the_turns_that_they_stand_for(tmp_path, tokenizer, case, marks):
+    tokenizer.chat_template = TEMPLATE
+    if not marks:
+        tokenizer.chat_template = TEMPLATE.replace("{% generation %}", "").replace("{% endgeneration %}", "")
+    file = tmp_path / case.file
+    file.write_text(case.text())
+    settings = resolve.resolve_settings(case.recipe, ["--data", str(file), "--use_cpu", "true"], 1)
+    if isinstance(case.wanted, str):
+        with pytest.raises(UserError, match=case.wanted) as refused:
+            load_datasets(settings, tokenizer)
+        assert str(refused.value).startswith(str(file)) and "\n" not in str(refused.value)
+        return
+    train, _ = load_datasets(settings, tokenizer)
+    wanted = [list(map(rendered, row)) if isinstance(row, tuple) else [rendered(row)] for row in case.wanted]
+    assert [documents(row, tokenizer) for row in train.dataset] == wanted
+    lines = "\n".join(dataset.notes({"training": train}))
+    assert re.search(case.note, lines), lines
