@@ -210,10 +210,10 @@ def load_model(settings, tokenizer, config=None, accept_nan=False):
         quantization.keep_layout(model)
     if settings.new_tokens:
         adapters.resize_embeddings(model, tokenizer, settings)
-    for own in {id(own): own for own in (model.config, model.config.get_text_config())}.values():
-        own.use_cache = False
-        if getattr(own, "pad_token_id", None) is None:
-            own.pad_token_id = tokenizer.pad_token_id
+    text = model.config.get_text_config()
+    text.use_cache = False
+    if text.pad_token_id is None:
+        text.pad_token_id = tokenizer.pad_token_id
     check_vocabulary(settings, tokenizer, model.config)
     return model
 

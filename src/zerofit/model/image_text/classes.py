@@ -80,11 +80,14 @@ def _for_text(original: type, towers: tuple[str, ...], drop: bool) -> type:
         original.save_pretrained(self, folder, is_main_process, weights, **kwargs)
         if is_main_process:
             saved.add_towers(Path(folder), self.base_folder, functools.partial(names_of_towers, self.config))
+        return None
 
-    ignored = [*(original._keys_to_ignore_on_load_unexpected or ()), *(rf"^{re.escape(t)}(\.|$)" for t in towers)]
+    ignored = [*(original._keys_to_ignore_on_load_unexpected or ()), *(rf"^{re.escape(t)}\." for t in towers)]
     own = {"towers": towers, "base_folder": None, "__init__": build, "save_pretrained": save}
     own["_keys_to_ignore_on_load_unexpected"] = ignored if drop else original._keys_to_ignore_on_load_unexpected
-    own["accepts_loss_kwargs"] = True  # upstream's losses divide by what they are given; some classes deny it for images
+    own["accepts_loss_kwargs"] = (
+        True  # upstream's losses divide by what they are given; some classes deny it for images
+    )
     return type(original.__name__, (original,), own | {"__module__": original.__module__, "__doc__": original.__doc__})
 
 
@@ -96,15 +99,30 @@ def for_text(config, drop: bool) -> type:
 
 def names_of_towers(config, names) -> list[str]:
     """Return which of the names in a checkpoint's files are those of its towers."""
+    if not has_towers(config):
+        return []
     _, towers, *_ = examined(config)
     _, found = saved.conversions_of(skeleton(config), names)
     return [name for name, (renamed, _) in found.items() if holds(towers, renamed)]
 
 
+def file_names(config, names) -> dict[str, str]:
+    """Return {name in the model: name in files} of an image-text checkpoint's tensors that are loaded as they are.
+
+    {} for another model, whose names in files are its own.
+    """
+    if not has_towers(config):
+        return {}
+    _, found = saved.conversions_of(skeleton(config), names)
+    return {renamed: name for name, (renamed, whole) in found.items() if whole}
+
+
 def remove(model, towers) -> None:
+    """Remove the modules; a single parameter stays, as upstream's own initialization looks for it (LLaVA-NeXT)."""
     for tower in towers:
         outer, _, name = tower.rpartition(".")
-        delattr(model.get_submodule(outer), name)
+        if isinstance(getattr(model.get_submodule(outer), name), torch.nn.Module):
+            delattr(model.get_submodule(outer), name)
 
 
 # --- what text needs of a class ---

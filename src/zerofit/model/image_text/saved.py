@@ -49,7 +49,7 @@ def add_towers(folder: Path, base: Path, of_towers) -> None:
     for file in base.glob(PROCESSORS):
         shutil.copyfile(file, folder / file.name)
     own = files.of_model(folder, str(folder))
-    count, held, parameters = len(own) + 1, {}, 0
+    count, held, _parameters = len(own) + 1, {}, 0
     for number, file in enumerate(own, 1):
         renamed = file.rename(folder / f"model-{number:05}-of-{count:05}.safetensors.new")
         held[renamed] = files.read_header(renamed)

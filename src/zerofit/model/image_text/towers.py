@@ -15,6 +15,8 @@ def resolve_for_model(settings, config) -> None:
         if settings.towers != "auto":
             raise UserError(f"--towers {settings.towers}: {config.model_type} has no towers; leave it out.")
         return
+    if settings.ranks_that_split("matrices") > 1:
+        raise UserError("--tp_size with an image-text model: DeepSpeed would split its towers too; use --zero 3.")
     cls, towers, cannot, needed = classes.examined(config)
     place, asked = f"--model {settings.model}", settings.towers
     if getattr(config.get_text_config(), "cross_attention_layers", None):
@@ -42,6 +44,13 @@ def model_class(settings, config) -> type:
     if not classes.has_towers(config):
         return classes.auto_class(config)
     return classes.for_text(config, settings.towers == "drop")
+
+
+def class_of_saved(config) -> type:
+    """Return the class to compute a saved model's text with: without the towers, if text needs none."""
+    if not classes.has_towers(config):
+        return classes.auto_class(config)
+    return classes.for_text(config, not classes.examined(config)[3])
 
 
 def build(settings, config, **kwargs):
