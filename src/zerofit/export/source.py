@@ -327,7 +327,7 @@ def _model(folder: Path, saved: Saved, dtype, device: str, **more):
         )
     if unpacked:
         complete.save_unpacked(model)
-    towers.loaded(model, folder)
+    towers.loaded(model, config, folder)
     complete.refuse(complete.of_loaded(model, info), str(folder))
     return model
 

@@ -245,7 +245,7 @@ def _load_weights(settings, config, dtype, kwargs: dict):
         raise UserError(f"{place}: its weights do not fit config.json: {first_line(error)}.") from error
     if unpacked:
         complete.save_unpacked(model)
-    towers.loaded(model, folder)
+    towers.loaded(model, config, folder)
     certify(settings, folder, complete.of_loaded(model, info))
     return model
 

@@ -5,6 +5,7 @@ that checkpoints, adapters and upstream's conversions of names are those of the 
 """
 
 import contextlib
+import copy
 import functools
 import json
 import re
@@ -79,11 +80,11 @@ def _for_text(original: type, towers: tuple[str, ...], drop: bool) -> type:
         weights = {name: weight for name, weight in weights.items() if not holds(towers, name)}
         original.save_pretrained(self, folder, is_main_process, weights, **kwargs)
         if is_main_process:
-            saved.add_towers(Path(folder), self.base_folder, functools.partial(names_of_towers, self.config))
+            saved.add_towers(Path(folder), self.base_folder, self.of_towers)
         return None
 
     ignored = [*(original._keys_to_ignore_on_load_unexpected or ()), *(rf"^{re.escape(t)}\." for t in towers)]
-    own = {"towers": towers, "base_folder": None, "__init__": build, "save_pretrained": save}
+    own = {"towers": towers, "base_folder": None, "of_towers": (), "__init__": build, "save_pretrained": save}
     own["_keys_to_ignore_on_load_unexpected"] = ignored if drop else original._keys_to_ignore_on_load_unexpected
     own["accepts_loss_kwargs"] = (
         True  # upstream's losses divide by what they are given; some classes deny it for images
@@ -146,9 +147,11 @@ def examined(config) -> tuple[type, tuple[str, ...], str, str]:
 
 
 def skeleton(config):
-    """Return the model of the original class without memory for its weights."""
-    with torch.device("meta"):
-        return auto_class(config).from_config(config)
+    """Return the model of the original class without memory for its weights; not sharded under ZeRO-3."""
+    from transformers.modeling_utils import set_zero3_state
+
+    with torch.device("meta"), set_zero3_state():
+        return auto_class(config).from_config(copy.deepcopy(config))
 
 
 def _why_no_text(model) -> str:

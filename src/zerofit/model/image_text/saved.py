@@ -44,7 +44,7 @@ def add_towers(folder: Path, base: Path, of_towers) -> None:
     """Add the towers' tensors in the files of `base`, and its processors' settings, to a model saved in `folder`.
 
     They become one more file of weights and are in the index.
-    Args: of_towers: names in files -> those of them that are the towers'.
+    Args: of_towers: the names of the towers' tensors in the files of `base`.
     """
     for file in base.glob(PROCESSORS):
         shutil.copyfile(file, folder / file.name)
@@ -54,7 +54,7 @@ def add_towers(folder: Path, base: Path, of_towers) -> None:
         renamed = file.rename(folder / f"model-{number:05}-of-{count:05}.safetensors.new")
         held[renamed] = files.read_header(renamed)
     last = folder / f"model-{count:05}-of-{count:05}.safetensors.new"
-    held[last] = _copy(base, of_towers(list(names_in(base))), last)
+    held[last] = _copy(base, of_towers, last)
     weight_map, size = {}, 0
     for file, header in held.items():
         file.rename(file.with_suffix(""))

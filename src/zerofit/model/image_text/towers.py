@@ -66,16 +66,16 @@ def of_class(cls: type) -> tuple[str, ...]:
     return getattr(cls, "towers", ())
 
 
-def loaded(model, folder: Path) -> None:
+def loaded(model, config, folder: Path) -> None:
     """Remember the folder that the model was loaded from: saved models get the towers in its files.
 
     Under ZeRO-3 transformers saves by all conversions of names that it knows: here by those that were used.
+    Args: config: of config.json.
     """
     if towers := of_class(model):
-        model.base_folder = folder
-        names = saved.names_in(folder)
-        model._weight_conversions, found = saved.conversions_of(classes.skeleton(model.config), names)
-        assert any(classes.holds(towers, name) for name, _ in found.values())
+        used, found = saved.conversions_of(classes.skeleton(config), saved.names_in(folder))
+        model._weight_conversions, model.base_folder = used, folder
+        model.of_towers = [name for name, (renamed, _) in found.items() if classes.holds(towers, renamed)]
 
 
 def install(settings, model) -> None:
