@@ -15,8 +15,8 @@ DOCS, SRC = ROOT / "docs", ROOT / "src" / "zerofit"
 sys.path.insert(0, str(SRC.parent))
 
 FOLDERS = [
-    *("", "base", "job", "data", "data/chat_templates", "model", "model/weights", "model/kernels", "parallel"),
-    *("optim", "convert", "config"),
+    *("", "base", "job", "data", "data/chat_templates", "model", "model/image_text"),
+    *("model/weights", "model/kernels", "parallel", "optim", "convert", "config"),
     *("certificate", "checkpoint", "train", "report", "plan", "export", "launch", "launch/cluster", "commands"),
 ]
 

@@ -160,19 +160,19 @@ def _why_no_text(model) -> str:
     Everything but the layers and the head is computed with values, of weights that take no memory: what the class does
     beside its layers may depend on them (Gemma's masks), and some use a projector for text too (Gemma-3n).
     """
-    from zerofit.model.fused_loss import _attribute, _outputs
+    from zerofit.model.fused_loss import attribute, outputs_of_any_class
 
     text, head = model.get_decoder(), model.get_output_embeddings()
     width = model.config.get_text_config().hidden_size
     hidden = torch.zeros(1, 4, width)
     logits = torch.zeros(1, 4, 2)
     ids = torch.ones(1, 4, dtype=torch.long)
-    outputs = _outputs()(last_hidden_state=hidden)
+    outputs = outputs_of_any_class()(last_hidden_state=hidden)
     outputs.logits = logits  # of a whole causal model inside (Llama-4)
     _without_memory(model)
     with contextlib.ExitStack() as stack:
-        stack.enter_context(_attribute(text, "forward", lambda *_, **__: outputs))
-        stack.enter_context(_attribute(head, "forward", lambda *_, **__: logits))
+        stack.enter_context(attribute(text, "forward", lambda *_, **__: outputs))
+        stack.enter_context(attribute(head, "forward", lambda *_, **__: logits))
         try:
             with torch.no_grad():
                 model.train().forward(input_ids=ids, position_ids=torch.arange(4)[None], use_cache=False)
@@ -184,9 +184,8 @@ def _why_no_text(model) -> str:
 def _without_memory(model) -> None:
     """Replace weights and buffers by zeros of their shapes that all lie at one address."""
     for module in model.modules():
-        for held in (module._parameters, module._buffers):
-            for name, tensor in held.items():
-                if tensor is not None and tensor.is_meta:
-                    zeros = torch.zeros((), dtype=tensor.dtype).expand(tensor.shape)
-                    is_weight = isinstance(tensor, torch.nn.Parameter)
-                    held[name] = torch.nn.Parameter(zeros, requires_grad=False) if is_weight else zeros
+        for name, weight in list(module.named_parameters(recurse=False)):
+            zeros = torch.zeros((), dtype=weight.dtype).expand(weight.shape)
+            setattr(module, name, torch.nn.Parameter(zeros, requires_grad=False))
+        for name, buffer in list(module.named_buffers(recurse=False)):
+            setattr(module, name, torch.zeros((), dtype=buffer.dtype).expand(buffer.shape))
