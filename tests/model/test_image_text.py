@@ -235,3 +235,47 @@ def test_a_class_that_needs_a_tower_for_text_keeps_it(monkeypatch):
     config.text_config.sliding_window = 17  # another configuration than was looked at before
     _, found, cannot, needed = classes.examined(config)
     assert len(found) == 2 and not cannot and "has no attribute 'multi_modal_projector'" in needed
+
+
+@pytest.mark.slow
+def test_a_run_goes_on_at_another_stage(models, tmp_path):
+    """The checkpoints hold the towers too, under names of the files; those of ZeRO-3 their shards."""
+    saving = ["--model", str(models("gemma3")), *FLAGS, "--save_strategy", "steps", "--save_steps", "1"]
+    saving += ["--save_total_limit", "3"]
+    before = run_world(1, {"0": ("sft", [*saving, "--zero", "0"])}, tmp_path)
+    before |= run_world(2, {"3": ("sft", [*saving, "--zero", "3"])}, tmp_path)
+    resumes = {
+        f"{source}>{zero}": ("sft", [*saving, "--zero", zero, "--resume_from_checkpoint",
+                                     str(before[source].folder / "checkpoint-1")])
+        for source, zero in (("0", "0"), ("0", "2"), ("3", "0"))
+    }  # fmt: skip
+    for name, run in run_world(1, resumes, tmp_path).items():
+        assert run.losses == pytest.approx(before["0"].losses[1:], rel=1e-5), name
+        held = weights(run.folder / "checkpoint-3")
+        assert held.keys() == weights(models("gemma3")).keys() == weights(before["3"].folder / "checkpoint-3").keys()
+
+
+@pytest.mark.slow
+def test_other_recipes(models, tmp_path):
+    """QLoRA with the towers in memory, which are not packed; preference pairs; packed rows of Qwen's positions."""
+    pairs = tmp_path / "pairs.jsonl"
+    rows = [{"prompt": f"Say {i}", "chosen": "good answer", "rejected": "bad one"} for i in range(32)]
+    pairs.write_text("\n".join(map(json.dumps, rows)))
+    dpo = [str(pairs) if word.endswith("train.jsonl") else word for word in FLAGS]
+    cases = {
+        "4bit": ("lora", ["--model", str(models("gemma3")), *FLAGS, "--zero", "0", "--load_in_4bit", "true",
+                          "--towers", "keep"]),
+        "dpo": ("dpo", ["--model", str(models("qwen3_vl")), *dpo, "--zero", "2"]),
+        "packed": ("sft", ["--model", str(models("qwen2_5_vl")), *FLAGS, "--zero", "0", "--packing", "true",
+                           "--max_length", "128"]),
+    }  # fmt: skip
+    runs = run_world(1, cases, tmp_path)
+    assert all(run.json("result.json")["status"] == "finished" for run in runs.values())
+    assert runs["packed"].json("record.json")["checks"]["documents_apart"][0]
+    before, after = weights(models("qwen3_vl")), weights(runs["dpo"].folder / "final")
+    assert before.keys() == after.keys()
+    export.main([str(runs["4bit"].folder), "--merge", "--output_dir", str(tmp_path / "merged")])
+    before, after = weights(models("gemma3")), weights(tmp_path / "merged")
+    assert before.keys() == after.keys()
+    for name in classes.names_of_towers(AutoConfig.from_pretrained(models("gemma3")), before):
+        assert torch.equal(before[name], after[name])

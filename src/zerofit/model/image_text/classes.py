@@ -77,7 +77,9 @@ def _for_text(original: type, towers: tuple[str, ...], drop: bool) -> type:
         if self.base_folder is None:  # random towers, which no file has
             return original.save_pretrained(self, folder, is_main_process, state_dict, **kwargs)
         weights = self.state_dict() if state_dict is None else state_dict
-        weights = {name: weight for name, weight in weights.items() if not holds(towers, name)}
+        tied = self.all_tied_weights_keys  # DeepSpeed's have a tied head a second time
+        left = {name for name in weights if holds(towers, name) or tied.get(name) in weights}
+        weights = {name: weight for name, weight in weights.items() if name not in left}
         original.save_pretrained(self, folder, is_main_process, weights, **kwargs)
         if is_main_process:
             saved.add_towers(Path(folder), self.base_folder, self.of_towers)
