@@ -15,31 +15,10 @@ DOCS, SRC = ROOT / "docs", ROOT / "src" / "zerofit"
 sys.path.insert(0, str(SRC.parent))
 
 FOLDERS = [
-    *(
-        "",
-        "base",
-        "job",
-        "data",
-        "data/chat_templates",
-        "data/unpaired",
-        "model",
-        "model/weights",
-        "model/kernels",
-        "parallel",
-    ),
-    *("optim", "convert", "config"),
-    *(
-        "certificate",
-        "checkpoint",
-        "train",
-        "train/unpaired",
-        "report",
-        "plan",
-        "export",
-        "launch",
-        "launch/cluster",
-        "commands",
-    ),
+    *("", "base", "job", "data", "data/chat_templates", "data/published", "data/unpaired"),
+    *("model", "model/image_text", "model/weights", "model/kernels", "parallel", "optim", "convert", "config"),
+    *("certificate", "checkpoint", "train", "train/unpaired", "report", "plan", "export"),
+    *("launch", "launch/cluster", "commands"),
 ]
 
 FLAGS = """# Flags
@@ -50,8 +29,8 @@ all of them. Some flags of transformers are of no use for this trainer (`--fsdp`
 probably meant. Numbers must be finite and inside the range of their flag, wherever they are written.
 
 Meant on purpose are a learning rate of 0 (everything but the update), `--max_grad_norm 0` (no clipping),
-`--save_total_limit 0` (all are kept) and `--hang_timeout 0` (never). `--save_steps` and its kin take shares of all steps
-below 1.
+`--save_total_limit 0` (all are kept) and `--hang_timeout 0` (never). `--save_steps` and its kin take shares of all
+steps below 1.
 
 A value comes from, the later over the earlier: the default, the bundled task (only without `MODEL` and `DATA`), the
 YAML file of `--config`, the flag. `make show sft ...` prints every value with its source.

@@ -15,6 +15,7 @@ from types import SimpleNamespace
 import psutil
 import pytest
 from conftest import ROOT, TINY, recipe_process, run_world
+from image_text_models import config_of
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
 
@@ -29,6 +30,7 @@ from zerofit.data import tokens
 from zerofit.data.load import load_datasets
 from zerofit.job import job as job_file
 from zerofit.model import attention
+from zerofit.model.image_text import classes
 from zerofit.model.load import load_tokenizer
 from zerofit.parallel import pipeline, sequence_parallel, tensor_parallel
 from zerofit.plan import (
@@ -1203,12 +1205,39 @@ def test_mistakes(words, said, monkeypatch):
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize("kind", ["mistral3", "gemma3"])
-def test_an_image_text_model_is_refused(kind, tmp_path):
-    """Also where transformers' causal class is the image-text one."""
+@pytest.mark.parametrize(
+    ("kind", "said"), [("git", "without a language model of its own inside"), ("mllama", "cross-attention layers")]
+)
+def test_an_image_text_model_without_a_model_of_text_is_refused(kind, said, tmp_path):
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=rf"^--model .*: {kind} is an image-text model, .* name a text-only checkpoint"):
+    with pytest.raises(UserError, match=rf"^--model .* {said}.* name a text-only checkpoint"):
         candidates.candidates("sft", job(["--model", str(tmp_path), "--zero", "2"]), 2, GPU)
+
+
+@pytest.mark.oracle
+@pytest.mark.slow
+@pytest.mark.parametrize("zero", ["0", "3"])
+@pytest.mark.parametrize("kind", ["gemma3", "qwen3_vl"])
+def test_towers_count_to_the_byte_where_they_are_in_memory(kind, zero, tmp_path):
+    """A simulation against real tensors, with the towers kept and left out."""
+    config_of(kind).save_pretrained(tmp_path)
+    words = ["--model", str(tmp_path), "--data", "none", "--zero", zero, "--max_length", "64",
+             "--per_device_train_batch_size", "1"]  # fmt: skip
+    ranks, asked = {"0": 1, "3": 2}[zero], []
+    for towers in ("keep", "drop"):
+        request = job([*words, "--effective_batch_size", str(ranks), "--towers", towers])
+        asked += [simulate.Question(request, ranks, fake=fake) for fake in (True, False)]
+    fake, real, fake_dropped, real_dropped = simulate.run_all(asked)
+    assert fake["total"] == real["total"] and fake_dropped["total"] == real_dropped["total"]
+    model = classes.skeleton(config_of(kind))
+    names = classes.towers_of(model)
+    weights = sum(p.numel() for n, p in model.named_parameters() if classes.holds(names, n))
+    buffers = sum(b.nbytes for n, b in model.named_buffers() if classes.holds(names, n))
+    assert fake["parameters"] - fake_dropped["parameters"] == weights > 0
+    assert fake["trainable"] == fake_dropped["trainable"] == fake_dropped["parameters"]
+    if zero == "0":  # in fp32
+        held, left_out = (one["model_states"]["before_step"]["parameters"] for one in (fake, fake_dropped))
+        assert held - left_out == 4 * weights + buffers
 
 
 @pytest.mark.bad_input

@@ -27,6 +27,9 @@ def libraries() -> None:
     # peft 0.21 looks for its own patterns of fused experts among the modules only; they are applied to parameters
     fused = r"The following (rank|alpha)_pattern keys did not match any targeted module .*\['\.\*\\\\\."
     warnings.filterwarnings("ignore", message=fused, category=RuntimeWarning)
+    # the towers of an image-text model (model/image_text/towers.py), which are excluded where they are not loaded too
+    towers = r"You have passed exclude_modules=\(.*\)\(\\\.\.\*\)\? but no modules were excluded"
+    warnings.filterwarnings("ignore", message=towers, category=UserWarning)
     warnings.filterwarnings("ignore", message=r"OMP_NUM_THREADS/MKL_NUM_THREADS unset")
     logging.getLogger("accelerate.accelerator").addFilter(
         # DeepSpeed owns the accumulation; accelerate's own plugin is not used.

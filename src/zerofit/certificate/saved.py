@@ -8,6 +8,7 @@ import torch
 
 from zerofit.base import distributed
 from zerofit.job.settings import Check
+from zerofit.model.image_text import classes
 
 MOST = 1 << 22  # numbers of a tensor that are compared whole; of larger ones the first and the last half as many
 
@@ -24,6 +25,7 @@ def check(trainer, final: Path) -> Check:
     first = trainer.args.process_index == 0
     with contextlib.ExitStack() as stack:
         files = _tensors(stack, final) if first else {}
+        in_files = {} if settings.trains_adapter else classes.file_names(trainer.model.config, files)
         same, numbers, differing, elsewhere = 0, 0, [], []
         for name, parameter in trainer.model.named_parameters():
             if settings.trains_adapter and not parameter.requires_grad:
@@ -31,11 +33,12 @@ def check(trainer, final: Path) -> Check:
             with _whole(parameter):
                 if not first:
                     continue
-                file = files.get(saved_name(name))
+                own = in_files.get(name, saved_name(name))
+                file = files.get(own)
                 if file is None:
                     elsewhere.append(name)
                     continue
-                compared = _compare(parameter.detach(), file, saved_name(name))
+                compared = _compare(parameter.detach(), file, own)
                 same, numbers = same + (compared > 0), numbers + abs(compared)
                 if compared <= 0:
                     differing.append(name)

@@ -284,7 +284,13 @@ def needs_no_weights(trainer) -> bool:
     settings, args, model = trainer.settings, trainer.args, trainer.model
     in_shards = trainer.is_deepspeed_enabled and settings.zero == 3 and not offload.unsaved(settings)
     pushed = args.push_to_hub and args.hub_strategy != "end"
-    if not in_shards or settings.save_model_in_checkpoints or args.save_only_model or pushed:
+    if (
+        not in_shards
+        or getattr(model, "towers", ())
+        or settings.save_model_in_checkpoints
+        or args.save_only_model
+        or pushed
+    ):
         return False
     if settings.node_local_storage:  # no disk has all shards
         return False

@@ -234,6 +234,13 @@ class ModelArguments:
         default="auto",
         metadata={"help": "How a mixture of experts computes its products. auto: grouped_mm, or eager under autocast."},
     )
+    towers: Literal["auto", "keep", "drop"] = field(
+        default="auto",
+        metadata={
+            "help": "Vision and audio towers of an image-text model. keep: frozen in memory; drop: not loaded; saved "
+            "unchanged in both. auto: drop (docs/image_text.md)."
+        },
+    )
     trust_remote_code: bool = field(default=False, metadata={"help": "Run Python code that comes with the model."})
     random_init: bool = field(
         default=False,

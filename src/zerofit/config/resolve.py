@@ -27,6 +27,7 @@ from zerofit.model import (
     quantization,
     tiled_mlp,
 )
+from zerofit.model.image_text import towers
 from zerofit.model.kernels import compiled, fp8
 from zerofit.optim import registry
 from zerofit.parallel import many_ranks, ways
@@ -221,6 +222,7 @@ TECHNIQUES = (
     ),
     initial_adapter.TECHNIQUE,  # decides flags that the next ones read
     preference_loss.TECHNIQUE,
+    towers.TECHNIQUE,  # which class the model is of, before others build it
     *adapters.TECHNIQUES,  # turn padding_free off for prompts, so before attention's
     Technique(
         name="node-local checkpoints",

@@ -18,6 +18,8 @@ from zerofit.checkpoint import integrity, zero_shards
 from zerofit.export import card, compare, ends, merge, source
 from zerofit.job import run_folder
 from zerofit.model import generation
+from zerofit.model.image_text import classes
+from zerofit.model.image_text import saved as saved_towers
 from zerofit.model.weights import stored
 
 DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
@@ -26,7 +28,7 @@ DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bf16": torch.bfloat1
 ASIDE = ".saving"  # suffix of the folder's name until it is complete and compared
 
 SMALL = ("*.jinja", "*.py", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-         "generation_config.json", "additional_chat_templates")  # fmt: skip
+         "generation_config.json", "additional_chat_templates", saved_towers.PROCESSORS)  # fmt: skip
 
 
 def main(argv: list[str]) -> None:
@@ -152,10 +154,13 @@ def _tensors(given, saved, masters: dict):
         def adapter(name):
             return masters[name]() if name in masters else own_weights.get(name)
 
-        own_weights, to_dtype = stored.Weights(saved.folder), given.dtype or saved.base_dtype
-        names = {name: _size(held_weights, name, to_dtype) for name in held_weights.where}
+        own_weights, own_names = stored.Weights(saved.folder), merge.BaseNames(saved)
+        dtypes = {name: given.dtype or ((name not in own_names.towers and saved.base_dtype) or None)
+                  for name in held_weights.where}  # fmt: skip
+        names = {name: _size(held_weights, name, dtype) for name, dtype in dtypes.items()}
         return names, lambda name: _cast(
-            merge.merge_tensor(saved, adapter, held_weights, name), to_dtype or held_weights.get(name).dtype
+            merge.merge_tensor(saved, adapter, held_weights, name, own_names),
+            dtypes[name] or held_weights.get(name).dtype,
         )
     if not saved.weights:  # DeepSpeed's shards only
         to_dtype = given.dtype or _dtype_of_config(saved.folder)
@@ -259,7 +264,8 @@ def _write_small(saved, out: Path, report: dict) -> None:
     config_folder = out if (out / "config.json").exists() else Path(saved.base) if report["merged"] else saved.folder
     config = json.loads((config_folder / "config.json").read_text(encoding="utf-8"))
     config = {k: v for k, v in config.items() if k not in ("torch_dtype", "_name_or_path", "quantization_config")}
-    config |= {"dtype": report["dtype"], "use_cache": True}
+    config["dtype"] = report["dtype"]
+    config.get("text_config", config)["use_cache"] = True  # off in training
     config["architectures"] = config.get("architectures") or [type(_skeleton(config_folder, saved.remote)).__name__]
     eos = generation.ids_of(config.get("eos_token_id"))
     # config.json is the base's, the tokenizer the adapter's
@@ -292,7 +298,8 @@ def _masters(given, saved) -> dict:
         if saved.run and folder != saved.folder and integrity.find_corruption(folder):
             continue
         states = zero_shards.read(folder)
-        names = {merge.plain_name(name): name for name in states.shapes}
+        in_files = {} if saved.adapter else classes.file_names(_config(saved.folder, saved.remote), held_weights.where)
+        names = {in_files.get(plain := merge.plain_name(name), plain): name for name in states.shapes}
         sample_name = next((name for name in names if name in held_weights.where), None)
         if sample_name and _rounds(states.whole(names[sample_name]), held_weights.get(sample_name)):
             print(f"  the fp32 master copies of {folder.name} are taken", flush=True)
@@ -319,13 +326,17 @@ def _dtype_of_config(folder: Path) -> torch.dtype:
     return DTYPES.get(config.get("dtype") or config.get("torch_dtype"), torch.float32)
 
 
+def _config(folder: Path, remote: bool):
+    from transformers import AutoConfig
+
+    return AutoConfig.from_pretrained(folder, trust_remote_code=remote)
+
+
 def _skeleton(folder: Path, remote: bool):
     """Build the model on the meta device, without memory."""
-    from transformers import AutoConfig, AutoModelForCausalLM
-
+    config = _config(folder, remote)
     with torch.device("meta"):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=remote)
-        return AutoModelForCausalLM.from_config(config, trust_remote_code=remote)
+        return classes.auto_class(config).from_config(config, trust_remote_code=remote)
 
 
 def _tied_twins(saved, held: stored.Weights) -> dict[str, str]:

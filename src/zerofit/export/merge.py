@@ -9,6 +9,7 @@ import torch
 
 from zerofit.base.errors import UserError
 from zerofit.export.source import Saved, load_base, with_wrong_base_named
+from zerofit.model.image_text import classes
 from zerofit.model.weights import complete, stored
 
 # Fields of peft's LoraConfig that do not change what A and B mean once they are trained.
@@ -32,10 +33,10 @@ def reason_for_full_merge(saved: Saved) -> str:
     other = [key for key, value in config.items() if key not in _PLAIN and value != plain.get(key)]
     if other or config.get("init_lora_weights") not in (True, False, "gaussian", "orthogonal"):
         return f"it has {', '.join(other) or config['init_lora_weights']}"
-    base, tied = stored.Weights(Path(saved.base)), _is_tied(saved)
+    own, tied = BaseNames(saved).own, _is_tied(saved)
     for name in stored.Weights(saved.folder).where:
         match = re.fullmatch(r"base_model\.model\.(.+)\.lora_[AB]\.weight", name)
-        if not match or f"{match[1]}.weight" not in base.where:
+        if not match or f"{match[1]}.weight" not in own:
             return f"{name} has no separate weight in the base's files"
         if tied and not re.search(r"\.\d+\.", match[1]):
             return f"{match[1]} is tied"
@@ -48,16 +49,31 @@ def _base_config(saved: Saved):
     return AutoConfig.from_pretrained(saved.base, trust_remote_code=saved.remote)
 
 
+class BaseNames:
+    """The names of a base's tensors: in its model, where its files have others (image-text checkpoints)."""
+
+    def __init__(self, saved: Saved):
+        config, in_files = _base_config(saved), list(stored.Weights(Path(saved.base)).where)
+        renamed = classes.file_names(config, in_files)
+        self.towers = set(classes.names_of_towers(config, in_files))  # in the files
+        # name in the model -> in the files; tensors that are merged as they are loaded have none
+        self.own = renamed or {name: name for name in in_files}
+        self.of_file = {name: own for own, name in self.own.items()}
+
+
 def _is_tied(saved: Saved) -> bool:
     return bool(getattr(_base_config(saved), "tie_word_embeddings", False))
 
 
-def merge_tensor(saved: Saved, adapter, base: stored.Weights, name: str) -> torch.Tensor:
+def merge_tensor(saved: Saved, adapter, base: stored.Weights, name: str, names: BaseNames) -> torch.Tensor:
     """Return the base's tensor as it was in training, plus s B A in fp32 where the adapter has one.
 
     Args: adapter: name -> a tensor of the adapter.
     """
     weight = base.get(name)
+    if name in names.towers:
+        return weight
+    name = names.of_file.get(name, name)
     if saved.base_dtype and weight.is_floating_point():
         weight = weight.to(saved.base_dtype)
     key = f"base_model.model.{name.removesuffix('.weight')}.lora_"

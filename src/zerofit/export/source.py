@@ -14,6 +14,7 @@ from zerofit.checkpoint.facts import is_of_this_kit, read_facts
 from zerofit.job import program, run_folder
 from zerofit.job.settings import Settings
 from zerofit.model import adapters, quantization
+from zerofit.model.image_text import classes, towers
 from zerofit.model.load import model_fingerprint
 from zerofit.model.weights import adapter, complete, files, stored
 
@@ -307,14 +308,15 @@ def with_wrong_base_named(saved: Saved, load_adapter):
 
 def _model(folder: Path, saved: Saved, dtype, device: str, **more):
     """Load a model from a folder. Raises: UserError if weights are missing."""
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     if device != "cpu":
         more["device_map"] = {"": device}
-    unpacked = complete.unpacked(AutoConfig.from_pretrained(folder, trust_remote_code=saved.remote))
+    config = AutoConfig.from_pretrained(folder, trust_remote_code=saved.remote)
+    unpacked = complete.unpacked(config)
     more |= unpacked
     with complete.without_report():
-        model, info = AutoModelForCausalLM.from_pretrained(
+        model, info = towers.class_of_saved(config).from_pretrained(
             folder,
             dtype=dtype,
             trust_remote_code=saved.remote,
@@ -325,6 +327,7 @@ def _model(folder: Path, saved: Saved, dtype, device: str, **more):
         )
     if unpacked:
         complete.save_unpacked(model)
+    towers.loaded(model, config, folder)
     complete.refuse(complete.of_loaded(model, info), str(folder))
     return model
 
@@ -332,10 +335,10 @@ def _model(folder: Path, saved: Saved, dtype, device: str, **more):
 def _of_shards(saved: Saved, device: str):
     """Load a folder with only DeepSpeed's shards, through DeepSpeed's own converter."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(saved.folder, trust_remote_code=saved.remote)
-    model = AutoModelForCausalLM.from_config(config, dtype=torch.float32, trust_remote_code=saved.remote)
+    model = classes.auto_class(config).from_config(config, dtype=torch.float32, trust_remote_code=saved.remote)
     with pickles.only_known():
         found = model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(saved.folder)), strict=False)
     if missing := sorted(set(found.missing_keys) - model.all_tied_weights_keys.keys()):

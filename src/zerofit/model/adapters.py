@@ -14,6 +14,7 @@ from zerofit.base.errors import UserError, first_line
 from zerofit.job.settings import decide
 from zerofit.job.technique import AllBut, Conflict, Technique
 from zerofit.model import initial_adapter
+from zerofit.model.image_text import towers
 
 # Names are peft's PeftType in lower case; tests/model/test_adapters.py trains, saves and reloads each tuner at the
 # stages named there. prompt_tuning and prefix_tuning lengthen the input, the others change modules.
@@ -204,6 +205,8 @@ def add_adapter(model, settings, tokenizer=None):
     changes_base = re.fullmatch(CHANGES_BASE, settings.init_lora_weights) is not None
     if changes_base and next(model.parameters()).is_meta:  # load.check: no values to decompose
         config.init_lora_weights, changes_base = True, False
+    if hasattr(config, "exclude_modules"):
+        config.exclude_modules = towers.excluded(model, config.exclude_modules)
     set_seed(settings.seed)  # the initial adapter must not depend on what loading has drawn
     try:
         model = get_peft_model(

@@ -24,6 +24,7 @@ from zerofit.base.errors import UserError
 from zerofit.job.settings import decide
 from zerofit.job.technique import Conflict, Technique
 from zerofit.model import patches, prove
+from zerofit.model.image_text import classes
 
 NAME = "zerofit_packed"
 
@@ -169,10 +170,8 @@ def resolve_for_model(settings, config) -> None:
 
 
 def class_of(config):
-    """Return transformers' causal LM class for the config; None if it has none (remote code)."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING
-
-    return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+    """Return transformers' class of the layers that text goes through; None if it has none (remote code)."""
+    return classes.text_class(config)
 
 
 def missing_kernels(config) -> tuple[str, str] | None:

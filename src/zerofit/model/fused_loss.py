@@ -235,7 +235,7 @@ def find_head(model) -> torch.nn.Linear:
 
 
 @functools.cache
-def _outputs() -> type:
+def outputs_of_any_class() -> type:
     """Return a class for a backbone's output: other attributes that a model reads (cache, router logits) are None."""
     from transformers.modeling_outputs import BaseModelOutput  # a second, with the model code that it imports
 
@@ -274,9 +274,9 @@ def logit_form(base, head) -> tuple[float, float | None]:
     if hasattr(base.config, "output_router_logits"):
         inputs["output_router_logits"] = False  # the replaced layers return none; RouterLoss adds that loss
     losses = []
-    with _attribute(backbone, "forward", lambda *_, **__: _outputs()(last_hidden_state=hidden)):
+    with attribute(backbone, "forward", lambda *_, **__: outputs_of_any_class()(last_hidden_state=hidden)):
         for logits in (grid, grid[..., :0]):
-            with _attribute(head, "forward", lambda _, logits=logits: logits.clone()), _loss_function(base, note):
+            with attribute(head, "forward", lambda _, logits=logits: logits.clone()), _loss_function(base, note):
                 try:
                     with torch.no_grad():
                         losses.append(float(base.forward(**inputs).loss))
@@ -294,7 +294,7 @@ def logit_form(base, head) -> tuple[float, float | None]:
 
 
 @contextlib.contextmanager
-def _attribute(module, name, value):
+def attribute(module, name, value):
     """Context in which `module.name` is `value`, set as an attribute of the instance."""
     before = vars(module).get(name)
     setattr(module, name, value)

@@ -13,6 +13,7 @@ from zerofit.base.errors import UserError, first_line
 from zerofit.data.chat_templates import arguments, built_in
 from zerofit.job.settings import Check
 from zerofit.model import adapters, attention, generation, quantization
+from zerofit.model.image_text import classes, towers
 from zerofit.model.weights import complete, files, finite
 
 
@@ -179,15 +180,14 @@ def load_model(settings, tokenizer, config=None, accept_nan=False):
         for a replay of the step that made them.
     """
     import torch
-    from transformers import AutoModelForCausalLM, set_seed
+    from transformers import set_seed
 
     dtype = getattr(torch, weight_dtype(settings))
     if settings.keeps_fp32 and dtype != torch.float32 and not settings.trains_adapter:
         print(f"note: --dtype {settings.dtype} with stage 0 trains without an fp32 master copy", flush=True)
     set_seed(settings.seed)
     attention.avoid_wrong_kernels()
-    if settings.random_init and config is None:
-        config = load_config(settings)
+    config = load_config(settings) if config is None else config
     kwargs = {"attn_implementation": settings.attn_implementation, "dtype": dtype}
     if settings.experts_implementation != "auto":  # a mixture of experts
         kwargs["experts_implementation"] = settings.experts_implementation
@@ -198,38 +198,38 @@ def load_model(settings, tokenizer, config=None, accept_nan=False):
     device = None if in_host else torch.device("cuda", torch.cuda.current_device())
     if settings.random_init:
         with device or contextlib.nullcontext():
-            model = AutoModelForCausalLM.from_config(config, trust_remote_code=settings.trust_remote_code, **kwargs)
+            model = towers.build(settings, config, **kwargs)
         settings.checks.append(Check("base_weights", None, "base weights: random numbers, by --random_init true"))
     else:
         if device is not None:
             kwargs["device_map"] = {"": device}
-        model = _load_weights(settings, dtype, kwargs)
+        model = _load_weights(settings, config, dtype, kwargs)
         if not accept_nan:
             finite.check(dict(model.named_parameters()), f"--model {settings.model}")
     if quantization.bits(settings):
         quantization.keep_layout(model)
     if settings.new_tokens:
         adapters.resize_embeddings(model, tokenizer, settings)
-    model.config.use_cache = False
-    if model.config.pad_token_id is None:
-        model.config.pad_token_id = tokenizer.pad_token_id
+    text = model.config.get_text_config()
+    text.use_cache = False
+    if text.pad_token_id is None:
+        text.pad_token_id = tokenizer.pad_token_id
     check_vocabulary(settings, tokenizer, model.config)
     return model
 
 
-def _load_weights(settings, dtype, kwargs: dict):
+def _load_weights(settings, config, dtype, kwargs: dict):
     """Load the weights and check that they are all there."""
-    from transformers import AutoModelForCausalLM
-
     place, folder = f"--model {settings.model}", weight_files(settings)
-    unpacked = complete.unpacked(load_config(settings))
+    unpacked = complete.unpacked(config)
     kwargs |= unpacked
+    model_class = towers.model_class(settings, config)
     if bits := quantization.bits(settings):
-        kwargs["quantization_config"] = quantization.config(bits, dtype)
+        kwargs["quantization_config"] = quantization.config(bits, dtype, towers.of_class(model_class))
     try:
         with complete.without_report():
             model, info = _load(
-                AutoModelForCausalLM.from_pretrained,
+                model_class.from_pretrained,
                 settings,
                 "weights",
                 use_safetensors=True,
@@ -245,6 +245,7 @@ def _load_weights(settings, dtype, kwargs: dict):
         raise UserError(f"{place}: its weights do not fit config.json: {first_line(error)}.") from error
     if unpacked:
         complete.save_unpacked(model)
+    towers.loaded(model, config, folder)
     certify(settings, folder, complete.of_loaded(model, info))
     return model
 
@@ -302,13 +303,8 @@ def check_model(settings, config=None):
 
 def _built(settings, config):
     """Return the causal model of a configuration. Raises: UserError where transformers' class cannot be built of it."""
-    from transformers import AutoModelForCausalLM
-
-    own_code = settings.trust_remote_code
     try:
-        return AutoModelForCausalLM.from_config(
-            config, attn_implementation=settings.attn_implementation, trust_remote_code=own_code
-        )
+        return towers.build(settings, config, attn_implementation=settings.attn_implementation)
     except (ValueError, ImportError):  # of the attention implementation; said as it is
         raise
     except Exception as error:  # of any class: what a model's own code does with values that do not fit each other
@@ -332,10 +328,10 @@ def check_kind(settings, config) -> None:
     masked = config.model_type in modeling_auto.MODEL_FOR_MASKED_LM_MAPPING_NAMES
     if own_code:
         return
-    if hasattr(config, "vision_config") and of_images:
+    if hasattr(config, "vision_config") and of_images and not classes.has_towers(config):
         raise UserError(
-            f"--model {settings.model}: {config.model_type} is an image-text model, and transformers has no causal "
-            "language model of this type; name a text-only checkpoint."
+            f"--model {settings.model}: {config.model_type} is an image-text model without a language model of its own "
+            "inside; name a text-only checkpoint."
         )
     if getattr(config, "is_encoder_decoder", False):
         raise UserError(

@@ -52,17 +52,19 @@ def resolve_for_model(settings, config) -> None:
     settings.decisions.append("base weights: the files are MXFP4, unpacked for training to about 4 times their size")
 
 
-def config(width: int, dtype):
+def config(width: int, dtype, left: tuple[str, ...] = ()):
     """Return the BitsAndBytesConfig: NF4 with double quantization, or LLM.int8.
 
     Args: width: 4 or 8 bits; dtype: of the matrix products, and of the storage of packed weights: ZeRO-3 partitions
-        these only in the dtype of the other parameters.
+        these only in the dtype of the other parameters; left: modules that are left as they are, beside the head.
     """
     from transformers import BitsAndBytesConfig
 
+    skipped = {"llm_int8_skip_modules": [*left, "lm_head"]} if left else {}  # without: upstream finds the head itself
     if width == 8:
-        return BitsAndBytesConfig(load_in_8bit=True)
+        return BitsAndBytesConfig(load_in_8bit=True, **skipped)
     return BitsAndBytesConfig(
+        **skipped,
         load_in_4bit=True,
         bnb_4bit_quant_type="nf4",
         bnb_4bit_use_double_quant=True,

@@ -50,7 +50,7 @@ def save_final(trainer: ZerofitTrainer) -> None:
     Collective: under ZeRO-3 every rank has a share.
     """
     final = _final(trainer)
-    trainer.model.config.use_cache = True  # off for training only
+    trainer.model.config.get_text_config().use_cache = True  # off for training only
     trainer.save_model(str(final))
     if trainer.args.process_index == 0:
         trainable, total = trainer.numel

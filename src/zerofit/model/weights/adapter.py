@@ -4,6 +4,7 @@ import warnings
 from pathlib import Path
 
 from zerofit.base.errors import UserError
+from zerofit.model.image_text import classes
 from zerofit.model.weights import files
 from zerofit.model.weights.complete import listed
 
@@ -40,7 +41,7 @@ def _names(folder: Path, base: Path, remote: bool) -> set[str]:
     """Return the names of the adapter's weights on a base without memory; none where peft cannot build it so."""
     import torch
     from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
 
     try:
         config = PeftConfig.from_pretrained(folder)
@@ -48,9 +49,8 @@ def _names(folder: Path, base: Path, remote: bool) -> set[str]:
             config.init_lora_weights = True  # others compute with the base's weights
         with torch.device("meta"), warnings.catch_warnings():
             warnings.simplefilter("ignore")  # they come again when it is loaded
-            model = AutoModelForCausalLM.from_config(
-                AutoConfig.from_pretrained(base, trust_remote_code=remote), trust_remote_code=remote
-            )
+            base_config = AutoConfig.from_pretrained(base, trust_remote_code=remote)
+            model = classes.auto_class(base_config).from_config(base_config, trust_remote_code=remote)
             return set(get_peft_model_state_dict(get_peft_model(model, config), save_embedding_layers=False))
     except Exception:  # a kind of adapter that needs values: loading it decides
         return set()

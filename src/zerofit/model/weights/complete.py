@@ -7,6 +7,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerofit.base.errors import UserError
+from zerofit.model.image_text import classes
 from zerofit.model.weights import files
 
 # The last comparison that held, here or in the launcher of this process: {"key": of the files, "unexpected": names}.
@@ -73,7 +74,7 @@ def _key(folder: Path, place: str) -> str:
 def _by_headers(folder: Path, place: str, remote: bool) -> Names | None:
     """Load tensors without memory, of the files' names and shapes, as from_pretrained loads; None if it cannot."""
     import torch
-    from transformers import AutoConfig, AutoModelForCausalLM
+    from transformers import AutoConfig
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
     from transformers.modeling_utils import str_to_torch_dtype
 
@@ -81,7 +82,7 @@ def _by_headers(folder: Path, place: str, remote: bool) -> Names | None:
     try:
         config = AutoConfig.from_pretrained(folder, trust_remote_code=remote)
         with torch.device("meta"):
-            model_class = type(AutoModelForCausalLM.from_config(config, trust_remote_code=remote))
+            model_class = type(classes.auto_class(config).from_config(config, trust_remote_code=remote))
             tensors = {
                 name: torch.empty(entry["shape"], dtype=str_to_torch_dtype.get(entry["dtype"], torch.uint8))
                 for file in files.of_model(folder, place)
