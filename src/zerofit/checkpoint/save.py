@@ -83,8 +83,8 @@ def save(trainer, write) -> None:
         state.save_to_json(str(own / "trainer_state.json"))
     if settings.node_local_storage:
         node_local.copy_small_files(own)
-    unlogged = trainer.unlogged()
-    facts = _facts(trainer) | {"unlogged": unlogged} if _writes_facts(trainer) else {}
+    so_far = {"unlogged": trainer.unlogged(), "train_seconds": round(trainer.seconds_so_far(), 1)}
+    facts = _facts(trainer) | so_far if _writes_facts(trainer) else {}
     trainer.unpublished = new = Unpublished(run / name, own, facts, trainer.shapes if needs_no_weights(trainer) else {})
     if settings.save_in_background:
         new.writing = background.Writing(lambda: (write_states(), new.store()))
@@ -335,7 +335,6 @@ def _facts(trainer) -> dict:
         **{name: written(name, getattr(settings, name)) for name in names}, "precision": settings.precision,
         "unsaved": offload.unsaved(settings), "fingerprints": settings.fingerprints,
         "settings": differences.record(settings), "resumed": settings.resumed,
-        "train_seconds": round(trainer.seconds_so_far(), 1),
         "program": (running := program.current()) and running.facts,
         **({} if trainer.is_deepspeed_enabled else {"groups": reshard.group_names(trainer)}),
     }  # fmt: skip

@@ -29,6 +29,17 @@ def kept(folder: Path, resumed_at: int) -> dict[str, Any]:
     return {"stretches": earlier} | ({"before": before["before"]} if "before" in before else {})
 
 
+def beginning(folder: Path) -> dict[str, Any]:
+    """Return {"score", "samples"} of the run's first start; {} where its run.json does not have them so."""
+    found = run_folder.read_json(folder / "run.json").get("before")
+    try:
+        score = None if found["score"] is None else float(found["score"])
+        samples = [{"prompt": str(one["prompt"]), "answer": str(one["answer"])} for one in found["samples"]]
+    except (TypeError, KeyError, ValueError):
+        return {}
+    return {"score": score, "samples": samples}
+
+
 def of_run(facts: Mapping[str, Any]) -> list[dict]:
     """Return the stretches of a run, the present one last, from its run.json."""
     now = {name: facts.get(name) for name in FACTS}

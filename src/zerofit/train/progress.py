@@ -16,7 +16,7 @@ from zerofit.base import distributed, hardware, paths, phases, rank_status, stra
 from zerofit.checkpoint import save
 from zerofit.checkpoint.facts import read_facts
 from zerofit.config import offload
-from zerofit.job import run_folder
+from zerofit.job import run_folder, stretches
 from zerofit.model import generation, quantization
 from zerofit.model.load import count_parameters
 from zerofit.train import memory_tracker, stop, trial
@@ -151,8 +151,8 @@ class Reporter(TrainerCallback):
         """Measure what the end is compared with; a resumed run has it from its first start. Collective."""
         trainer, run = self.trainer, Path(args.output_dir)
         first = args.process_index == 0
-        kept = run_folder.read_json(run / "run.json").get("before") if first and state.global_step else None
-        kept = distributed.broadcast(kept) or {}
+        kept = stretches.beginning(run) if first and state.global_step else {}
+        kept = distributed.broadcast(kept)
         self.before, self.before_step = kept.get("score"), 0 if kept else state.global_step
         self.samples_before = {one["prompt"]: one["answer"] for one in kept.get("samples", [])}
         if trainer.settings.bundled and self.before is None:
