@@ -166,7 +166,8 @@ fsdp_config:
         "sft",
         "sft",
         {
-            "data": ["roneneldan/TinyStories", "wikimedia/wikipedia"], "train_on": "all", "max_length": 8192,
+            "data": ['{"path": "roneneldan/TinyStories", "columns": {"text": "story"}}',
+                     '{"path": "wikimedia/wikipedia", "config": "20231101.en"}'], "train_on": "all", "max_length": 8192,
             "packing": True, "truncation": "truncate_right", "effective_batch_size": 8, "max_grad_norm": 0.5,
             "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
             "adam_beta2": 0.95, "weight_decay": 0.1, "zero": 3, "offload": "all", "num_train_epochs": 1,
@@ -174,7 +175,7 @@ fsdp_config:
         },
         ranks=2,
         absent=("data_config", "columns"),
-        lost=("datasets (data_config)", "datasets (columns)"),
+        lost=(),
         on_gpus={"use_liger_kernel": True},
     ),
     Case(

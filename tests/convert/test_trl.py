@@ -204,9 +204,11 @@ num_train_epochs: 1
         {
             "loss_type": "apo_zero", "beta": 0.05, "learning_rate": 1e-6, "max_length": 24576, "eval_fraction": 0.01,
             "eval_strategy": "steps", "eval_steps": 200, "data_config": "Preference", "effective_batch_size": 2,
-            "data": ["HuggingFaceTB/smoltalk2:0.5", "HuggingFaceTB/smoltalk2"], "adapter": None, "warmup_steps": 0.1,
+            "data": ['{"path": "HuggingFaceTB/smoltalk2", "split": "tulu_no_think", "weight": "0.5"}',
+                     '{"path": "HuggingFaceTB/smoltalk2", "split": "tulu_think"}'],
+            "adapter": None, "warmup_steps": 0.1,
         },
-        lost=("dataset_mixture (data_split)", "dataset_mixture: chat_template_kwargs"),
+        lost=("dataset_mixture: chat_template_kwargs",),
         on_gpus={"use_liger_kernel": True},
     ),
     Case(

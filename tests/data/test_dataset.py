@@ -26,6 +26,7 @@ from zerofit.data.batches import (
     DatasetWithFiller,
     EpochSampler,
     PackedCollator,
+    Share,
     best_fit_decreasing,
     join,
     rows_of_epoch,
@@ -975,10 +976,19 @@ def test_columns_that_are_not_used_are_listed(tmp_path, tokenizer):
         ({"messages": TURNS, "images": ["a.png"]}, "column 'images' is not empty, but this kit trains on text only"),
         ({"messages": TURNS, "videos": ["a"]}, "column 'videos' is not empty"),
         ({"question": "a", "answer": "b", "audios": ["a"]}, "column 'audios' is not empty"),
-        ({"messages": TURNS, "label": False}, "column 'label' marks answers as good or bad, which --loss_type kto"),
-        ({"prompt": "a", "completion": "b", "label": True}, "column 'label' marks answers as good or bad, which --loss_type kto"),
-        ({"instruction": "a", "output": "b", "label": 0}, "column 'label' marks answers as good or bad, which --loss_type kto"),
-        ({"question": "a", "answer": "b", "label": "True"}, "column 'label' marks answers as good or bad, which --loss_type kto"),
+        ({"messages": TURNS, "label": False}, "column 'label' marks answers as good or bad, which --loss"),
+        (
+            {"prompt": "a", "completion": "b", "label": True},
+            "column 'label' marks answers as good or bad, which --loss_type kto",
+        ),
+        (
+            {"instruction": "a", "output": "b", "label": 0},
+            "column 'label' marks answers as good or bad, which --loss_type kto",
+        ),
+        (
+            {"question": "a", "answer": "b", "label": "True"},
+            "column 'label' marks answers as good or bad, which --loss_type kto",
+        ),
         ({"parent_id": None, "text": "a", "role": "prompter"}, "one message of a tree of conv"),
         ({"parent_message_id": "2", "text": "a", "role": "prompter"}, "'parent_message_id' make this one message of"),
         ({"messages": TURNS, "weight": 0.5}, "column 'weight' is 0.5, but rows are not weighed one by one"),
@@ -1465,7 +1475,7 @@ def test_rows_of_an_epoch_of_any_weight():
     for weight in (0.1, 0.3, 1 / 3, 0.5, 1.25, 2.5):
         counts = Counter()
         for epoch in range(20):
-            rows_ = rows_of_epoch([weight] * 60, epoch)
+            rows_ = rows_of_epoch([Share(weight)] * 60, epoch)
             assert len(rows_) == 60 * weight and rows_ == sorted(rows_)
             counts.update(rows_)
         assert max(counts.values()) - min(counts[i] for i in range(60)) <= 1

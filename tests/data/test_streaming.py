@@ -10,10 +10,11 @@ from conftest import TINY, Run, recipe_process, run_world, two_layers
 
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
-from zerofit.data import conversations, encoding
+from zerofit.data import conversations, encoding, reading
 from zerofit.data import sources as data_sources
 from zerofit.data import streaming as data_streaming
 from zerofit.job import program
+from zerofit.job.data_entry import DataEntry
 
 FLAGS = [
     "--model", two_layers(),
@@ -102,7 +103,10 @@ def test_sources_advance_side_by_side_and_weights_repeat_rows(tmp_path, tokenize
     for name, count in (("long", 300), ("short", 30)):
         lines = [json.dumps({"prompt": f"{i:03}", "completion": name}) for i in range(count)]
         (tmp_path / f"{name}.jsonl").write_text("\n".join(lines))
-    sources = [data_sources.Source(tmp_path / "long.jsonl"), data_sources.Source(tmp_path / "short.jsonl", weight=2)]
+    sources = [
+        data_sources.Source(tmp_path / "long.jsonl"),
+        data_sources.Source(tmp_path / "short.jsonl", entry=DataEntry("", weight=2)),
+    ]
     settings = SimpleNamespace(
         recipe=program.recipe_of("sft"), columns=None, data_format="auto", max_samples=None, documents_per_row=1
     )
@@ -129,7 +133,9 @@ def test_a_weight_below_one_takes_other_rows_in_each_epoch_also_after_a_resume(t
         bad_rows="error",
         documents_per_row=1,
     )
-    found = data_streaming.Stream([data_sources.Source(file, weight=0.5)], settings, encoding.Encoder(tokenizer), 3, 4)
+    found = data_streaming.Stream(
+        [data_sources.Source(file, entry=DataEntry("", weight=0.5))], settings, encoding.Encoder(tokenizer), 3, 4
+    )
     places = [place for place, _, _ in itertools.islice(found, 82)]
     assert len(set(places[:41])) == 41 and len(set(places[41:])) == 41
     assert not set(places[:20]) & set(places[20:41])
@@ -194,7 +200,7 @@ def test_rows_without_an_answer_keep_their_place(tokenizer, capsys):
     found = data_streaming.Stream([], settings, encoding.Encoder(tokenizer), None, 8)
     collate = data_streaming.TokenizingCollator(found, batches.append)
     lines = [json.dumps({"prompt": "word " * n, "completion": "yes"}) for n in (1, 90, 1)]
-    collate([(f"x.jsonl:{i + 1}", line, "prompt/completion") for i, line in enumerate(lines)])
+    collate([(f"x.jsonl:{i + 1}", line, reading.Form("prompt/completion")) for i, line in enumerate(lines)])
     lengths = [sum(t != conversations.IGNORE for t in row["labels"]) for row in batches[0]]
     assert lengths[0] == lengths[2] > 0 == lengths[1]
     assert "x.jsonl:2: no answer left" in capsys.readouterr().out
@@ -248,7 +254,11 @@ def test_bad_rows_of_a_stream_keep_their_place_and_train_on_nothing(tmp_path, to
         documents_per_row=1,
     )
     found = data_streaming.Stream([], settings, encoding.Encoder(tokenizer), None, 8)
-    raw = [("a:1", '{"text": "a"}', "text"), ("a:2", '{"text": 3}', "text"), ("a:3", '{"text": "b"}', "text")]
+    raw = [
+        ("a:1", '{"text": "a"}', reading.Form("text")),
+        ("a:2", '{"text": 3}', reading.Form("text")),
+        ("a:3", '{"text": "b"}', reading.Form("text")),
+    ]
     assert [row is None for row in found.encoded(raw)] == [False, True, False]
     settings.bad_rows = "error"
     with pytest.raises(UserError, match="a:2: column 'text' must be a string"):

@@ -90,7 +90,7 @@ def _conversations(trainer, tokenizer) -> Iterator[tuple[str, Conversation]]:
         rows = trainer.tokens.stream.rows()  # the first of which are in the data set
     else:
         train, _ = sources.find_files(settings.data, settings.data_config, settings.data_split)
-        form, of_first = reading.form_of(reading.read(train[0], settings), settings)
+        form, of_first = reading.form_of(reading.read(train[0], settings), settings, train[0])
         rows = ((place, row, form) for place, row in of_first)
     for place, row, form in itertools.islice(rows, min(LOOKED_AT, settings.max_samples or LOOKED_AT)):
         report = reading.ReadingReport()

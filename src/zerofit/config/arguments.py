@@ -252,8 +252,8 @@ class DataArguments:
     data: list[str] | None = field(
         default=None,
         metadata={
-            "help": "Files (JSON, JSONL, CSV, TSV, Parquet, Arrow; .gz, .zst), folders, globs or hub ids. `a.jsonl:2`"
-            " uses each row twice an epoch. Default: bundled task."
+            "help": "Files (JSON, JSONL, CSV, TSV, Parquet, Arrow; .gz, .zst), folders, globs or hub ids, some with a "
+            "weight (`a.jsonl:2`, docs/several_sets.md). Default: bundled task."
         },
     )
     eval_data: list[str] | None = field(default=None, metadata={"help": "Like --data, for evaluation."})

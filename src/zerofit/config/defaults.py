@@ -8,7 +8,7 @@ from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.config import batch_size, offload
 from zerofit.data.chat_templates import arguments as template_arguments
-from zerofit.job import groups, program
+from zerofit.job import data_entry, groups, program
 from zerofit.job.request import BY_PLAN
 from zerofit.job.settings import Settings, decide
 from zerofit.job.technique import Conflict, Technique, refuse_conflicts
@@ -88,7 +88,7 @@ def check_ranges(settings: Settings) -> None:
             raise UserError(f"{argument} is {value}: its numbers must be finite.")
     template_arguments.parsed(template_arguments.FLAG, settings.chat_template_kwargs)
     for pair in settings.columns or []:
-        if pair.count("=") != 1 or not all(pair.split("=")):
+        if not data_entry.is_pair(pair):
             raise UserError(f"--columns {pair}: must be ours=theirs, e.g. prompt=question.")
     if settings.gpus and settings.gpus != settings.world_size:
         raise UserError(

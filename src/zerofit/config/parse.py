@@ -247,7 +247,7 @@ def _as_written(place: str, value: Any, node: yaml.Node | None) -> Any:
     Raises: UserError for no, off, yes and on, which may be meant as text or as YAML's false and true.
     """
     if isinstance(value, list) and isinstance(node, yaml.SequenceNode):
-        return [_as_written(place, inner, of) for inner, of in zip(value, node.value, strict=True)]
+        return [_in_list(place, inner, of) for inner, of in zip(value, node.value, strict=True)]
     if value is None or not isinstance(node, yaml.ScalarNode):
         return value
     if isinstance(value, bool):
@@ -257,6 +257,13 @@ def _as_written(place: str, value: Any, node: yaml.Node | None) -> Any:
             )
         return value
     return node.value
+
+
+def _in_list(place: str, value: Any, node: yaml.Node) -> Any:
+    """Return an entry of a list as it stands in the file, also what a mapping holds (a data set's revision)."""
+    if not isinstance(value, dict) or len(value) != len(node.value):  # merged keys (<<) are not in the node
+        return _as_written(place, value, node)
+    return {key: _in_list(place, inner, of) for (key, inner), (_, of) in zip(value.items(), node.value, strict=True)}
 
 
 @functools.cache

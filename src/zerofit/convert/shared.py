@@ -1,8 +1,8 @@
 """Convert what several kits have in common: batches, schedules, evaluation, adapters, data."""
 
 import importlib.util
-from collections.abc import Callable, Iterable
-from dataclasses import dataclass, field
+from collections.abc import Iterable
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 from zerofit.convert.conversion import Conversion, Key, Line, as_object, number, words
@@ -211,31 +211,39 @@ class Source:
 
 
 def data(done: Conversion, sources: list[Source], key: str, name: str = "data") -> None:
-    """Write the data sets; of split, configuration and columns there is one for all of them."""
+    """Write the data sets: what all of them have in common as arguments, the rest as a mapping of each."""
     if not sources:
         return
-    done.put(name, [s.path if s.weight == 1 else f"{s.path}:{s.weight:g}" for s in sources], key)
+    sources = [replace(source, split=None) if source.split == "train" else source for source in sources]
+    several = [of for of in OF_A_SET if len({str(getattr(source, of)) for source in sources}) > 1]
+    apart = several if name == "data" else []
+    done.put(name, [_entry(source, apart) for source in sources], key)
     if name != "data":
         return
-    for ours, of in (
-        ("data_split", lambda s: s.split or "train"),
-        ("data_config", lambda s: s.config),
-        ("columns", lambda s: [f"{column}={theirs}" for column, theirs in s.columns.items() if column != theirs]),
-    ):
-        _of_all(done, sources, key, ours, of)
+    of_all = {of: getattr(sources[0], of) for of in OF_A_SET if of not in apart}
+    if of_all.get("split"):
+        done.put("data_split", of_all["split"], key)
+    if of_all.get("config"):
+        done.put("data_config", of_all["config"], key)
+    if columns := _renamed(of_all.get("columns", {})):
+        done.put("columns", [f"{column}={theirs}" for column, theirs in columns.items()], key)
 
 
-def _of_all(done: Conversion, sources: list[Source], key: str, ours: str, of: Callable[[Source], Any]) -> None:
-    """Write what all data sets have in common, or list what each of them has."""
-    values = [of(source) for source in sources]
-    if all(value == values[0] for value in values):
-        if values[0] not in (None, [], "train"):
-            done.put(ours, values[0], key)
-        return
-    each = ", ".join(f"{source.path}: {value}" for source, value in zip(sources, values, strict=True) if value)
-    done.lose(
-        f"{key} ({ours})", f"there is one {ours} for all sets, these have several: {each}; bring them to one form"
-    )
+OF_A_SET = ("split", "config", "columns")
+
+
+def _renamed(columns: dict[str, str]) -> dict[str, str]:
+    return {column: theirs for column, theirs in columns.items() if column != theirs}
+
+
+def _entry(source: Source, apart: list[str]) -> str | dict[str, Any]:
+    """Return a data set as an entry of `data` (job/data_entry.py). apart: what it has for itself."""
+    if not apart:
+        return source.path if source.weight == 1 else f"{source.path}:{source.weight:g}"
+    own = {"path": source.path} | {of: getattr(source, of) for of in apart}
+    own |= {"columns": _renamed(own["columns"])} if "columns" in own else {}
+    own |= {"weight": source.weight} if source.weight != 1 else {}
+    return {of: value for of, value in own.items() if value not in (None, {})}
 
 
 def evaluation(done: Conversion, has_rows: bool, strategy: str | None = "eval_strategy") -> None:

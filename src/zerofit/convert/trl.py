@@ -275,8 +275,8 @@ HANDBOOK = Kit(
     ),
     keys=KEYS,
     rules=(
-        Rule("dataset_mixer dataset_mixture dataset_splits dataset_configs", "data (weighted), data_split, data_config",
-             note="one split and one configuration for all sets"),
+        Rule("dataset_mixer dataset_mixture dataset_splits dataset_configs", "data, data_split, data_config",
+             note="sets that differ have path, config, split and weight each"),
         *RULES,
     ),
     lost=LOST, meaning=MEANING, same_names=True, like=TRL,

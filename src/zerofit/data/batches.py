@@ -3,6 +3,7 @@
 import array
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 import numpy as np
 import torch
@@ -12,18 +13,26 @@ from zerofit.data import conversations
 from zerofit.job.settings import order_seed
 
 
-def rows_of_epoch(weights: list[float], epoch: int) -> list[int]:
-    """Return the row indices of an epoch, sorted and repeated by weight.
+class Share(NamedTuple):
+    """How often rows of a data set are used in an epoch."""
 
-    Rows of equal weight are shuffled once, and each epoch takes the next len x weight of them, cyclically: at 0.5 the
-    second epoch takes the half that the first left out. All epochs have the same number of rows.
+    weight: float
+    number: int = 0  # of the set: the rows of each are drawn by themselves
+
+
+def rows_of_epoch(shares: list[Share], epoch: int) -> list[int]:
+    """Return the row indices of an epoch, sorted and repeated by weight. shares: of each row.
+
+    The rows of a set are shuffled once, the same way for every seed, and each epoch takes the next len x weight of
+    them, cyclically: at 0.5 the second epoch takes the half that the first left out. All epochs have the same number
+    of rows, of each set too.
     """
-    groups: dict[float, list[int]] = {}
-    for row, weight in enumerate(weights):
-        groups.setdefault(weight, []).append(row)
+    groups: dict[Share, list[int]] = {}
+    for row, share in enumerate(shares):
+        groups.setdefault(share, []).append(row)
     chosen = []
-    for weight, group in groups.items():
-        count = max(1, round(len(group) * weight))
+    for share, group in groups.items():
+        count = max(1, round(len(group) * share.weight))
         order = torch.randperm(len(group), generator=torch.Generator().manual_seed(0)).tolist()
         chosen += [group[order[turn % len(group)]] for turn in range(epoch * count, (epoch + 1) * count)]
     return sorted(chosen)
@@ -76,7 +85,7 @@ class EpochSampler(torch.utils.data.Sampler):
     is a multiple of `multiple`, so that no row is dropped or used twice.
     """
 
-    def __init__(self, length: int, multiple: int, seed: int | None, order=None, weights: list[float] | None = None):
+    def __init__(self, length: int, multiple: int, seed: int | None, order=None, weights: list[Share] | None = None):
         """Args: order: (indices of the epoch, torch.Generator) -> indices in another than a uniform order;
         weights: how often each index is used in an epoch (default: once), see rows_of_epoch.
         """
@@ -106,7 +115,7 @@ class EpochSampler(torch.utils.data.Sampler):
         return np.pad(np.asarray(rows, dtype=np.int64), (0, len(self) - self.rows), constant_values=self.length)
 
 
-def training_sampler(dataset: DatasetWithFiller, args, weights: list[float] | None, data_ranks: int) -> EpochSampler:
+def training_sampler(dataset: DatasetWithFiller, args, weights: list[Share] | None, data_ranks: int) -> EpochSampler:
     """Return the sampler of a training set: an optimizer step has the same rows for every rank count.
 
     Args: args: TrainingArguments; weights: of rows; packs have their own. data_ranks: of Settings.

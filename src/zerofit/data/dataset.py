@@ -21,8 +21,8 @@ import torch
 from zerofit.base.errors import UserError
 from zerofit.base.paths import cache_root, hash_file, private_folder
 from zerofit.data import conversations, encoding, formats, pairs, reading, template_text
-from zerofit.data.batches import lengths_of, rows_of_epoch, tables
-from zerofit.data.sources import Source, suffix
+from zerofit.data.batches import Share, lengths_of, rows_of_epoch, tables
+from zerofit.data.sources import Source, of_revision, suffix
 from zerofit.data.tokens import CHUNK, TokenizedDataset
 from zerofit.job import program
 
@@ -38,7 +38,9 @@ def _fingerprint(sources: list[Source], settings, tokenizer, limit: int | None) 
         if source.hub:
             from datasets import load_dataset_builder
 
-            digest.update(repr((source.hub, load_dataset_builder(*source.hub[:2]).hash)).encode())
+            revision = of_revision(source.entry.revision)
+            built = load_dataset_builder(*source.hub[:2], **revision)
+            digest.update(repr((source.hub, *revision.values(), built.hash)).encode())
             continue
         try:
             files = [source.path] if source.path.is_file() else sorted(f for f in source.path.iterdir() if f.is_file())
@@ -58,7 +60,8 @@ def _fingerprint(sources: list[Source], settings, tokenizer, limit: int | None) 
 def hash_options(digest, sources: list[Source], settings, tokenizer, limit: int | None) -> None:
     """Add to a hash what the tokens depend on besides the data: tokenizer, template, options, CACHE_VERSION."""
     options = [
-        CACHE_VERSION, [s.weight for s in sources], settings.max_length, limit, settings.data_format, settings.columns,
+        CACHE_VERSION, [(s.weight, s.number, s.entry.columns) for s in sources], settings.max_length, limit,
+        settings.data_format, settings.columns,
         settings.train_on, settings.mask_generation_prompt, settings.truncation, tokenizer.chat_template,
         tokenizer.eos_token_id, tokenizer.special_tokens_map,
         *([pairs.KIND] if settings.documents_per_row == 2 else []),
@@ -114,10 +117,16 @@ def prepare(sources: list[Source], settings, encoder: encoding.Encoder, limit: i
                 statistics = _read_facts(facts, settings)
             statistics = statistics or _build(table, facts, sources, settings, encoder, limit)
     statistics["source"] = ", ".join(map(str, sources))  # the cache may be of a copy in another folder
+    kept = [count for count, _ in statistics["sources"]]
+    statistics["entries"] = {source.number: (source.entry.path, source.weight) for source in sources}
+    numbers = np.repeat(np.array([source.number for source in sources], dtype=np.uint16), kept)
     weights = None
-    if any(weight != 1.0 for kept, weight in statistics["sources"] if kept):
-        weights = [weight for kept, weight in statistics["sources"] for _ in range(kept)]
-    return TokenizedDataset(Dataset.from_file(str(table)), statistics, fingerprint, weights)
+    if any(source.weight != 1.0 for source, count in zip(sources, kept, strict=True) if count):
+        weights = []
+        for source, count in zip(sources, kept, strict=True):
+            weights += [Share(source.weight, source.number)] * count
+    numbers = numbers if len(statistics["entries"]) > 1 else None
+    return TokenizedDataset(Dataset.from_file(str(table)), statistics, fingerprint, weights, numbers=numbers)
 
 
 def _build(table: Path, facts: Path, sources: list[Source], settings, encoder: encoding.Encoder, limit) -> dict:
@@ -163,20 +172,42 @@ def _read_facts(facts: Path, settings) -> dict | None:
 
 
 def repeated(tokens: TokenizedDataset) -> TokenizedDataset:
-    """Repeat rows by the weight of their source; with fractional weights the rows differ between epochs."""
+    """Repeat rows by the weight of their source; with fractional weights the rows differ between epochs.
+
+    The statistics get the rows and tokens that an epoch has of each entry of --data, where there are several.
+    """
     if tokens.weights is None:
+        tokens.statistics |= _of_sets(tokens, slice(None))
         return tokens
     chosen = rows_of_epoch(tokens.weights, 0)
     repeats = Counter(chosen)
     statistics = tokens.statistics | {
         "rows_an_epoch": len(chosen),
+        "tokens_an_epoch": int(lengths_of(tokens.dataset)[chosen].sum()),
         "repeated_by_weight": len(chosen) - len(repeats),
         "left_out_by_weight": len(tokens) - len(repeats),
+        **_of_sets(tokens, chosen),
     }
     first_epoch = TokenizedDataset(tokens.dataset.select(chosen), statistics, tokens.fingerprint)
-    if any(weight % 1 for weight in tokens.weights):
+    if any(share.weight % 1 for share in set(tokens.weights)):
         first_epoch.weights, first_epoch.whole = tokens.weights, tokens.dataset
     return first_epoch
+
+
+def _of_sets(tokens: TokenizedDataset, chosen: Sequence[int] | slice) -> dict:
+    """Return {"sets": of each entry of --data its name, weight, rows and tokens among the chosen rows}, if several."""
+    if tokens.numbers is None:
+        return {}
+    numbers, lengths = tokens.numbers[chosen], lengths_of(tokens.dataset)[chosen]
+    entries = tokens.statistics["entries"]
+    rows = np.bincount(numbers, minlength=max(entries) + 1)
+    sums = np.bincount(numbers, weights=lengths, minlength=max(entries) + 1)
+    return {
+        "sets": [
+            {"data": name, "weight": weight, "rows": int(rows[number]), "tokens": int(sums[number])}
+            for number, (name, weight) in entries.items()
+        ]
+    }
 
 
 def _chunks(read: Iterator, limit: int | None) -> Iterator[list]:
@@ -275,7 +306,7 @@ def _write(table: Path, sources: list[Source], settings, encoder: encoding.Encod
     ):
         for source in sources:
             before, to_read = report.kept, None if limit is None else limit - report.rows
-            form, result = reading.form_of(reading.read(source, settings), settings)
+            form, result = reading.form_of(reading.read(source, settings), settings, source)
             sample: list = []
             result = reading.first_kept(result, sample)
             for of_chunk, batch in _encoded(_chunks(result, to_read), form, pool, workers):
@@ -309,7 +340,8 @@ def split(tokens: TokenizedDataset, settings) -> tuple[TokenizedDataset, Tokeniz
         count = {"kept": len(part), "tokens": int(lengths_of(part).sum())}
         count["supervised_tokens"] = sum(_supervised(table["labels"]) for table in tables(part, ["labels"]))
         weights = tokens.weights and [tokens.weights[i] for i in chosen]
-        parts.append(TokenizedDataset(part, tokens.statistics | count, tokens.fingerprint, weights))
+        numbers = None if tokens.numbers is None else tokens.numbers[chosen]
+        parts.append(TokenizedDataset(part, tokens.statistics | count, tokens.fingerprint, weights, numbers=numbers))
     return parts[0], parts[1]
 
 

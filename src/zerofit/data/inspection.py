@@ -301,6 +301,7 @@ def describe(settings, facts: dict) -> str:
         share = _share(count, facts["evaluation"]["kept"])
         lines.append(f"  {f'eval rows in training, {kind}':<48}{share:>18}")
 
+    lines += _mixture(facts["training"].get("sets", []))
     bars = facts["training"]["histogram"]
     most, width = max(n for *_, n in bars), len(f"{bars[-1][1]:,}")
     lines += ["", f"tokens a {row}, training"]
@@ -314,6 +315,18 @@ def describe(settings, facts: dict) -> str:
         "random order)",
     ]
     return "\n".join(lines)
+
+
+def _mixture(sets: list[dict]) -> list[str]:
+    """Return a line on each data set of a training on several: its rows and tokens in an epoch."""
+    if not sets:
+        return []
+    whole = [sum(entry[name] for entry in sets) for name in ("rows", "tokens")]
+    lines = ["", f"{'an epoch, training':<44}{'weight':>8}{'rows':>20}{'tokens':>24}"]
+    for entry in sets:
+        rows, tokens = (_share(entry[name], total) for name, total in zip(("rows", "tokens"), whole, strict=True))
+        lines.append(f"  {_shorten(entry['data'], 42):<42}{entry['weight']:>8g}{rows:>20}{tokens:>24}")
+    return lines
 
 
 def _table(facts: dict) -> list:

@@ -50,7 +50,8 @@ def _refuse_evaluation(settings) -> None:
 def _check_names(settings, found: list[sources.Source]) -> None:
     """Raise UserError for a --data_split or --data_config that none of the sources can have."""
     wanted = {
-        "data_split": settings.data_split != "train" and not any(source.has_splits for source in found),
+        "data_split": settings.data_split != "train"
+        and not any(source.has_splits and source.entry.split is None for source in found),
         "data_config": settings.data_config is not None and not any(source.hub for source in found),
     }
     for flag in (flag for flag, is_idle in wanted.items() if is_idle):

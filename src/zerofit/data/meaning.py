@@ -23,9 +23,11 @@ VERDICTS = ("true", "false", "0", "1")  # their values, in any case
 
 PARENTS = ("parent_id", "parent_message_id", "message_tree_id")  # of Open Assistant's messages (published/trees.py)
 
+SOLUTION = "solution"  # beside question and answer: the answer is then its last line alone (LIMO, s1K)
+
 ASKED_BESIDE_TEXT = ("prompt", "question", "instruction")
 
-SUSPICIOUS = frozenset((*ROW_MARKS, *MEDIA, *LABELS, "role", *ASKED_BESIDE_TEXT, "mask", "attention_mask"))
+SUSPICIOUS = frozenset((*ROW_MARKS, *MEDIA, *LABELS, SOLUTION, "role", *ASKED_BESIDE_TEXT, "mask", "attention_mask"))
 
 RENAME = "if it means something else, rename it (--columns other={0})"
 
@@ -52,6 +54,8 @@ def check_row(place: str, row: dict[str, Any], kind: str) -> None:
         refuse_label(place, row)
     if kind == "text":
         _check_text(place, row)
+    if kind == "question/answer":
+        _check_solution(place, row)
     if kind == "tokens":
         _check_masks(place, row)
 
@@ -66,10 +70,10 @@ def refuse_label(place: str, row: dict[str, Any]) -> None:
     label = label_of(row)
     if label:
         raise UserError(
-            f"{place}: column {label!r} marks answers as good or bad, which --loss_type kto trains on (recipes/dpo.py); "
-            "here all of them would be trained on alike: keep the good ones and remove the column, or "
-            + RENAME.format(label) + "."
-        )  # fmt: skip
+            f"{place}: column {label!r} marks answers as good or bad, which --loss_type kto trains on "
+            "(recipes/dpo.py); here all of them would be trained on alike: keep the good ones and remove the column, "
+            f"or {RENAME.format(label)}."
+        )
 
 
 def _number(value: Any) -> float | None:
@@ -95,6 +99,15 @@ def _check_text(place: str, row: dict[str, Any]) -> None:
                 f"{place}: columns {name!r} and 'text': the text would be trained on without its {name}. If it is the "
                 f"answer: --columns prompt={name} completion=text; if not: --columns other={name}."
             )
+
+
+def _check_solution(place: str, row: dict[str, Any]) -> None:
+    solution, answer = row.get(SOLUTION), row["answer"]
+    if isinstance(solution, str) and isinstance(answer, str) and len(solution.strip()) > len(answer):
+        raise UserError(
+            f"{place}: columns 'answer' and {SOLUTION!r}: which of them is the answer is not certain; name it: "
+            f"--columns answer={SOLUTION}, or for the shorter one --columns other={SOLUTION}."
+        )
 
 
 def _check_masks(place: str, row: dict[str, Any]) -> None:

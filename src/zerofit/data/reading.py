@@ -250,20 +250,21 @@ def read(source: Source, settings) -> Iterator[tuple]:
         yield place, error
 
 
-def form_of(rows: Iterator, settings) -> tuple[Form, Iterator]:
-    """Return (form, all rows): with --data_format, or the format of the first row that has one.
+def form_of(rows: Iterator, settings, source: Source) -> tuple[Form, Iterator]:
+    """Return (form, all rows) of a source: with --data_format, or the format of the first row that has one.
 
     The format is "" when none of the first LOOKED_AT rows has one, under --bad_rows drop. Messages of trees, which
     stand in a row each, are joined; all of them are in memory then.
     Raises: UserError when the first row has no known format, under --bad_rows error; for trees under --streaming.
     """
-    names, known = _names(settings), formats.known_to(settings.recipe)
+    own = source.entry.columns
+    names, known = _names(settings.columns if own is None else own), formats.known_to(settings.recipe)
     if settings.documents_per_row == 2:
         return Form(pairs.KIND, names), rows
     if settings.data_format != "auto":
         return Form(settings.data_format, names), rows
     rows, note = trees.take(rows, lambda place, row: _renamed(place, row, names))
-    if note and settings.streaming:
+    if note and getattr(settings, "streaming", False):
         raise UserError("--streaming: the rows are messages of trees, which are joined in memory; leave it out.")
     looked_at: list = []
     for place, row in itertools.islice(rows, LOOKED_AT):
@@ -278,9 +279,9 @@ def form_of(rows: Iterator, settings) -> tuple[Form, Iterator]:
     return Form("", names, note=note), itertools.chain(looked_at, rows)
 
 
-def _names(settings) -> dict[str, str]:
+def _names(columns: Iterable[str] | None) -> dict[str, str]:
     """Return --columns as {name in the data: our name}."""
-    return {theirs: ours for ours, theirs in (c.split("=", 1) for c in settings.columns or [])}
+    return {theirs: ours for ours, theirs in (c.split("=", 1) for c in columns or [])}
 
 
 def _renamed(place: str, row: dict | str | UserError, names: dict[str, str]) -> dict:

@@ -15,6 +15,8 @@ from pathlib import Path
 
 from zerofit.base.errors import UserError, first_line
 from zerofit.base.hub import check_reachable
+from zerofit.job import data_entry
+from zerofit.job.data_entry import DataEntry
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 
@@ -37,17 +39,25 @@ LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # how it begins
 LONGEST_LINE = 64 << 20  # characters; a longer line is a broken file, and parsing it would take gigabytes
 
 
+NO_ENTRY = DataEntry("")  # of a source that no entry names
+
 Row = tuple[str, dict | UserError]  # (place, columns or the error of this row alone)
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file, saved Arrow folder or Hub split, and how often each of its rows is used in an epoch."""
+    """A file, saved Arrow folder or Hub split, with the entry of --data that names it."""
 
     path: Path | None
     hub: tuple[str, str | None, str] | None = None  # (id, configuration, split)
-    weight: float = 1.0
+    entry: DataEntry = NO_ENTRY  # of --data, that names it
+    number: int = 0  # of that entry
     streaming: bool = False  # a Hub dataset is read over the network, not downloaded first
+
+    @property
+    def weight(self) -> float:
+        """Return how often each row is used in an epoch."""
+        return self.entry.weight
 
     def __str__(self) -> str:
         return str(self.path) if self.path else "/".join(filter(None, self.hub))
@@ -63,40 +73,39 @@ def find_files(
 ) -> tuple[list[Source], list[Source]]:
     """Return (training, evaluation) sources for the entries of --data.
 
-    An entry is a file, folder, glob or Hub id with an optional `:weight`. In a folder, files whose name begins with
-    EVAL_FILE (eval.jsonl, test-1.csv) are the evaluation split.
+    An entry is a file, folder, glob or Hub id with an optional `:weight`, or an object (job/data_entry.py). In a
+    folder, files whose name begins with EVAL_FILE (eval.jsonl, test-1.csv) are the evaluation split.
     Raises: UserError for a path that looks local and does not exist, or holds no data file.
     """
     train, held_out = [], []
-    for entry in data:
-        name, weight, pair = find_local(entry, split)
+    for number, text in enumerate(data):
+        entry, pair = find_local(text, split)
         if pair is None:
-            pair = _hub_sources(name, config, split, streaming)
+            entry = replace(entry, config=entry.config or config)
+            pair = _hub_sources(entry, entry.split or split, streaming)
         for side, sources in zip((train, held_out), pair, strict=True):
-            side += [replace(s, weight=weight) for s in sources]
+            side += [replace(source, entry=entry, number=number) for source in sources]
     return train, held_out
 
 
-def find_local(entry: str, split: str) -> tuple[str, float, tuple[list[Source], list[Source]] | None]:
-    """Return name, weight and (training, evaluation) sources of an entry of --data; a Hub id has None.
+def find_local(text: str, split: str) -> tuple[DataEntry, tuple[list[Source], list[Source]] | None]:
+    """Return an entry of --data and its (training, evaluation) sources; None for those of a Hub id.
 
-    Raises: UserError for a path that looks local and does not exist, or holds no data file.
+    Raises: UserError for a path that looks local and does not exist, or holds no data file; for a split, configuration
+        or revision that a local one cannot have.
     """
     try:
-        name, weight = _weight(entry)
-        return name, weight, _local(name, split)
+        entry = data_entry.parse(text)
+        pair = _local(entry.path, entry.split or split)
     except (OSError, RuntimeError, ValueError) as error:  # a name too long, ~nobody, no permission, a NUL byte
         reason = getattr(error, "strerror", None) or str(error)
-        raise UserError(f"--data {entry!r}: cannot be looked up: {reason.rstrip('.')}.") from None
-
-
-def _weight(entry: str) -> tuple[str, float]:
-    match = re.fullmatch(r"(.+):(\d+(?:\.\d+)?)", entry)
-    if not match or Path(entry).expanduser().exists():
-        return entry, 1.0
-    if float(match[2]) <= 0:
-        raise UserError(f"--data {entry}: the weight must be above 0.")
-    return match[1], float(match[2])
+        raise UserError(f"--data {text!r}: cannot be looked up: {reason.rstrip('.')}.") from None
+    if pair is not None:
+        has_splits = any(source.has_splits for side in pair for source in side)
+        for name, is_idle in (("split", not has_splits), ("config", True), ("revision", True)):
+            if is_idle and getattr(entry, name) is not None:
+                raise UserError(f"--data {text}: {entry.path} is here on this machine and has no {name}; leave it out.")
+    return entry, pair
 
 
 def suffix(path: Path) -> str:
@@ -178,8 +187,9 @@ def _saved_folder(path: Path, split: str) -> tuple[list[Source], list[Source]]:
     return [Source(path / s) for s in splits if s == split], [Source(path / s) for s in held_out]
 
 
-def _hub_sources(name: str, config: str | None, split: str, streaming: bool) -> tuple[list[Source], list[Source]]:
-    splits = list(_load_hub(name, config, streaming))
+def _hub_sources(entry: DataEntry, split: str, streaming: bool) -> tuple[list[Source], list[Source]]:
+    name, config = entry.path, entry.config
+    splits = list(_load_hub(name, config, streaming, entry.revision))
     if split not in splits:
         raise UserError(f"--data {name}: has no split {split!r}, only {', '.join(splits)}; name one with --data_split.")
     held_out = [s for s in EVAL_NAMES if s in splits and s != split][:1]
@@ -187,17 +197,22 @@ def _hub_sources(name: str, config: str | None, split: str, streaming: bool) -> 
     return [train], [Source(None, (name, config, s)) for s in held_out]
 
 
-def _load_hub(name: str, config: str | None, streaming: bool = False):
+def _load_hub(name: str, config: str | None, streaming: bool = False, revision: str | None = None):
     import datasets
 
     check_reachable(f"--data {name}")
     try:
-        return datasets.load_dataset(name, config, streaming=streaming)
+        return datasets.load_dataset(name, config, streaming=streaming, **of_revision(revision))
     except Exception as error:  # the Hub client raises a dozen unrelated types
         raise UserError(
             f"--data {name}: neither a file or folder here nor a hub data set that could be loaded: "
             f"{type(error).__name__}: {first_line(error)}"
         ) from None
+
+
+def of_revision(revision: str | None) -> dict[str, str]:
+    """Return the arguments that load a revision of a Hub dataset; none for the newest."""
+    return {} if revision is None else {"revision": revision}
 
 
 def size(source: Source) -> int:
@@ -216,7 +231,8 @@ def read_rows(source: Source, lines: bool = False) -> Iterator[Row]:
     """
     if source.hub:
         name, config, split = source.hub
-        for number, row in enumerate(_without_decoding(_load_hub(name, config, source.streaming)[split]), 1):
+        loaded = _load_hub(name, config, source.streaming, source.entry.revision)
+        for number, row in enumerate(_without_decoding(loaded[split]), 1):
             yield f"{name} ({split}): row {number}", _without_nulls(row)
         return
     path, kind = source.path, suffix(source.path)
@@ -326,7 +342,11 @@ def _list_of_turns(line: str) -> list | None:
 
 def _are_turns(value: list) -> bool:
     """Return whether the elements of a list are turns, by their roles, and not rows."""
-    return bool(value) and all(isinstance(turn, dict) and {"role", "from"} & turn.keys() for turn in value)
+
+    def is_turn(one: object) -> bool:
+        return isinstance(one, dict) and ({"role", "content"} <= one.keys() or {"from", "value"} <= one.keys())
+
+    return bool(value) and all(map(is_turn, value))
 
 
 def _one_object(path: Path, first: str) -> dict | None:

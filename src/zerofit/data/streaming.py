@@ -101,7 +101,7 @@ class Stream(torch.utils.data.IterableDataset):
                 heapq.heappush(queue, (progress + step[i], i))
 
     def _weighted(self, source, epoch: int) -> Iterator[tuple[str, object, reading.Form]]:
-        form, read = reading.form_of(reading.read(source, self.settings), self.settings)
+        form, read = reading.form_of(reading.read(source, self.settings), self.settings, source)
         for number, row in enumerate(read):
             yield from itertools.repeat((*row, form), reading.repeats(source.weight, number, epoch))
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass
 import numpy as np
 import torch
 
-from zerofit.data.batches import best_fit_decreasing, join, lengths_of
+from zerofit.data.batches import Share, best_fit_decreasing, join, lengths_of
 from zerofit.job.settings import Settings
 
 CHUNK = 500  # rows encoded per call
@@ -19,8 +19,9 @@ class TokenizedDataset:
     dataset: object
     statistics: dict
     fingerprint: str
-    weights: list[float] | None = None  # how often each row counts in an epoch; None: once
+    weights: list[Share] | None = None  # how often each row counts in an epoch; None: once
     whole: object = None  # with fractional weights all rows; `dataset` holds the first epoch's
+    numbers: np.ndarray | None = None  # of each row, the entry of --data that it comes from; None: there is one
     stream: torch.utils.data.IterableDataset | None = None  # --streaming: all rows; `dataset` holds the first ones
 
     def __len__(self) -> int:
@@ -40,18 +41,20 @@ class PackedDataset(torch.utils.data.Dataset):
     """Documents packed into sequences of at most max_length tokens (best fit decreasing).
 
     An item is {"input_ids", "labels", "lengths"}; PackedCollator keeps the documents apart. Only documents of equal
-    weight share a pack; `weights` holds the weight of each pack.
+    share fill a pack; `weights` holds the share of each pack.
     """
 
-    def __init__(self, documents, max_length: int, weights: list[float] | None = None):
+    def __init__(self, documents, max_length: int, weights: list[Share] | None = None):
         self.documents, self.weights, lengths = documents, None, lengths_of(documents)
         if weights is None:
             self.packs = best_fit_decreasing(lengths, max_length)
             return
-        packs = []
-        for weight in sorted(set(weights)):
-            group = np.flatnonzero(np.array(weights) == weight)
-            packs += [(group[pack].tolist(), weight) for pack in best_fit_decreasing(lengths[group], max_length)]
+        packs, groups = [], {}
+        for row, share in enumerate(weights):
+            groups.setdefault(share, []).append(row)
+        for share, rows in sorted(groups.items()):
+            group = np.array(rows)
+            packs += [(group[pack].tolist(), share) for pack in best_fit_decreasing(lengths[group], max_length)]
         # fullest first, as without weights: trial.longest_rows measures the first packs
         packs.sort(key=lambda pair: -lengths[pair[0]].sum())
         self.packs, self.weights = [pack for pack, _ in packs], [weight for _, weight in packs]
@@ -102,8 +105,11 @@ def row_tokens(settings: Settings, train_set) -> float | None:
 
 
 def _tokens(train_set) -> float:
-    """Return the mean tokens of the rows of a set; its statistics count each row once, whatever its weight."""
-    return train_set.statistics["tokens"] / train_set.statistics["kept"]
+    """Return the mean tokens of the rows of an epoch; other statistics count each row once, whatever its weight."""
+    statistics = train_set.statistics
+    if "tokens_an_epoch" in statistics:
+        return statistics["tokens_an_epoch"] / statistics["rows_an_epoch"]
+    return statistics["tokens"] / statistics["kept"]
 
 
 def longest_row(settings: Settings, *sets) -> int:

@@ -7,7 +7,7 @@ from pathlib import Path
 
 from zerofit.base.errors import UserError, printable
 from zerofit.data import encoding, end_tokens, reading, sources
-from zerofit.job import program, run_folder
+from zerofit.job import data_entry, program, run_folder
 from zerofit.job.settings import Settings
 from zerofit.model import generation
 
@@ -66,12 +66,16 @@ def samples(saved, tokenizer) -> list[tuple[list[int], list[int]]]:
     values = {"bad_rows": "drop", "max_length": 1 << 30, "truncation": "truncate_right"}
     values |= {"columns": saved.argument("columns"), "data_format": saved.argument("data_format") or "auto"}
     settings = Settings(recipe, values, {}, 1)
-    path = next((p for name in saved.argument("data") or [] if (p := Path(name).expanduser()).is_file()), None)
-    if path is None or tokenizer is None or not tokenizer.chat_template:
+    if tokenizer is None or not tokenizer.chat_template:
         return []
     rows_read = []
     with contextlib.suppress(UserError, OSError):  # e.g. the file is another one by now
-        form, rows = reading.form_of(reading.read(sources.Source(path), settings), settings)
+        entries = map(data_entry.parse, saved.argument("data") or [])
+        found = (sources.Source(Path(entry.path).expanduser(), entry=entry) for entry in entries)
+        source = next((source for source in found if source.path.is_file()), None)
+        if source is None:
+            return []
+        form, rows = reading.form_of(reading.read(source, settings), settings, source)
         raw = [(*row, form) for row in itertools.islice(rows, LOOKED_AT)]
         for row in filter(None, reading.tokenized(raw, settings, encoding.Encoder(tokenizer), reading.ReadingReport())):
             stop = row[2][0] if len(row) == 3 else None  # of a pair, the chosen side

@@ -140,12 +140,12 @@ def _is_one_of(part: Any, kinds: tuple[str, ...]) -> bool:
 def _text(place: str, i: int, part: dict[str, Any]) -> str:
     keys = ("text", "value", "content") if part["type"] in TEXT_PARTS else (part["type"], "text", "value", "content")
     value = next((part[key] for key in keys if part.get(key) is not None), None)
-    if isinstance(value, list) and all(_is_one_of(inner, TEXT_PARTS) for inner in value):  # Mistral's thinking is a list of text parts
+    if isinstance(value, list) and all(
+        _is_one_of(inner, TEXT_PARTS) for inner in value
+    ):  # Mistral's thinking is a list of text parts
         return "".join(_text(place, i, inner) for inner in value)
     if not isinstance(value, str):
-        raise UserError(
-            f"{place}: column 'content of turn {i}' must be a string, found a {type(value).__name__}."
-        )
+        raise UserError(f"{place}: column 'content of turn {i}' must be a string, found a {type(value).__name__}.")
     return value
 
 

@@ -1,0 +1,75 @@
+"""Define DataEntry: what an entry of --data says of a data set."""
+
+import json
+import re
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from zerofit.base.errors import UserError
+
+KEYS = ("path", "config", "split", "revision", "weight", "columns")
+
+
+@dataclass(frozen=True)
+class DataEntry:
+    """A data set of --data or --eval_data."""
+
+    path: str  # file, folder, glob or hub id
+    config: str | None = None  # of a hub set; None: --data_config
+    split: str | None = None  # None: --data_split
+    revision: str | None = None  # branch, tag or commit of a hub set
+    weight: float = 1.0  # how often each row is used in an epoch
+    columns: tuple[str, ...] | None = None  # ours=theirs; None: --columns
+
+
+def parse(entry: str) -> DataEntry:
+    """Return an entry of --data: `path`, `path:weight`, or a JSON object with KEYS (a mapping in a YAML file).
+
+    Raises: UserError for an object that is not valid, a weight that is not above 0, and columns of another form.
+    """
+    if not entry.lstrip().startswith("{"):
+        match = re.fullmatch(r"(.+):(\d+(?:\.\d+)?)", entry, re.DOTALL)
+        if not match or Path(entry).expanduser().exists():
+            return DataEntry(entry)
+        return DataEntry(match[1], weight=_weight(entry, match[2]))
+    try:
+        values = json.loads(entry)
+    except (ValueError, RecursionError) as error:
+        raise UserError(f"--data {entry}: not a valid JSON object: {error}.") from None
+    unknown = next((key for key in values if key not in KEYS), None)
+    if unknown is not None:
+        raise UserError(f"--data {entry}: unknown key {unknown!r}; known: {', '.join(KEYS)}.")
+    if not values.get("path"):
+        raise UserError(f"--data {entry}: has no path; name a file, a folder or a hub id with it.")
+    texts = {key: values.get(key) for key in KEYS[:4]}
+    wrong = next((key for key, value in texts.items() if not isinstance(value, str | None)), None)
+    if wrong:
+        raise UserError(f"--data {entry}: {wrong} must be a string, found {values[wrong]!r}.")
+    weight = _weight(entry, values["weight"]) if values.get("weight") is not None else 1.0
+    return DataEntry(**texts, weight=weight, columns=_columns(entry, values.get("columns")))
+
+
+def _weight(entry: str, value: Any) -> float:
+    try:
+        weight = float(value)
+    except (TypeError, ValueError):
+        weight = 0.0
+    if isinstance(value, bool) or not 0 < weight < float("inf"):
+        raise UserError(f"--data {entry}: the weight must be above 0.")
+    return weight
+
+
+def _columns(entry: str, value: Any) -> tuple[str, ...] | None:
+    """Return the columns of an object of an entry, {ours: theirs} or a list of ours=theirs."""
+    if value is None:
+        return None
+    pairs = [f"{ours}={theirs}" for ours, theirs in value.items()] if isinstance(value, dict) else value
+    if not isinstance(pairs, list) or not all(isinstance(pair, str) and is_pair(pair) for pair in pairs):
+        raise UserError(f"--data {entry}: columns must be our names with theirs, e.g. {{prompt: query}}.")
+    return tuple(pairs)
+
+
+def is_pair(text: str) -> bool:
+    """Return whether a text is ours=theirs."""
+    return text.count("=") == 1 and all(text.split("="))
