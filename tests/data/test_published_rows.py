@@ -7,7 +7,7 @@ import json
 import re
 
 import pytest
-from published_rows import CASES
+from published_rows import CASES, TREE
 
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
@@ -71,3 +71,40 @@ def test_the_rows_are_the_turns_that_they_stand_for(tmp_path, tokenizer, case, m
     assert [documents(row, tokenizer) for row in train.dataset] == wanted
     lines = "\n".join(dataset.notes({"training": train}))
     assert re.search(case.note, lines), lines
+
+
+def loaded(tmp_path, tokenizer, recipe, rows, *flags):
+    tokenizer.chat_template = TEMPLATE
+    file = tmp_path / "rows.jsonl"
+    file.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    flags = ["--data", str(file), "--use_cpu", "true", *flags]
+    return load_datasets(resolve.resolve_settings(recipe, flags, 1), tokenizer)[0]
+
+
+def test_ties_are_dropped_and_counted(tmp_path, tokenizer):
+    row = {"context": "Hi?", "response1": "Good.", "response2": "Bad."}
+    rows = [row | {"overall_preference": score} for score in (-1, 0, 2)]
+    train = loaded(tmp_path, tokenizer, "dpo", rows)
+    assert (len(train), train.statistics["dropped_ties"], train.statistics["dropped_bad"]) == (2, 1, 0)
+    assert "1 dropped (a tie)" in dataset.describe("training", train)
+    with pytest.raises(UserError, match="each of the 1 pairs is a tie"):
+        loaded(tmp_path, tokenizer, "dpo", rows[1:2])
+
+
+def test_a_message_whose_parent_is_missing_is_a_bad_row(tmp_path, tokenizer):
+    orphan = TREE[-1] | {"message_id": "z", "parent_id": "nobody"}
+    with pytest.raises(UserError, match=r"rows.jsonl:6: its parent_id 'nobody' is no message of this file"):
+        loaded(tmp_path, tokenizer, "sft", [*TREE, orphan])
+    train = loaded(tmp_path, tokenizer, "sft", [*TREE, orphan], "--bad_rows", "drop")
+    assert len(train) == 1 and train.statistics["dropped_bad"] == 1
+    assert any("4 of 6 messages are in them" in note for note in train.statistics["notes"])
+    with pytest.raises(UserError, match="--streaming: the rows are messages of trees"):
+        loaded(tmp_path, tokenizer, "sft", TREE, "--streaming", "true", "--max_steps", "1")
+
+
+@pytest.mark.bad_input
+def test_a_reasoning_or_a_call_of_the_user_is_refused(tmp_path, tokenizer):
+    for kind in ("reasoning", "tool_call"):
+        turns = [{"role": "user", "content": [{"type": kind, "value": "Hi?"}]}, {"role": "assistant", "content": "a"}]
+        with pytest.raises(UserError, match=f"turn 1 has content other than text \\('{kind}'\\)"):
+            loaded(tmp_path, tokenizer, "sft", [{"messages": turns}])
