@@ -20,6 +20,7 @@ from zerofit.job.request import BY_PLAN, Request
 from zerofit.job.run_folder import read_record
 from zerofit.model import gradient_checkpointing, liger
 from zerofit.model.load import load_config
+from zerofit.parallel import whole_layers
 from zerofit.plan import candidates, formulas, gpu_memory, predict, preflight, simulate
 from zerofit.plan.candidates import Candidate, Checkpointing
 
@@ -132,8 +133,9 @@ class _Search:
         mean = self.row_tokens or self.settings.max_length
         rows = mean * self.settings.documents_per_row / self.settings.ranks_that_split("tokens")
         for micro, kind in itertools.product(micros, self.kinds):
+            most = given.tokens // given.micro * micro
             full = replace(
-                given, micro=micro, tokens=given.tokens // given.micro * micro,
+                given, micro=micro, tokens=most, whole_layers=whole_layers.largest(self.settings, most),
                 accumulation=given.micro * given.accumulation // micro,
                 every=kind.every, selective=kind.selective, activation_offload=kind.offloaded,
             )  # fmt: skip
