@@ -124,7 +124,6 @@ TECHNIQUE = Technique(
             ONE_OF_TWO,
         ),
         Conflict("attn_implementation", ("flex_attention",), "it is compiled by itself", "use sdpa"),
-        Conflict("activation_offload_streams", (True,), NOT_TESTED, ONE_OF_TWO),
         Conflict(
             "adapter",
             AllBut("lora", "ia3", "prompt_tuning"),
