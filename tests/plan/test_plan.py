@@ -97,8 +97,7 @@ def test_a_simulation_has_the_bytes_of_real_tensors_everywhere():
 TWO_RANKS = {
     "sft-0": ("sft", "--zero 0"), "sft-2": ("sft", "--zero 2"), "lora-3": ("lora", "--zero 3"),
     "sft-3": ("sft", "--zero 3"), "sft-3-recomputed": ("sft", "--zero 3 --gradient_checkpointing true"),
-    "sft-3-matrices": ("sft", "--zero 3 --whole_layers false"), "dpo-3": ("dpo", "--zero 3"),
-    "dpo-0": ("dpo", "--zero 0"), "dpo-2": ("dpo", "--zero 2"), "dpo-3-lora": ("dpo", "--zero 3 --adapter lora"),
+    "dpo-0": ("dpo", "--zero 0"), "dpo-2": ("dpo", "--zero 2"), "dpo-3": ("dpo", "--zero 3 --adapter lora"),
 }  # fmt: skip
 
 
