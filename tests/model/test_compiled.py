@@ -144,7 +144,7 @@ def adapted(*flags) -> tuple:
 
 
 @needs_compiler
-@pytest.mark.parametrize("kind", ["lora", "ia3", "prompt_tuning"])
+@pytest.mark.parametrize("kind", compiled.COMPARED)
 @pytest.mark.slow
 def test_adapters_have_the_gradients_of_eager_layers(kind, graphs):
     ids = torch.randint(5, 60, (2, 24))
@@ -221,6 +221,12 @@ def test_the_compiler_fuses_instead_of_the_kits_kernels():
     assert (found.fused_lora, found.use_liger_kernel) == (False, False)
     assert any(line.startswith("fused_lora False") for line in found.decisions)
     assert settings("--fused_lora", "true", recipe="lora").fused_lora is True  # the user's word
+
+
+def test_an_adapter_that_was_not_compared_with_eager_layers_is_said():
+    for kind, count in (("vera", 1), ("lora", 0), ("prefix_tuning", 0)):
+        lines = settings("--adapter", kind, recipe="lora").decisions
+        assert sum(line.startswith(f"compile_layers with --adapter {kind}: ") for line in lines) == count
 
 
 @pytest.mark.bad_input

@@ -17,7 +17,8 @@ from zerofit.job.settings import decide
 from zerofit.job.technique import AllBut, Conflict, Technique
 from zerofit.model import experts, load
 
-NOT_TESTED = "it has not been tested with compiled layers"
+# Values of --adapter whose gradients are those of eager layers (tests/model/test_compiled.py).
+COMPARED = ("lora", "ia3", "prompt_tuning", "prefix_tuning")
 
 ONE_OF_TWO = "leave one of the two out"
 
@@ -31,6 +32,11 @@ def resolve(settings) -> None:
     for name in ("use_liger_kernel", "fused_lora"):
         if name in settings.values and settings.source[name] in ("default", "transformers default"):
             decide(settings, name, False, "compiled layers fuse the same operations")
+    if settings.trains_adapter and settings.adapter not in COMPARED:
+        settings.decisions.append(
+            f"compile_layers with --adapter {settings.adapter}: compiled gradients were compared with eager ones for "
+            f"{', '.join(COMPARED)} only; compare the first losses with those of --compile_layers false"
+        )
 
 
 def resolve_for_model(settings, config) -> None:
@@ -124,12 +130,6 @@ TECHNIQUE = Technique(
             ONE_OF_TWO,
         ),
         Conflict("attn_implementation", ("flex_attention",), "it is compiled by itself", "use sdpa"),
-        Conflict(
-            "adapter",
-            AllBut("lora", "ia3", "prompt_tuning"),
-            NOT_TESTED,
-            "use --adapter lora, or leave --compile_layers out",
-        ),
         Conflict(
             "use_dora",
             (True,),

@@ -200,7 +200,7 @@ def _results(linear, inputs, upstream) -> dict[str, torch.Tensor]:
     return {what: tensor.float() for what, tensor in tensors.items()}
 
 
-NOT_TESTED, ONE_OF_TWO = "it has not been tested with products of 8-bit floats", "leave one of the two out"
+ONE_OF_TWO = "leave one of the two out"
 
 TECHNIQUE = Technique(
     name="fp8",
@@ -222,7 +222,12 @@ TECHNIQUE = Technique(
             "it divides by the norm of a matrix that is 0 at the start, so that rounding decides its first step",
             "use --adapter lora, or leave --fp8 out",
         ),
-        Conflict("torch_compile", (True,), NOT_TESTED, "use --compile_layers true"),
+        Conflict(
+            "torch_compile",
+            (True,),
+            "compiling the whole model with its casts took more than five minutes on a CPU without a first step",
+            "use --compile_layers true",
+        ),
         Conflict(
             "sp_size",
             None,
