@@ -158,7 +158,7 @@ def install(settings, model) -> None:
     """Convert the linear layers, in place: their weights, hooks and adapters stay."""
     if not settings.fp8:
         return
-    if settings.compile_layers:
+    if settings.compile_layers or settings.torch_compile:
         torch.compiler.allow_in_graph(_Product)  # its parts are compiled, without tracing the Python that calls them
     for linear in _linears(settings, model):
         linear.__class__ = _Linear
@@ -225,8 +225,9 @@ TECHNIQUE = Technique(
         Conflict(
             "torch_compile",
             (True,),
-            "compiling the whole model with its casts took more than five minutes on a CPU without a first step",
+            "compiled with DeepSpeed's hooks around each matrix inside, a layer breaks into some 20 graphs",
             "use --compile_layers true",
+            stages=(3,),
         ),
         Conflict(
             "sp_size",
