@@ -28,7 +28,7 @@ from zerofit.base import hardware
 from zerofit.commands import plan as plan_command
 from zerofit.config import parse, resolve
 from zerofit.model import fused_loss
-from zerofit.parallel import many_ranks
+from zerofit.parallel import whole_layers
 from zerofit.plan import candidates, formulas, gpu_memory, predict, simulate
 
 GIB = 2**30
@@ -130,7 +130,7 @@ def measure(gpu, answers: dict) -> list[dict]:
 
 
 def _setting(zero: int, hpz: int, ranks: int, accumulation: int = 1, micro: int = MICRO) -> formulas.Setting:
-    whole = zero == 3 and ranks > many_ranks.ABOVE
+    whole = whole_layers.ANY if zero == 3 and ranks > whole_layers.ABOVE else 0
     tokens = micro * LENGTH
     return formulas.Setting(zero, "none", 1, micro, tokens, accumulation, ranks, node=NODE, hpz=hpz, whole_layers=whole)
 
@@ -216,7 +216,7 @@ def published() -> list[dict]:
         every = {"none": 0, "all": 1, "selective": 1, "every 2": 2}[row["checkpointing"]]
         setting = formulas.Setting(
             3, "none", every, n["micro"], n["micro"] * n["length"], n["accumulation"], n["gpus"], node=NODE,
-            selective=row["checkpointing"] == "selective", whole_layers=True,
+            selective=row["checkpointing"] == "selective", whole_layers=whole_layers.ANY,
         )  # fmt: skip
         seconds = formulas.step_seconds(shape, setting, hardware.GPUS[row["gpu"]], n["length"])
         speed = setting.tokens * setting.accumulation / seconds

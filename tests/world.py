@@ -136,6 +136,8 @@ def main() -> None:
     write_result = run.write_result
     if os.environ.get("ZEROFIT_TEST_NAN_BASE"):
         import nan_base  # noqa: F401
+    if os.environ.get("ZEROFIT_TEST_REDUCE_IN_PLACE"):
+        import reduce_in_place  # noqa: F401
     if os.environ.get("ZEROFIT_TEST_HASHES"):
         import hash_counts  # noqa: F401
     if name := os.environ.get("ZEROFIT_TEST_ACCELERATOR"):

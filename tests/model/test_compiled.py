@@ -14,7 +14,8 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
-from zerofit.model import adapters, attention
+from zerofit.model import adapters, attention, gradient_checkpointing
+from zerofit.model.gradient_checkpointing import StreamedOffload
 from zerofit.model.kernels import compiled
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="torch compiles for a CPU with g++")
@@ -104,6 +105,32 @@ def test_all_layers_and_lengths_share_the_graphs_of_the_first(checkpointing, gra
     assert graphs["stats"]["unique_graphs"] == counts[0], "an evaluation was compiled"
 
 
+class Counted(StreamedOffload):
+    """Activation offload in streams, with torch.cpu's streams, which do nothing."""
+
+    copies = 0
+
+    def _copy(self, saved, source, target):
+        self.copies += 1
+        super()._copy(saved, source, target)
+
+
+@needs_compiler
+@pytest.mark.slow
+def test_inputs_of_compiled_layers_are_offloaded_in_streams(graphs):
+    """A copy reads the input of a layer while its kernels do, and the version of a tensor tells who wrote to it."""
+    compiled_one, eager = models(checkpointing=True)
+    offload = Counted("cpu")
+    gradient_checkpointing.offload_in_streams(compiled_one, offload)
+    for number, lengths in enumerate(((20, 30, 14), (7, 50))):
+        batch = packed(*lengths)
+        for one, other in zip(results(compiled_one, batch), results(eager, batch), strict=True):
+            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
+        assert offload.copies == (number + 1) * (2 * CONFIG.num_hidden_layers - gradient_checkpointing.IN_FLIGHT)
+        assert len(offload.resident) <= gradient_checkpointing.IN_FLIGHT
+    assert graphs["stats"]["unique_graphs"] > 0, "nothing was compiled"
+
+
 def adapted(*flags) -> tuple:
     """As `models`, of which an adapter trains."""
     found = settings(*flags, recipe="lora").replace(attn_implementation=attention.NAME)
@@ -111,22 +138,32 @@ def adapted(*flags) -> tuple:
     base = AutoModelForCausalLM.from_config(CONFIG, attn_implementation=attention.NAME)
     eager = adapters.add_adapter(base, found).train()
     eager.config.use_cache = False
+    with torch.no_grad():
+        for weight in eager.parameters():  # a matrix that begins as 0 would hide the gradients of others
+            weight.add_(0.05 * torch.randn_like(weight) * weight.requires_grad)
     other = copy.deepcopy(eager)
     compiled.install(found, other)
     return other, eager
 
 
+OF_SMALL_LAYERS = {
+    "adaption_prompt": ["--adapter_config", "adapter_len=8", "adapter_layers=2"],
+    "miss": ["--lora_r", "8"],
+    "road": ["--adapter_config", "group_size=16"],
+}
+
+
 @needs_compiler
-@pytest.mark.parametrize("kind", ["lora", "ia3", "prompt_tuning"])
+@pytest.mark.parametrize("kind", sorted(compiled.COMPARED))
 @pytest.mark.slow
 def test_adapters_have_the_gradients_of_eager_layers(kind, graphs):
     ids = torch.randint(5, 60, (2, 24))
     batch = {"input_ids": ids, "labels": ids, "attention_mask": torch.ones_like(ids)}
-    both = adapted("--adapter", kind)
+    both = adapted("--adapter", kind, *OF_SMALL_LAYERS.get(kind, []))
     losses = [model(**batch).loss for model in both]
     assert graphs["stats"]["unique_graphs"] > 0, "nothing was compiled"
     trained = [[p for p in model.parameters() if p.requires_grad] for model in both]
-    found, expected = (torch.autograd.grad(*pair) for pair in zip(losses, trained, strict=True))
+    found, expected = (torch.autograd.grad(*pair, materialize_grads=True) for pair in zip(losses, trained, strict=True))
     torch.testing.assert_close(losses[0], losses[1], rtol=1e-5, atol=1e-6)
     torch.testing.assert_close(found, expected, rtol=1e-4, atol=1e-6)
     assert any(gradient.norm() > 0 for gradient in found)
@@ -171,7 +208,11 @@ def test_a_plan_has_the_bytes_of_real_tensors(recipe):
 def test_at_stage_3_each_layer_is_gathered_whole():
     found = resolved("--zero", "3")
     assert found.deepspeed["zero_optimization"]["leaf_module"] == {"classes": ["LlamaDecoderLayer"]}
-    assert any("gathered whole" in sentence for sentence in found.decisions)
+    assert sum("LlamaDecoderLayer" in sentence for sentence in found.decisions) == 1
+    found = resolved("--zero", "3", "--whole_layers", "false")
+    assert found.deepspeed["zero_optimization"]["leaf_module"] == {"classes": ["LlamaDecoderLayer"]}
+    assert found.deepspeed["zero_optimization"]["reduce_bucket_size"] == "auto"
+    assert any("gathered whole, before it begins" in sentence for sentence in found.decisions)
     assert "leaf_module" not in resolved("--zero", "2").deepspeed["zero_optimization"]
 
 
@@ -194,6 +235,12 @@ def test_the_compiler_fuses_instead_of_the_kits_kernels():
     assert (found.fused_lora, found.use_liger_kernel) == (False, False)
     assert any(line.startswith("fused_lora False") for line in found.decisions)
     assert settings("--fused_lora", "true", recipe="lora").fused_lora is True  # the user's word
+
+
+def test_an_adapter_that_was_not_compared_with_eager_layers_is_said():
+    for kind, count in (("randlora", 1), ("lora", 0), ("prefix_tuning", 0)):
+        lines = settings("--adapter", kind, recipe="lora").decisions
+        assert sum(line.startswith(f"compile_layers with --adapter {kind}: ") for line in lines) == count
 
 
 @pytest.mark.bad_input

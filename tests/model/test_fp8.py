@@ -10,7 +10,7 @@ from conftest import ROOT, TINY, run_world, slow_but, two_layers
 from torch.multiprocessing.reductions import StorageWeakRef
 from torchao.float8 import Float8LinearConfig
 from torchao.float8.float8_linear import Float8Linear
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerofit.base import hardware
 from zerofit.base.errors import UserError
@@ -96,6 +96,29 @@ def test_the_weight_that_stage_3_releases_is_kept_by_nobody():
             outputs.sum().backward()
             assert layer.weight.grad.norm() > 0
     assert gone == [True, False]
+
+
+@pytest.mark.oracle
+@pytest.mark.slow
+def test_a_whole_model_that_is_compiled_has_the_gradients_of_eager_products(emulated):
+    """Traced and partitioned, in one graph: --torch_compile true."""
+    asked = settings("--torch_compile", "true").replace(attn_implementation="sdpa")
+    torch.manual_seed(0)
+    config = AutoConfig.for_model(
+        "llama", hidden_size=64, intermediate_size=128, num_hidden_layers=2, num_attention_heads=4, vocab_size=64,
+        use_cache=False,
+    )  # fmt: skip
+    eager = AutoModelForCausalLM.from_config(config, attn_implementation="sdpa", dtype=torch.bfloat16).train()
+    fp8.install(asked, eager)
+    compiled = torch.compile(copy.deepcopy(eager), backend="aot_eager", fullgraph=True)
+    ids = torch.randint(5, 60, (2, 24))
+    one, other = (
+        torch.autograd.grad(model(input_ids=ids, labels=ids).loss, [*model.parameters()]) for model in (compiled, eager)
+    )
+    one, other = (torch.cat([gradient.flatten().float() for gradient in found]) for found in (one, other))
+    assert (one - other).norm() < 1e-3 * other.norm() and other.norm() > 0
+    with pytest.raises(UserError, match="a layer breaks into some 20 graphs; use --compile_layers true"):
+        settings("--torch_compile", "true", "--zero", "3", ranks=2)
 
 
 def test_layers_are_converted_and_head_and_adapter_are_not(emulated):

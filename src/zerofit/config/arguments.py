@@ -502,6 +502,13 @@ class MemoryArguments:
             "help": "Compile the decoder layers, each without its attention, for rows of any length (docs/kernels.md)."
         },
     )
+    whole_layers: bool = field(
+        default=True,
+        metadata={
+            "help": "ZeRO-3: gather and reduce decoder layers whole, where micro batches are short or ranks many. "
+            "false: matrix by matrix (docs/scaling.md)."
+        },
+    )
     fp8: bool = field(
         default=False,
         metadata={

@@ -50,8 +50,8 @@ SUPERCHIPS = ("GH200", "GB200", "GB300")
 def asked(config: dict | None) -> dict[str, Any]:
     """Return the keys of OF_STAGE_3 that differ from their defaults in a DeepSpeed configuration, with the values."""
     zero = (config or {}).get("zero_optimization", {})
-    found = {key: json_value(zero, key, default) for key, default in OF_STAGE_3.items()}
-    return {key: value for key, value in found.items() if value not in (None, OF_STAGE_3[key])}
+    values = {key: json_value(zero, key, default) for key, default in OF_STAGE_3.items()}
+    return {key: value for key, value in values.items() if value not in (None, OF_STAGE_3[key])}
 
 
 def overlay(settings) -> str:

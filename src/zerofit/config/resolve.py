@@ -30,7 +30,7 @@ from zerofit.model import (
 from zerofit.model.image_text import towers
 from zerofit.model.kernels import compiled, fp8
 from zerofit.optim import registry
-from zerofit.parallel import many_ranks, ways
+from zerofit.parallel import ways, whole_layers
 
 
 def resolve_settings(
@@ -255,8 +255,8 @@ TECHNIQUES = (
         conflicts=(Conflict("torch_compile", (True,), "compiled code cannot be followed", "leave one of the two out"),),
         resolve=_memory_report,
     ),
-    many_ranks.TECHNIQUE,  # it too builds the model, of a job on many ranks
-    compiled.TECHNIQUE,  # makes leaf modules of layers where that has not
+    compiled.TECHNIQUE,
+    whole_layers.TECHNIQUE,  # reads compile_layers; it too builds the model
     experts.TECHNIQUE,  # this and offload build the model, with the attention, the loss and the tiles decided above
     *offload.TECHNIQUES,
 )

@@ -380,12 +380,12 @@ def _flash_3_problem(text, dtype: torch.dtype, device: torch.device) -> str | No
         expected, _ = _attended(*shape, dtype, device)
         torch.nn.attention.activate_flash_attention_impl("FA3")
         try:
-            found, leak = _attended(*shape, dtype, device)
+            outputs, leak = _attended(*shape, dtype, device)
         finally:
             torch.nn.attention.restore_flash_attention_impl()
         if leak > 0:
             return "documents in one row read each other with FlashAttention 3"
-        errors = [((x - y).norm() / y.norm()).item() for x, y in zip(found, expected, strict=True)]
+        errors = [((x - y).norm() / y.norm()).item() for x, y in zip(outputs, expected, strict=True)]
         if not max(errors) <= FLASH_BOUNDS[dtype]:
             return f"FlashAttention 3 is {max(errors):.1%} off it (bound {FLASH_BOUNDS[dtype]:.1%})"
     return None

@@ -17,7 +17,7 @@ from zerofit.job.request import FLAG, Request
 from zerofit.job.settings import as_typed
 from zerofit.model import gradient_checkpointing, preference_loss
 from zerofit.model.kernels import fp8
-from zerofit.parallel import many_ranks
+from zerofit.parallel import whole_layers
 from zerofit.plan import formulas, gpu_memory
 from zerofit.plan.formulas import Setting, Shape
 
@@ -539,13 +539,13 @@ def setting_of(settings, node: int | None = None) -> Setting:
     """Return the setting of a job. node: GPUs of a node, None: as many as the launcher starts on this one."""
     from zerofit.model.load import weight_dtype
 
-    checkpointing, micro = checkpointing_of(settings), settings.per_device_train_batch_size
+    checkpointing, tokens = checkpointing_of(settings), whole_layers.tokens_of(settings)
     return Setting(
         zero=settings.zero,
         offload=settings.offload,
         every=checkpointing.every,
-        micro=micro,
-        tokens=micro * settings.documents_per_row * settings.max_length // settings.ranks_that_split("tokens"),
+        micro=settings.per_device_train_batch_size,
+        tokens=tokens,
         accumulation=settings.gradient_accumulation_steps,
         ranks=settings.world_size,
         activation_offload=checkpointing.offloaded,
@@ -553,7 +553,7 @@ def setting_of(settings, node: int | None = None) -> Setting:
         node=node or int(os.environ.get("LOCAL_WORLD_SIZE") or gpu_memory.GPUS_OF_A_NODE),
         hpz=hpz(settings),
         forwards=_more_forwards(settings),
-        whole_layers=many_ranks.applies(settings),
+        whole_layers=whole_layers.largest(settings, tokens),
         selective=checkpointing.selective,
         fp32_weights=settings.keeps_fp32 and settings.precision != "fp32" and weight_dtype(settings) == "float32",
         offload_streams=settings.activation_offload_streams,

@@ -20,6 +20,7 @@ from zerofit.job.request import BY_PLAN, Request
 from zerofit.job.run_folder import read_record
 from zerofit.model import gradient_checkpointing, liger
 from zerofit.model.load import load_config
+from zerofit.parallel import whole_layers
 from zerofit.plan import candidates, formulas, gpu_memory, predict, preflight, simulate
 from zerofit.plan.candidates import Candidate, Checkpointing
 
@@ -128,20 +129,21 @@ class _Search:
         return Choice(plan, flags, self._why(pair, plan, flags) if flags else ""), self._better_micro_batch(pair)
 
     def _pairs(self, micros: list[int]) -> list[Pair]:
-        found, given = [], self.whole.setting
+        pairs, given = [], self.whole.setting
         mean = self.row_tokens or self.settings.max_length
         rows = mean * self.settings.documents_per_row / self.settings.ranks_that_split("tokens")
         for micro, kind in itertools.product(micros, self.kinds):
+            most = given.tokens // given.micro * micro
             full = replace(
-                given, micro=micro, tokens=given.tokens // given.micro * micro,
+                given, micro=micro, tokens=most, whole_layers=whole_layers.largest(self.settings, most),
                 accumulation=given.micro * given.accumulation // micro,
                 every=kind.every, selective=kind.selective, activation_offload=kind.offloaded,
             )  # fmt: skip
             job = candidates.with_formulas(self.whole.request, full, self.whole.shape, self.settings, self.whole.gpu)
             real = replace(full, tokens=max(1, round(rows * micro)))
             seconds = formulas.step_seconds(self.whole.shape, real, self.whole.gpu, round(mean))
-            found.append(Pair(micro, kind, job, seconds))
-        return found
+            pairs.append(Pair(micro, kind, job, seconds))
+        return pairs
 
     def _find(self, key: tuple[int, Checkpointing]) -> Pair | None:
         """Return the pair of this micro batch, or of the only one, with this checkpointing; None: it is not open."""

@@ -12,7 +12,7 @@ from zerofit.config import deepspeed_json
 from zerofit.model import experts
 from zerofit.model.gradient_checkpointing import IN_FLIGHT
 from zerofit.optim import registry
-from zerofit.parallel import many_ranks
+from zerofit.parallel import whole_layers
 from zerofit.parallel.interface import Parallel
 from zerofit.plan.gpu_memory import GPUS_OF_A_NODE
 
@@ -136,7 +136,7 @@ class Setting:
     forwards: int = 0  # more of them in each step, without a backward: of a reference, of the KL term of KTO
     in_flight: int = 1  # micro batches whose activations are held at once, above 1 in a pipeline
     head: bool = True  # the GPU computes the logits
-    whole_layers: bool = False  # stage 3 gathers and reduces a dense layer in one call (parallel/many_ranks.py)
+    whole_layers: int = 0  # stage 3 exchanges dense layers of up to so many numbers whole (parallel/whole_layers.py)
     selective: bool = False  # checkpointed layers keep the results of matrix products and attention
     fp32_weights: bool = False  # and so are the hidden states between layers, which each product casts for itself
     offload_streams: bool = False  # offloaded inputs are copied beside the arithmetic
@@ -324,10 +324,12 @@ def _work(s: Shape, setting: Setting, weight: float) -> float:
 
 
 def _bucket(s: Shape, setting: Setting) -> float:
-    """Return the numbers of a bucket of gradients, as many_ranks.py or transformers' "auto" sets it."""
-    if setting.whole_layers and not s.experts and s.by_layer:
-        return many_ranks.bucket_size(max(s.by_layer))
-    return s.hidden**2
+    """Return the numbers of a bucket of gradients, as whole_layers.py or transformers' "auto" sets it."""
+    return whole_layers.bucket_size(max(s.by_layer)) if _whole(s, setting) else s.hidden**2
+
+
+def _whole(s: Shape, setting: Setting) -> bool:
+    return bool(s.by_layer) and not s.experts and max(s.by_layer) <= setting.whole_layers
 
 
 def _is_number(text: str) -> bool:
@@ -399,7 +401,7 @@ def _of_states(s: Shape, setting: Setting) -> list[Collective]:
         buckets = s.trainable / s.hidden**2
         reduced = _all_reduced if n > deepspeed_json.REDUCE_UP_TO else _sharded
         return [reduced(trained * times, n, buckets * times), _sharded(trained, n, 1)]
-    all_weights, whole = trained + s.frozen * s.frozen_bytes, setting.whole_layers and not s.experts
+    all_weights, whole = trained + s.frozen * s.frozen_bytes, _whole(s, setting)
     calls = s.layers * (GATHERS_OF_A_LAYER if whole else MATRICES_OF_A_LAYER)
     reductions = s.trainable / _bucket(s, setting) if whole else calls
     reduced = _sharded(trained * accumulation, n, reductions * accumulation)

@@ -13,11 +13,12 @@ import torch
 
 from zerofit.base import distributed
 from zerofit.base.errors import UserError
-from zerofit.job.settings import decide, json_value, merge_json
+from zerofit.job.settings import decide
 from zerofit.job.technique import AllBut, Conflict, Technique
 from zerofit.model import experts, load
 
-NOT_TESTED = "it has not been tested with compiled layers"
+# Values of --adapter whose gradients are those of eager layers (tests/model/test_compiled.py).
+COMPARED = frozenset("lora ia3 prompt_tuning prefix_tuning adaption_prompt ln_tuning loha lokr miss vera road".split())
 
 ONE_OF_TWO = "leave one of the two out"
 
@@ -31,13 +32,15 @@ def resolve(settings) -> None:
     for name in ("use_liger_kernel", "fused_lora"):
         if name in settings.values and settings.source[name] in ("default", "transformers default"):
             decide(settings, name, False, "compiled layers fuse the same operations")
+    if settings.trains_adapter and settings.adapter not in COMPARED:
+        settings.decisions.append(
+            f"compile_layers with --adapter {settings.adapter}: its compiled gradients were not compared with eager "
+            "ones; compare the first losses with those of --compile_layers false"
+        )
 
 
 def resolve_for_model(settings, config) -> None:
-    """At ZeRO-3 make each layer a leaf module, whose weights are gathered before its compiled forward begins.
-
-    Raises: UserError for a mixture of experts, an adapter at stage 3, and a model or leaf modules without such layers.
-    """
+    """Refuse a mixture of experts, an adapter at stage 3, and a model without layers of transformers' class."""
     if not settings.compile_layers:
         return
     if experts.count(config):
@@ -50,21 +53,7 @@ def resolve_for_model(settings, config) -> None:
             "--compile_layers with an adapter at ZeRO stage 3: a compiled layer is gathered whole, which DeepSpeed "
             "cannot do with frozen weights; use --zero 2, or leave it out."
         )
-    names = sorted({type(layer).__name__ for layer in _layers(load.check_model(settings, config))})
-    if settings.zero != 3:
-        return
-    leaves = json_value(settings.deepspeed, "zero_optimization.leaf_module.classes")
-    if leaves is None:
-        leaf = {"zero_optimization": {"leaf_module": {"classes": names}}}
-        settings.deepspeed = merge_json(settings.deepspeed, leaf)
-        settings.decisions.append(
-            f"zero_optimization.leaf_module {' '.join(names)}: a compiled layer is gathered whole, before it begins"
-        )
-    elif not {*names} <= {*leaves}:
-        raise UserError(
-            f"--compile_layers: zero_optimization.leaf_module of the DeepSpeed JSON lacks {' '.join(names)}, and hooks "
-            "within a compiled layer lose its gradients; add it, or delete the section."
-        )
+    _layers(load.check_model(settings, config))
 
 
 def _layers(model) -> list[torch.nn.Module]:
@@ -141,13 +130,6 @@ TECHNIQUE = Technique(
             ONE_OF_TWO,
         ),
         Conflict("attn_implementation", ("flex_attention",), "it is compiled by itself", "use sdpa"),
-        Conflict("activation_offload_streams", (True,), NOT_TESTED, ONE_OF_TWO),
-        Conflict(
-            "adapter",
-            AllBut("lora", "ia3", "prompt_tuning"),
-            NOT_TESTED,
-            "use --adapter lora, or leave --compile_layers out",
-        ),
         Conflict(
             "use_dora",
             (True,),

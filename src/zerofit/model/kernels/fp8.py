@@ -65,8 +65,8 @@ def resolve_for_model(settings, config) -> None:
         return
     if experts.count(config):
         raise UserError("--fp8: the experts of a mixture are no linear layers; leave it out.")
-    found = _linears(settings, load.check_model(settings, config))
-    settings.decisions.append(f"fp8: the products of {len(found)} linear layers; embedding and head stay in bf16")
+    linears = _linears(settings, load.check_model(settings, config))
+    settings.decisions.append(f"fp8: the products of {len(linears)} linear layers; embedding and head stay in bf16")
 
 
 def _linears(settings, model) -> list[torch.nn.Linear]:
@@ -77,13 +77,13 @@ def _linears(settings, model) -> list[torch.nn.Linear]:
     named = [
         pair for layer in load.transformer_layers(model) for pair in layer.named_modules() if ".lora_" not in pair[0]
     ]
-    found = [module for _, module in named if type(module) is torch.nn.Linear and _suits(settings, module)]
-    if not found:
+    linears = [module for _, module in named if type(module) is torch.nn.Linear and _suits(settings, module)]
+    if not linears:
         raise UserError(
             f"--fp8: no linear layer of {type(model).__name__} has sides that are multiples of {MULTIPLE} and large "
             "enough to gain; leave it out."
         )
-    return found
+    return linears
 
 
 def _suits(settings, linear: torch.nn.Linear) -> bool:
@@ -158,7 +158,7 @@ def install(settings, model) -> None:
     """Convert the linear layers, in place: their weights, hooks and adapters stay."""
     if not settings.fp8:
         return
-    if settings.compile_layers:
+    if settings.compile_layers or settings.torch_compile:
         torch.compiler.allow_in_graph(_Product)  # its parts are compiled, without tracing the Python that calls them
     for linear in _linears(settings, model):
         linear.__class__ = _Linear
@@ -174,8 +174,8 @@ def prove(settings, config=None) -> None:
     config = load.load_config(settings) if config is None else config
     largest = max(_linears(settings, load.check_model(settings, config)), key=lambda linear: linear.weight.numel())
     sides = largest.in_features, largest.out_features
-    if found := proofs.problem(functools.partial(problem, sides, torch.device("cuda")), "--fp8", "leave it out"):
-        raise UserError(f"--fp8: {found}; leave it out.")
+    if wrong := proofs.problem(functools.partial(problem, sides, torch.device("cuda")), "--fp8", "leave it out"):
+        raise UserError(f"--fp8: {wrong}; leave it out.")
 
 
 def problem(sides: tuple[int, int], device: torch.device) -> str | None:
@@ -185,8 +185,8 @@ def problem(sides: tuple[int, int], device: torch.device) -> str | None:
         inputs, upstream = (torch.randn(PROOF_ROWS, side, device=device, dtype=torch.bfloat16) for side in sides)
     expected = _results(linear, inputs, upstream)
     linear.__class__ = _Linear
-    found = _results(linear, inputs, upstream)
-    errors = {what: ((found[what] - expected[what]).norm() / expected[what].norm()).item() for what in expected}
+    in_fp8 = _results(linear, inputs, upstream)
+    errors = {what: ((in_fp8[what] - expected[what]).norm() / expected[what].norm()).item() for what in expected}
     what, error = max(errors.items(), key=lambda pair: pair[1] if pair[1] == pair[1] else float("inf"))
     return None if error <= BOUND else f"its {what} are {error:.1%} off those in bf16 (bound {BOUND:.0%})"
 
@@ -196,11 +196,11 @@ def _results(linear, inputs, upstream) -> dict[str, torch.Tensor]:
     inputs = inputs.clone().requires_grad_()
     outputs = linear(inputs)
     of_inputs, of_weight = torch.autograd.grad(outputs, [inputs, linear.weight], upstream)
-    found = {"outputs": outputs.detach(), "gradients of the inputs": of_inputs, "gradients of the weight": of_weight}
-    return {what: tensor.float() for what, tensor in found.items()}
+    tensors = {"outputs": outputs.detach(), "gradients of the inputs": of_inputs, "gradients of the weight": of_weight}
+    return {what: tensor.float() for what, tensor in tensors.items()}
 
 
-NOT_TESTED, ONE_OF_TWO = "it has not been tested with products of 8-bit floats", "leave one of the two out"
+ONE_OF_TWO = "leave one of the two out"
 
 TECHNIQUE = Technique(
     name="fp8",
@@ -222,7 +222,13 @@ TECHNIQUE = Technique(
             "it divides by the norm of a matrix that is 0 at the start, so that rounding decides its first step",
             "use --adapter lora, or leave --fp8 out",
         ),
-        Conflict("torch_compile", (True,), NOT_TESTED, "use --compile_layers true"),
+        Conflict(
+            "torch_compile",
+            (True,),
+            "compiled with DeepSpeed's hooks around each matrix inside, a layer breaks into some 20 graphs",
+            "use --compile_layers true",
+            stages=(3,),
+        ),
         Conflict(
             "sp_size",
             None,

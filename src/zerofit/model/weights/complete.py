@@ -43,7 +43,7 @@ def of_loaded(model, info: dict) -> Names:
     unexpected = tuple(sorted(info["unexpected_keys"]))
     if is_deepspeed_zero3_enabled():
         unexpected = tuple(HELD["unexpected"]) if HELD else None
-    mismatched = tuple(sorted((name, list(found), list(own)) for name, found, own in info["mismatched_keys"]))
+    mismatched = tuple(sorted((name, list(saved), list(own)) for name, saved, own in info["mismatched_keys"]))
     saved_as = (getattr(model.config, "architectures", None) or [""])[0]
     tied = {name for name, other in model.all_tied_weights_keys.items() if other in info["missing_keys"]}
     missing = tuple(sorted(info["missing_keys"] - tied))  # both ends of a tie are missing: named once
@@ -168,10 +168,10 @@ def refuse(names: Names, place: str) -> None:
             f"numbers: {listed(names.missing)}. {_cause(names)}"
         )
     if names.mismatched:
-        name, found, own = names.mismatched[0]
+        name, saved, own = names.mismatched[0]
         raise UserError(
             f"{place}: {len(names.mismatched)} of its {names.total} weights have another shape in its files than by "
-            f"config.json: {name} {found} instead of {own}. Config and weights are of different models; take both from "
+            f"config.json: {name} {saved} instead of {own}. Config and weights are of different models; take both from "
             "one place."
         )
 
@@ -188,10 +188,10 @@ def _cause(names: Names) -> str:
     of_images = any(word in name for name in other for word in PART_OF_IMAGES)
     renamed = _renamed(names.missing, other)
     if 2 * len(renamed) >= len(names.missing):
-        name, found = renamed[0]
+        name, saved = renamed[0]
         larger = ", beside weights of images or sound: they are the text part of a larger model" if of_images else ""
         return (
-            f"{len(renamed)} of them are there under other names ({found} instead of {name}){larger}. Name a "
+            f"{len(renamed)} of them are there under other names ({saved} instead of {name}){larger}. Name a "
             f"checkpoint of {names.loaded_as}, or save this one with that class."
         )
     if names.saved_as and names.saved_as != names.loaded_as:
@@ -217,9 +217,9 @@ def _renamed(missing, unexpected) -> list[tuple[str, str]]:
     for name in missing:
         words = name.split(".")
         for i in range(len(words) - 1):  # the longest end first
-            if found := by_end.get(tuple(words[i:])):
-                beginnings = tuple(words[:i]), tuple(found.split(".")[: -len(words[i:])])
-                pairs.setdefault(beginnings, []).append((name, found))
+            if saved := by_end.get(tuple(words[i:])):
+                beginnings = tuple(words[:i]), tuple(saved.split(".")[: -len(words[i:])])
+                pairs.setdefault(beginnings, []).append((name, saved))
                 break
     return max(pairs.values(), key=len, default=[])
 

@@ -63,5 +63,5 @@ def refuse(place, missing, unexpected, mismatched=()) -> None:
         listed = complete.listed(sorted(missing or unexpected))
         raise UserError(f"{place} {what} {listed}: it is of another model, or not complete.")
     if mismatched:
-        name, found, own = mismatched[0]
-        raise UserError(f"{place} has {name} in shape {found} instead of {own}: it is of another model.")
+        name, saved, own = mismatched[0]
+        raise UserError(f"{place} has {name} in shape {saved} instead of {own}: it is of another model.")
