@@ -130,9 +130,8 @@ def _answer(asked: simulate.Question) -> dict:
             fake_device.fake_adam()
             fake_device.skip_triton_kernels()
             fake_device.without_values(asked.padded, settings.max_length)
-            stack.enter_context(torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
-            stack.enter_context(fake_device.answers_for_collectives(_rows_by_tokens(settings)))
-        host_tracker = _host_tracker(stack) if on_gpu else None
+            tracker.watch = _fake_operations(stack, _rows_by_tokens(settings)).followed
+        host_tracker = _host_tracker(stack, tracker.watch) if on_gpu else None
         stack.enter_context(tracker)
         with _without_collections():
             trainer = _trainer(settings, arguments, rows, config, asked)
@@ -336,13 +335,23 @@ def _few_steps(settings, device: str, has_liger: bool):
     return settings.replace(**changes)
 
 
-def _host_tracker(stack):
-    """Return a second memory tracker, entered on the stack, for tensors in host memory."""
+def _fake_operations(stack, rows: dict[int, int]):
+    """Return the mode that runs operations without memory, entered on the stack above torch's FakeTensorMode."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from zerofit.plan.fake_operations import FakeOperations
+
+    fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+    return stack.enter_context(FakeOperations(fake, rows))
+
+
+def _host_tracker(stack, watch):
+    """Return a second memory tracker for tensors in host memory, followed by a context of `watch` on the stack."""
     from zerofit.train import memory_tracker
 
     tracker = memory_tracker.MemoryTracker(device="cpu")
     tracker.phase = "step"
-    stack.enter_context(memory_tracker.Watch(tracker))
+    stack.enter_context(watch(tracker))
     return tracker
 
 
