@@ -105,8 +105,6 @@ def _answer(asked: simulate.Question) -> dict:
     """Train two steps as one rank of the job; return the answer of `simulate.run_all`."""
     import time
 
-    import torch
-
     began = time.perf_counter()
     os.environ |= {"LOCAL_WORLD_SIZE": str(asked.ranks)}
     from zerofit.config import resolve
