@@ -20,6 +20,7 @@ def main(_: list[str]) -> None:
     import transformers  # noqa: F401
 
     from zerofit.model import load  # noqa: F401
+    from zerofit.plan import fake_operations  # noqa: F401
     from zerofit.train import trainer  # noqa: F401
 
     gc.freeze()  # the libraries' objects: no collection of a fork scans them
@@ -56,7 +57,7 @@ def _answer_in_forks(questions: list[simulate.Question]) -> None:
 
 
 def _import_for(questions: list[simulate.Question]) -> None:
-    """Load bitsandbytes, if the job uses it, once for all forks: it takes over a second."""
+    """Load peft and bitsandbytes, if the job uses them, once for all forks: each takes over a second."""
     from zerofit.base.errors import UserError
     from zerofit.config import parse
     from zerofit.optim import registry
@@ -64,6 +65,8 @@ def _import_for(questions: list[simulate.Question]) -> None:
     with contextlib.suppress(UserError):  # the answer reports it
         first = questions[0]
         settings = parse.settings_of(first.request, first.ranks)
+        if settings.trains_adapter:
+            import peft  # noqa: F401
         module = getattr(registry.spec_of(settings), "module", None)
         if module == "bitsandbytes" or settings.values.get("load_in_4bit"):
             import bitsandbytes
