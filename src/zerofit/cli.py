@@ -63,6 +63,8 @@ LIGHT = ("status", "cancel", "init", "convert")  # verbs that must start fast an
 
 STARTS_RANKS = ("launch", "resume")
 
+WITHOUT_ADAPTERS = (*STARTS_RANKS, "plan", "simulated-rank")  # verbs that import peft only where one is trained
+
 
 def main() -> None:
     guard(_main)
@@ -109,5 +111,5 @@ def _check_and_import(verb: str, *words: str) -> None:
             # ranks could not be forks (launch/standby.py).
             os.environ.setdefault(hardware.NVML_CHECK, "1")
     log_filters.libraries()
-    if verb in STARTS_RANKS:
+    if verb in WITHOUT_ADAPTERS:
         process.load_peft_on_use()

@@ -3,15 +3,14 @@
 import argparse
 import math
 import shutil
-import sys
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 
 from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.base.hardware import GIB
+from zerofit.commands import plan_progress
 from zerofit.config import parse
 from zerofit.job import program
 from zerofit.job.request import Request
@@ -96,34 +95,17 @@ def _search(args: argparse.Namespace, flags: list[str], ranks: int) -> candidate
         if missing := attention.missing_kernels(load.load_config(first)):
             notes.append("note: {}; {}".format(*missing))
         print("\n".join(notes), flush=True)
-        say, end = _progress(notes)
-        try:
-            plan = search.search(methods, request, ranks, gpu, say, host_limit, node)
+        with plan_progress.Shown(notes) as progress:
+            plan = search.search(methods, request, ranks, gpu, progress, host_limit, node)
             plan.instead = search.adapters_instead(plan, methods, request)
             plan.instead |= search.pipeline_instead(plan, methods, request)
-        finally:
-            end()
+    if relation := plan_progress.compared(progress.answer, plan):
+        notes.append(relation)
+        print(relation, flush=True)
     plan.rows, plan.notes, plan.here = rows, notes, for_this_machine
     plan.host_here = psutil.virtual_memory().total
     plan.disk_free = shutil.disk_usage(nearest_existing(Path("runs"))).free
     return plan
-
-
-def _progress(lines: list[str]) -> tuple[Callable[[str], None], Callable[[], None]]:
-    """Return (a function that shows a line of the search and appends it to `lines`, one to call at its end).
-
-    A terminal shows the last line only, and none after the end.
-    """
-    live = sys.stdout.isatty()
-
-    def say(text: str) -> None:
-        lines.append(text)
-        if live:
-            print(f"\r\033[K{text[: shutil.get_terminal_size().columns - 1]}", end="", flush=True)
-        else:
-            print(text, flush=True)
-
-    return say, lambda: print("\r\033[K", end="", flush=True) if live else None
 
 
 def with_real_lengths(request: Request, ranks: int, gpu, node: int = gpu_memory.GPUS_OF_A_NODE) -> tuple[Request, str]:

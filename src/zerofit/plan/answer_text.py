@@ -8,7 +8,6 @@ from zerofit.base.hardware import GIB
 from zerofit.job import run_folder
 from zerofit.plan import candidates, formulas, gpu_memory, run_line, search
 from zerofit.plan.candidates import Candidate, Plan
-from zerofit.train import memory_report
 
 SPEED_ERROR = "12 published runs on one A100: -21 to +49 %"
 
@@ -382,6 +381,8 @@ def write(plan: Plan, folder: Path) -> None:
             else {"highest moment, by formula": {k: int(v) for k, v in best.formula.items()}}
         )
         title = f"Predicted peak of a GPU\n{best.label}"
+        from zerofit.train import memory_report  # torch and transformers' trainer, which the search does without
+
         memory_report.plot(peak, folder / "plan.png", title, (plan.limit, f"limit {plan.limit / GIB:.1f} GiB"))
 
 
@@ -392,6 +393,8 @@ def _markdown(plan: Plan) -> str:
     if plan.chosen is None:
         parts.append(nothing_fits(plan))
     if best is not None:
+        from zerofit.train import memory_report
+
         table = memory_report.table(best.answer["peak"]) if best.answer else ""
         parts += [f"## {best.label}", _block("\n".join([*_three_figures(best, plan), "", table]))]
         parts.append("\n".join(f"- {name}: {value}" for name, value in facts(best, plan).items()))

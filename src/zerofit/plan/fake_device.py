@@ -371,34 +371,6 @@ def _apply(module, change, recurse=True):
     return module
 
 
-def answers_for_collectives(rows: dict[int, int]):
-    """Return a mode that answers reads of tensors: 1.0 (loss, norm), 0 (overflows), False (an overflow).
-
-    Args: rows: {tokens of a batch: its rows}; all labels count but the first of each row, which nothing predicts.
-    """
-    import torch
-    from torch.utils._python_dispatch import TorchDispatchMode
-
-    class Answers(TorchDispatchMode):
-        def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
-            if operation is torch.ops.aten._local_scalar_dense.default:
-                dtype = args[0].dtype
-                return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
-            if operation is torch.ops.aten.nonzero.default:  # indices of the labels that count: all of them
-                count = args[0].numel() - rows.get(args[0].numel(), 0)
-                return args[0].new_empty((count, args[0].ndim), dtype=torch.long)
-            if operation is torch.ops.aten.index.Tensor and args[1][0].dtype == torch.bool and len(args[1]) == 1:
-                mask = args[1][0]
-                return args[0].new_empty(mask.numel(), *args[0].shape[mask.ndim :])
-            if operation is torch.ops.aten.allclose.default:
-                return True
-            if operation is torch.ops.aten._to_copy.default and getattr(args[0], "constant", None) is not None:
-                args[0].constant = None  # FakeTensorMode would copy the value to the device, which does not exist
-            return operation(*args, **(kwargs or {}))
-
-    return Answers()
-
-
 def _distributed_data_parallel():
     """Return a stand-in for DistributedDataParallel, whose C++ reads tensors, that holds the same memory."""
     import torch

@@ -27,20 +27,33 @@ PAGE_OF_PIPELINES = "docs/pipeline.md"
 # --- the search ---
 
 
+class Progress:
+    """What a search tells while it runs: lines of text, what it simulates now, and its first answer."""
+
+    def __init__(self, say: Callable[[str], None] = lambda text: None):
+        self.say = say
+
+    def now(self, text: str) -> None:
+        """Tell what is simulated now, which takes seconds."""
+
+    def first(self, candidate: Candidate | None, plan: Plan) -> None:
+        """Tell the fastest setting that fits by formula, before anything is simulated; None: none does."""
+
+
 def search(
     methods: list[str],
     request: Request,
     ranks: int,
     gpu: Gpu,
-    say: Callable[[str], None] = lambda text: None,
+    say: Callable[[str], None] | Progress = lambda text: None,
     host_limit: int | None = None,
     node: int = gpu_memory.GPUS_OF_A_NODE,
 ) -> Plan:
     """Return the Plan with the fastest setting that fits among those that the request leaves open.
 
     Args: methods: in order of preference; the first with a setting that fits is chosen. request: of the recipe of any
-        of them. say: called with lines of progress. host_limit: bytes of a node's host memory; settings above it are
-        rejected, unless --offload_path puts their states on a disk. node: GPUs of a node.
+        of them. say: called with lines of progress, or told of them. host_limit: bytes of a node's host memory;
+        settings above it are rejected, unless --offload_path puts their states on a disk. node: GPUs of a node.
     Raises: UserError for the user's mistakes.
     """
     began = time.perf_counter()
@@ -51,7 +64,7 @@ def search(
     limit, kept = total - margin - sum(outside.values()), settings.save_total_limit
     plan = Plan(gpu, ranks, limit, outside, None, [], margin=margin, node=node, host_limit=host_limit, kept=kept)
     with simulate.reused():
-        _search(plan, methods, request, say)
+        _search(plan, methods, request, say if isinstance(say, Progress) else Progress(say))
     if plan.chosen is None and _fits_into_the_margin(plan):
         plan.limit, plan.margin, plan.chosen, plan.nearest = limit + margin, 0, plan.nearest, None
         plan.rejected = [(candidate, why) for candidate, why in plan.rejected if candidate is not plan.chosen]
@@ -68,9 +81,9 @@ def _fits_into_the_margin(plan: Plan) -> bool:
     return bool(fits) and not plan.host_is_short(nearest)
 
 
-def _search(plan: Plan, methods: list[str], request: Request, say) -> None:
+def _search(plan: Plan, methods: list[str], request: Request, progress: Progress) -> None:
     """Search each (method, change) of `_rungs` until a setting fits; write the result into the plan."""
-    ranks, gpu, node = plan.ranks, plan.gpu, plan.node
+    ranks, gpu, node, is_first = plan.ranks, plan.gpu, plan.node, True
     for method, change in _rungs(methods, request):
         try:
             tried = candidates.candidates(method, request, ranks, gpu, change, node)
@@ -79,12 +92,20 @@ def _search(plan: Plan, methods: list[str], request: Request, say) -> None:
                 raise
             continue  # the user's other flags do not go with it
         job, gpus = f"{method} {candidates.changed(change)}".rstrip(), candidates.gpus_as_text(ranks, node)
-        say(f"plan: {len(tried)} settings of {job} on {gpus} x {gpu.device_name}; the fastest first")
-        _decide(plan, tried, say)
+        progress.say(f"plan: {len(tried)} settings of {job} on {gpus} x {gpu.device_name}; the fastest first")
+        if is_first:
+            progress.first(_first_that_fits(plan, tried), plan)
+        is_first = False
+        _decide(plan, tried, progress)
         if plan.chosen:
             return
     if plan.nearest.answer is None and not plan.host_is_short(plan.nearest):
-        _fits(plan.nearest, plan, say)  # a prediction by formula alone must not refuse a job
+        _fits(plan.nearest, plan, progress)  # a prediction by formula alone must not refuse a job
+
+
+def _first_that_fits(plan: Plan, tried: list[Candidate]) -> Candidate | None:
+    """Return the fastest candidate that fits by formula, with its margin, and into the host memory."""
+    return next((one for one in tried if one.peak <= plan.limit and not plan.host_is_short(one)), None)
 
 
 def adapters_instead(plan: Plan, methods: list[str], request: Request) -> dict[str, tuple[Candidate | None, str]]:
@@ -149,7 +170,7 @@ def _rungs(methods: list[str], request: Request) -> list[tuple[str, tuple]]:
     ]
 
 
-def _decide(plan: Plan, tried: list[Candidate], say) -> None:
+def _decide(plan: Plan, tried: list[Candidate], progress: Progress) -> None:
     """Simulate the fastest candidates until one fits; those far too large by formula come last."""
     simulated, large = [], []
     for candidate in tried:
@@ -158,10 +179,10 @@ def _decide(plan: Plan, tried: list[Candidate], say) -> None:
             large.append(candidate)
         elif not plan.host_is_short(candidate):
             simulated.append(candidate)  # only a simulated candidate is chosen, unless the simulation fails
-            if _fits(candidate, plan, say):
+            if _fits(candidate, plan, progress):
                 break
     else:
-        _last_tries(plan, large, say)
+        _last_tries(plan, large, progress)
     for candidate in tried:
         if candidate is plan.chosen:
             break
@@ -170,7 +191,7 @@ def _decide(plan: Plan, tried: list[Candidate], say) -> None:
         plan.nearest = min([*tried, *([plan.nearest] if plan.nearest else [])], key=lambda candidate: candidate.peak)
 
 
-def _last_tries(plan: Plan, large: list[Candidate], say) -> None:
+def _last_tries(plan: Plan, large: list[Candidate], progress: Progress) -> None:
     """Simulate the smallest candidate of each stage and offload; if one fits, also faster ones like it.
 
     The closed forms can be far too high for an unusual model, so they must not refuse a job.
@@ -180,14 +201,14 @@ def _last_tries(plan: Plan, large: list[Candidate], say) -> None:
         if not plan.host_is_short(candidate) and candidate.by_formula <= HOPELESS * plan.limit:
             smallest.setdefault((candidate.setting.zero, candidate.setting.offload), candidate)
     for last in list(smallest.values())[:LAST_TRIES]:
-        if not _fits(last, plan, say):
+        if not _fits(last, plan, progress):
             continue
         too_high = last.by_formula / last.peak
         for candidate in large:  # the fastest first
             if candidate is last:
                 return
             near = (candidate.setting.zero, candidate.setting.offload) == (last.setting.zero, last.setting.offload)
-            if near and candidate.by_formula <= too_high * plan.limit and _fits(candidate, plan, say):
+            if near and candidate.by_formula <= too_high * plan.limit and _fits(candidate, plan, progress):
                 return
 
 
@@ -205,15 +226,16 @@ def _expected(candidate: Candidate, simulated: list[Candidate]) -> float:
     return candidate.by_formula + max(0.0, min(lacked, default=0.0)) * candidate.setting.tokens
 
 
-def _fits(candidate: Candidate, plan: Plan, say) -> bool:
+def _fits(candidate: Candidate, plan: Plan, progress: Progress) -> bool:
     """Simulate the candidate, report its peak, and choose it if it fits."""
+    progress.now(f"simulating {candidate.label}")
     predict.ask(candidate, plan.limit)
     how = (
         f"by formula, + {candidates.FORMULA_MARGIN:.0%}: the exact check failed"
         if candidate.failed
         else "by simulation"
     )
-    say(f"  {candidate.label}: {candidate.peak / GIB:.1f} GiB ({how})")
+    progress.say(f"  {candidate.label}: {candidate.peak / GIB:.1f} GiB ({how})")
     if candidate.peak > plan.limit or plan.host_is_short(candidate):
         return False
     plan.chosen = candidate

@@ -219,12 +219,16 @@ def _ask(process: subprocess.Popen, text: str, seconds: float | None, keep: bool
             _end(process, reader)
 
 
-def _start(fake: bool, cuda: bool) -> subprocess.Popen:
+def environment(fake: bool, cuda: bool) -> dict[str, str]:
+    """Return the environment of a process that answers questions with these of their attributes."""
     env = {k: v for k, v in os.environ.items() if k not in _OF_A_LAUNCHER and not k.startswith("TORCHELASTIC_")}
     env |= {"PYTHONPATH": os.pathsep.join(p for p in sys.path if p), "TOKENIZERS_PARALLELISM": "false"}
     env |= {"OMP_NUM_THREADS": "1"} if fake else {}
-    env |= {} if cuda else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""}
-    pipe = subprocess.PIPE
+    return env | ({} if cuda else {"DS_ACCELERATOR": "cpu", "CUDA_VISIBLE_DEVICES": ""})
+
+
+def _start(fake: bool, cuda: bool) -> subprocess.Popen:
+    env, pipe = environment(fake, cuda), subprocess.PIPE
     argv = [sys.executable, "-m", "zerofit", "simulated-rank"]
     errors = tempfile.TemporaryFile("w+", errors="replace")  # noqa: SIM115  (a pipe without a reader would fill up)
     process = subprocess.Popen(argv, stdin=pipe, stdout=pipe, stderr=errors, text=True, env=env, start_new_session=True)

@@ -20,6 +20,7 @@ def main(_: list[str]) -> None:
     import transformers  # noqa: F401
 
     from zerofit.model import load  # noqa: F401
+    from zerofit.plan import fake_operations  # noqa: F401
     from zerofit.train import trainer  # noqa: F401
 
     gc.freeze()  # the libraries' objects: no collection of a fork scans them
@@ -56,7 +57,7 @@ def _answer_in_forks(questions: list[simulate.Question]) -> None:
 
 
 def _import_for(questions: list[simulate.Question]) -> None:
-    """Load bitsandbytes, if the job uses it, once for all forks: it takes over a second."""
+    """Load peft and bitsandbytes, if the job uses them, once for all forks: each takes over a second."""
     from zerofit.base.errors import UserError
     from zerofit.config import parse
     from zerofit.optim import registry
@@ -64,6 +65,8 @@ def _import_for(questions: list[simulate.Question]) -> None:
     with contextlib.suppress(UserError):  # the answer reports it
         first = questions[0]
         settings = parse.settings_of(first.request, first.ranks)
+        if settings.trains_adapter:
+            import peft  # noqa: F401
         module = getattr(registry.spec_of(settings), "module", None)
         if module == "bitsandbytes" or settings.values.get("load_in_4bit"):
             import bitsandbytes
@@ -105,8 +108,6 @@ def _answer(asked: simulate.Question) -> dict:
     """Train two steps as one rank of the job; return the answer of `simulate.run_all`."""
     import time
 
-    import torch
-
     began = time.perf_counter()
     os.environ |= {"LOCAL_WORLD_SIZE": str(asked.ranks)}
     from zerofit.config import resolve
@@ -130,9 +131,8 @@ def _answer(asked: simulate.Question) -> dict:
             fake_device.fake_adam()
             fake_device.skip_triton_kernels()
             fake_device.without_values(asked.padded, settings.max_length)
-            stack.enter_context(torch._subclasses.fake_tensor.FakeTensorMode(allow_non_fake_inputs=True))
-            stack.enter_context(fake_device.answers_for_collectives(_rows_by_tokens(settings)))
-        host_tracker = _host_tracker(stack) if on_gpu else None
+            tracker.watch = _fake_operations(stack, _rows_by_tokens(settings)).followed
+        host_tracker = _host_tracker(stack, tracker.watch) if on_gpu else None
         stack.enter_context(tracker)
         with _without_collections():
             trainer = _trainer(settings, arguments, rows, config, asked)
@@ -336,13 +336,23 @@ def _few_steps(settings, device: str, has_liger: bool):
     return settings.replace(**changes)
 
 
-def _host_tracker(stack):
-    """Return a second memory tracker, entered on the stack, for tensors in host memory."""
+def _fake_operations(stack, rows: dict[int, int]):
+    """Return the mode that runs operations without memory, entered on the stack above torch's FakeTensorMode."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    from zerofit.plan.fake_operations import FakeOperations
+
+    fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
+    return stack.enter_context(FakeOperations(fake, rows))
+
+
+def _host_tracker(stack, watch):
+    """Return a second memory tracker for tensors in host memory, followed by a context of `watch` on the stack."""
     from zerofit.train import memory_tracker
 
     tracker = memory_tracker.MemoryTracker(device="cpu")
     tracker.phase = "step"
-    stack.enter_context(memory_tracker.Watch(tracker))
+    stack.enter_context(watch(tracker))
     return tracker
 
 

@@ -57,16 +57,10 @@ class Watch(TorchDispatchMode):
 
     def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
         output = operation(*args, **(kwargs or {}))
-        if operation.namespace == "c10d":  # a collective reads or writes buckets and gathered shards
-            for value in tree_iter((args, kwargs, output)):
-                if isinstance(value, torch.Tensor):
-                    self.tracker.see(value, "buffers", _SEEN)
-        elif isinstance(output, torch.Tensor):
-            self.tracker.see(output)
-        elif isinstance(output, (tuple, list)):
-            for value in tree_iter(output):
-                if isinstance(value, torch.Tensor):
-                    self.tracker.see(value)
+        if operation.namespace == "c10d":
+            self.tracker.see_collective(args, kwargs, output)
+        else:
+            self.tracker.see_output(output)
         return output
 
 
@@ -103,6 +97,7 @@ class MemoryTracker:
         self._watch, self._hooks, self._gradient_hooks, self._once = None, [], [], set()
         self.events: list[tuple] | None = [] if keep_events else None  # (key, bytes, stream); 0 bytes: released
         self.stream, self.followed_steps = 0, followed_steps  # stream of new tensors
+        self.watch = Watch  # what tells the tracker of new tensors: a function that returns a context
         if model is not None:
             self._adopt(model)
 
@@ -122,10 +117,28 @@ class MemoryTracker:
 
     # --- what is alive ---
 
+    def see_output(self, output) -> None:
+        """Count the storages of what an operation returns."""
+        if isinstance(output, torch.Tensor):
+            self.see(output)
+        elif isinstance(output, (tuple, list)):
+            for value in tree_iter(output):
+                if isinstance(value, torch.Tensor):
+                    self.see(value)
+
+    def see_collective(self, args, kwargs, output) -> None:
+        """Count what a collective reads and writes: buckets and gathered shards."""
+        for value in tree_iter((args, kwargs, output)):
+            if isinstance(value, torch.Tensor):
+                self.see(value, "buffers", _SEEN)
+
     def see(self, tensor: torch.Tensor, part: str | None = None, sure: int = _GUESS) -> None:
+        """Count the tensor's storage until it is freed, if it is on the tracked device (see `count`)."""
+        if tensor.device.type == self.device:
+            self.count(tensor, part, sure)
+
+    def count(self, tensor: torch.Tensor, part: str | None = None, sure: int = _GUESS) -> None:
         """Count the tensor's storage until it is freed; relabel a known one if the new label is more certain."""
-        if tensor.device.type != self.device:
-            return
         try:
             storage = tensor.untyped_storage()
         except (NotImplementedError, RuntimeError):  # sparse, functorch: no storage to track
@@ -231,7 +244,7 @@ class MemoryTracker:
 
     def _follow(self) -> None:
         if not self.following:
-            self.following, self._watch = True, Watch(self)
+            self.following, self._watch = True, self.watch(self)
             if self.device == "cuda":
                 torch.cuda.reset_peak_memory_stats()
             self._follow_model()

@@ -1,0 +1,214 @@
+"""Run each operation of a simulated rank on fake tensors in one call, and pass new tensors to the memory trackers.
+
+FakeTensorMode alone spends most of a simulation: on views, which it computes in Python, on the keys of its cache, and a
+stack of modes on being called one by one, also for each `tensor.device`. Here it is asked once for each operation with
+arguments of the same shapes; its answer is kept as shapes.
+"""
+
+import contextlib
+
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode, in_kernel_invocation_manager
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_iter
+
+aten = torch.ops.aten
+
+# Results that are views of their first argument's storage; their shapes are computed by torch's kernels in C++.
+_VIEWS = frozenset(
+    [
+        *(aten.alias.default, aten.as_strided.default, aten.detach.default, aten.expand.default),
+        *(aten.permute.default, aten.select.int, aten.slice.Tensor, aten.squeeze.dim, aten.t.default),
+        *(aten.transpose.int, aten.unsqueeze.default, aten.view.default, aten.view.dtype),
+        *(aten._unsafe_view.default, aten.split.Tensor, aten.split_with_sizes.default),
+    ]
+)
+
+_CACHED = ("aten", "zerofit")  # namespaces of operations whose results are kept
+
+_UNKNOWN_SIZES = {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
+
+_DEVICE = torch.ops.prim.device.default
+
+_READ, _INDICES, _SELECTED = aten._local_scalar_dense.default, aten.nonzero.default, aten.index.Tensor
+
+_ALIKE, _COPY = aten.allclose.default, aten._to_copy.default
+
+
+class _NoKey(Exception):
+    """The result of an operation with such arguments is not kept."""
+
+
+_PLAIN = frozenset(
+    [*(type(None), int, float, bool, str, complex), torch.dtype, torch.device, torch.layout, torch.memory_format]
+)
+
+
+def _as_key(value):
+    """Return what of an argument a result's shape, type and device depend on. Raises: _NoKey."""
+    kind = type(value)
+    if kind is FakeTensor:
+        if value.constant is not None:
+            raise _NoKey
+        return value.dtype, value.shape, value.stride(), value.fake_device
+    if kind in _PLAIN:
+        return kind, value
+    if kind in (list, tuple):
+        return tuple([_as_key(one) for one in value])
+    raise _NoKey
+
+
+def _is_kept(operation) -> bool:
+    """Return whether an operation's results depend on the shapes of its arguments only, and share no storage."""
+    if operation.namespace not in _CACHED or operation.is_view or operation.name().startswith("aten::lift"):
+        return False
+    return not _UNKNOWN_SIZES & set(operation.tags)
+
+
+class FakeOperations(TorchDispatchMode):
+    """A mode above FakeTensorMode that answers reads of tensors and tells trackers of every tensor that is returned.
+
+    A read is answered with 1.0 (loss, norm), 0 (overflows) or False (an overflow).
+    Args: fake: the mode below; rows: {tokens of a batch: its rows}; all labels count but the first of each row, which
+        nothing predicts.
+    """
+
+    def __init__(self, fake: FakeTensorMode, rows: dict[int, int]):
+        super().__init__()
+        self.fake, self.rows = fake, rows
+        self.trackers = {}  # {type of device: tracker that follows it}
+        self._attributes = {}  # {device: attributes of its fake tensors}
+        self._kept = {}  # {operation and arguments: result as of `_as_shapes`}
+        self._is_kept = {}  # {operation: whether its results are kept}
+
+    @classmethod
+    def _should_skip_dynamo(cls) -> bool:
+        return False  # else each call goes through a wrapper for torch.compile
+
+    @contextlib.contextmanager
+    def followed(self, tracker):
+        """Tell a tracker of the tensors of its device while the body runs."""
+        self.trackers[tracker.device] = tracker
+        try:
+            yield
+        finally:
+            del self.trackers[tracker.device]
+
+    def __torch_dispatch__(self, operation, types, args=(), kwargs=None):
+        if operation is _DEVICE:
+            return args[0].fake_device if type(args[0]) is FakeTensor else operation(*args)
+        if operation in _VIEWS and type(args[0]) is FakeTensor and args[0].constant is None:
+            output = self._view(operation, args, kwargs or {})
+        else:
+            output = self._run(operation, args, kwargs or {})
+        if self.trackers:
+            self._tell(operation, args, kwargs, output)
+        return output
+
+    def _view(self, operation, args, kwargs):
+        """Return what a view of a fake tensor is, without FakeTensorMode's call and cache."""
+        device = args[0].fake_device
+        with in_kernel_invocation_manager(self.fake):
+            views = operation(*args, **kwargs)
+        if isinstance(views, torch.Tensor):
+            return self._fake(views, device)
+        return [self._fake(view, device) for view in views]
+
+    def _fake(self, meta: torch.Tensor, device: torch.device) -> FakeTensor:
+        """Return FakeTensor(self.fake, meta, device), whose constructor takes as long as all else of an operation."""
+        if device not in self._attributes:
+            self._attributes[device] = dict(vars(FakeTensor(self.fake, meta, device)))
+        tensor = torch.Tensor._make_subclass(
+            FakeTensor, meta, False, dispatch_device=True, device_for_backend_keys=device
+        )
+        torch._C._set_warn_deprecated_on_mutable_data_ptr(tensor)
+        vars(tensor).update(self._attributes[device])
+        return tensor
+
+    def _run(self, operation, args, kwargs):
+        if operation is _READ:
+            dtype = args[0].dtype
+            return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
+        if operation is _INDICES:  # of the labels that count: all of them
+            count = args[0].numel() - self.rows.get(args[0].numel(), 0)
+            return args[0].new_empty((count, args[0].ndim), dtype=torch.long)
+        if operation is _SELECTED and args[1][0].dtype == torch.bool and len(args[1]) == 1:
+            mask = args[1][0]
+            return args[0].new_empty(mask.numel(), *args[0].shape[mask.ndim :])
+        if operation is _ALIKE:
+            return True
+        if operation is _COPY and getattr(args[0], "constant", None) is not None:
+            args[0].constant = None  # FakeTensorMode would copy the value to the device, which does not exist
+        if operation.namespace == "c10d" and all(_has_no_value(value) for value in tree_iter((args, kwargs))):
+            with in_kernel_invocation_manager(self.fake):
+                return operation(*args, **kwargs)  # returns its arguments
+        if operation not in self._is_kept:
+            self._is_kept[operation] = _is_kept(operation)
+        return self._by_shape(operation, args, kwargs) if self._is_kept[operation] else operation(*args, **kwargs)
+
+    def _by_shape(self, operation, args, kwargs):
+        """Return an operation's result, as FakeTensorMode has answered for arguments of the same shapes before."""
+        try:
+            key = operation, _as_key(args), tuple([(name, _as_key(value)) for name, value in kwargs.items()])
+        except _NoKey:
+            return operation(*args, **kwargs)
+        shapes = self._kept.get(key, self)
+        if shapes is self:
+            output = operation(*args, **kwargs)
+            self._kept[key] = None if "out" in kwargs else _as_shapes(output, args)
+            return output
+        if shapes is None:
+            return operation(*args, **kwargs)
+        if type(shapes) is int:
+            return args[shapes]
+        with in_kernel_invocation_manager(self.fake):
+            metas = [torch.empty_strided(*size, dtype=dtype, device="meta") for *size, dtype, _ in shapes[1]]
+        tensors = [self._fake(meta, device) for meta, (*_, device) in zip(metas, shapes[1], strict=True)]
+        return tensors[0] if shapes[0] is None else shapes[0](tensors)
+
+    def _tell(self, operation, args, kwargs, output) -> None:
+        """Pass the tensors of a result to the trackers; of a collective its buffers and gathered shards too."""
+        if operation.namespace == "c10d":
+            for tracker in self.trackers.values():
+                tracker.see_collective(args, kwargs, output)
+        elif type(output) is FakeTensor:
+            if tracker := self.trackers.get(output.fake_device.type):
+                tracker.count(output)
+        else:
+            for tracker in self.trackers.values():
+                tracker.see_output(output)
+
+
+def _has_no_value(value) -> bool:
+    """Return whether an argument is a fake tensor that remembers no value, or no tensor."""
+    return not isinstance(value, torch.Tensor) or (type(value) is FakeTensor and value.constant is None)
+
+
+def _as_shapes(output, args) -> int | tuple | None:
+    """Return a result of FakeTensorMode as shapes.
+
+    Returns: the place among `args` of what was changed in place; or (None for one tensor, else list or tuple; of each
+        new tensor its shape, strides, dtype and device); None for what is neither.
+    """
+    for place, value in enumerate(args):
+        if output is value and type(value) is FakeTensor:
+            return place
+    several = type(output) if type(output) in (list, tuple) else None
+    tensors = list(output) if several else [output]
+    taken = {value.untyped_storage()._cdata for value in tree_iter(args) if isinstance(value, torch.Tensor)}
+    for tensor in tensors:
+        if type(tensor) is not FakeTensor or tensor.constant is not None or not _is_all_of_its_storage(tensor):
+            return None
+        key = tensor.untyped_storage()._cdata
+        if key in taken:
+            return None
+        taken.add(key)
+    return several, [(tuple(one.shape), one.stride(), one.dtype, one.fake_device) for one in tensors]
+
+
+def _is_all_of_its_storage(tensor: torch.Tensor) -> bool:
+    """Return whether torch.empty_strided would give the tensor the same storage."""
+    last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
+    numbers = last + 1 if tensor.numel() else 0
+    whole = tensor.untyped_storage().nbytes() == numbers * tensor.element_size() and tensor.storage_offset() == 0
+    return whole and tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
