@@ -11,6 +11,8 @@ from zerofit.base.errors import UserError
 from zerofit.base.hardware import GIB, Gpu
 from zerofit.job.request import FLAG, Request
 from zerofit.plan import candidates, formulas, gpu_memory, predict, simulate
+from zerofit.plan.advice import long_rows
+from zerofit.plan.advice import methods as of_methods
 from zerofit.plan.candidates import Candidate, Plan
 
 FIRST_SIMULATIONS = 8  # after this many simulations only settings that clearly fit by the closed forms are tried
@@ -20,6 +22,10 @@ FIRST_SIMULATIONS = 8  # after this many simulations only settings that clearly 
 LAST_TRIES, HOPELESS = 4, 2.0
 
 EDGE = 0.9  # share of the limit above which a plan suggests LoRA too
+
+FEWER = 4  # simulations of settings that would be faster than one which fits already
+
+FASTER = 0.97  # of its seconds; estimates within 3 % are taken as equal
 
 PAGE_OF_PIPELINES = "docs/pipeline.md"
 
@@ -35,12 +41,14 @@ def search(
     say: Callable[[str], None] = lambda text: None,
     host_limit: int | None = None,
     node: int = gpu_memory.GPUS_OF_A_NODE,
+    disk_limit: int | None = None,
 ) -> Plan:
     """Return the Plan with the fastest setting that fits among those that the request leaves open.
 
-    Args: methods: in order of preference; the first with a setting that fits is chosen. request: of the recipe of any
-        of them. say: called with lines of progress. host_limit: bytes of a node's host memory; settings above it are
-        rejected, unless --offload_path puts their states on a disk. node: GPUs of a node.
+    Args: methods: in order of preference, of which advice/methods.py takes one. request: of the recipe of any of them.
+        say: called with lines of progress. host_limit: bytes of a node's host memory; settings above it are rejected,
+        unless --offload_path puts their states on a disk. node: GPUs of a node. disk_limit: bytes that are free for
+        checkpoints, which decide between methods only.
     Raises: UserError for the user's mistakes.
     """
     began = time.perf_counter()
@@ -50,11 +58,22 @@ def search(
     margin = int(gpu_memory.MARGIN * total)
     limit, kept = total - margin - sum(outside.values()), settings.save_total_limit
     plan = Plan(gpu, ranks, limit, outside, None, [], margin=margin, node=node, host_limit=host_limit, kept=kept)
+    plan.methods, plan.disk_limit = methods, disk_limit
     with simulate.reused():
-        _search(plan, methods, request, say)
+        if len(methods) == 1:
+            _search(plan, methods, request, say)
+            offers = []
+        else:
+            offers = _search_methods(plan, methods, request, say)
     if plan.chosen is None and _fits_into_the_margin(plan):
         plan.limit, plan.margin, plan.chosen, plan.nearest = limit + margin, 0, plan.nearest, None
         plan.rejected = [(candidate, why) for candidate, why in plan.rejected if candidate is not plan.chosen]
+    taken = plan.chosen.method if plan.chosen else ""
+    plan.instead = {
+        candidates.method_of(offer.name).title: (offer.best, f"METHOD={offer.name}")
+        for offer in offers
+        if offer.name != taken
+    }
     if plan.chosen is None and plan.nearest is not None:
         plan.would_do = _gpus_that_would_do(methods[-1], request, plan)
         plan.longest = _longest_that_fits(methods[-1], request, plan)
@@ -78,19 +97,62 @@ def _search(plan: Plan, methods: list[str], request: Request, say) -> None:
             if not change:
                 raise
             continue  # the user's other flags do not go with it
-        job, gpus = f"{method} {candidates.changed(change)}".rstrip(), candidates.gpus_as_text(ranks, node)
-        say(f"plan: {len(tried)} settings of {job} on {gpus} x {gpu.device_name}; the fastest first")
+        _announce(plan, method, change, tried, say)
         _decide(plan, tried, say)
+        if not change:
+            _try_less_activations(plan, method, request, say)
         if plan.chosen:
             return
     if plan.nearest.answer is None and not plan.host_is_short(plan.nearest):
         _fits(plan.nearest, plan, say)  # a prediction by formula alone must not refuse a job
 
 
+def _announce(plan: Plan, method: str, change: tuple, tried: list[Candidate], say) -> None:
+    job, gpus = f"{method} {candidates.changed(change)}".rstrip(), candidates.gpus_as_text(plan.ranks, plan.node)
+    say(f"plan: {len(tried)} settings of {job} on {gpus} x {plan.gpu.device_name}; the fastest first")
+
+
+def _try_less_activations(plan: Plan, method: str, request: Request, say) -> None:
+    """Search the settings of advice/long_rows.py where nothing fits, or what fits pays for it with time."""
+    best = plan.chosen
+    if best and not (best.setting.offload != "none" or best.setting.groups or best.setting.activation_offload):
+        return
+    tried = long_rows.settings(method, request, plan)
+    if best:
+        tried = [one for one in tried if one.seconds <= FASTER * best.seconds and one.by_formula <= plan.limit][:FEWER]
+    if not tried:
+        return
+    say(f"plan: {len(tried)} settings of {method} with Liger's kernels or tiled MLPs")
+    _decide(plan, tried, say)
+
+
+def _search_methods(plan: Plan, methods: list[str], request: Request, say) -> list[of_methods.Offer]:
+    """Search the methods of `--method auto` in order of preference, each only where it is fast enough; return all.
+
+    Where none fits by formula, they are searched one after the other, that with the least memory first.
+    """
+    if plan.host_limit is None:
+        plan.host_assumed = int(of_methods.HOST_OF_GPU * plan.gpu.memory_gib * GIB * min(plan.ranks, plan.node))
+    found = of_methods.offers(methods, request, plan)
+    for method, tried in of_methods.near(found, plan):
+        _announce(plan, method, (), tried, say)
+        _decide(plan, tried, say)
+        if plan.chosen:
+            _try_less_activations(plan, method, request, say)
+            break
+    else:
+        for offer in reversed(found):
+            _search(plan, [offer.name], request, say)
+            if plan.chosen:
+                break
+    plan.methods = [offer.name for offer in found]
+    return found
+
+
 def adapters_instead(plan: Plan, methods: list[str], request: Request) -> dict[str, tuple[Candidate | None, str]]:
     """Return {name: (the fastest setting of LoRA and QLoRA that fits by formula, None: none does; words that plan it)}.
 
-    {} if several methods were searched, or the chosen setting is below EDGE of the limit without offload.
+    {} if several methods were searched, which have their settings, or the chosen setting is below EDGE of the limit without offload.
     """
     chosen = plan.chosen
     if chosen and chosen.setting.offload == "none" and chosen.peak <= EDGE * plan.limit:
@@ -161,7 +223,8 @@ def _decide(plan: Plan, tried: list[Candidate], say) -> None:
             if _fits(candidate, plan, say):
                 break
     else:
-        _last_tries(plan, large, say)
+        if plan.chosen is None:
+            _last_tries(plan, large, say)
     for candidate in tried:
         if candidate is plan.chosen:
             break
@@ -222,7 +285,7 @@ def _fits(candidate: Candidate, plan: Plan, say) -> bool:
 
 def _why_not(candidate: Candidate, plan: Plan) -> str:
     if plan.host_is_short(candidate):
-        return f"host memory {candidate.host_of_a_node / GIB:.0f} GiB a node > {plan.host_limit / GIB:.0f}"
+        return f"host memory {candidate.host_of_a_node / GIB:.0f} GiB a node > {plan.host_there / GIB:.0f}"
     how = "" if candidate.answer else f" (by formula, + {candidates.FORMULA_MARGIN:.0%})"
     return f"{candidate.peak / GIB:.1f} GiB > {plan.limit / GIB:.1f}{how}"
 
