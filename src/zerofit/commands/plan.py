@@ -17,7 +17,7 @@ from zerofit.job import program
 from zerofit.job.request import Request
 from zerofit.model import attention, load
 from zerofit.plan import candidates, gpu_memory, search, simulate
-from zerofit.plan.advice import better, cost
+from zerofit.plan.advice import better, cost, table
 
 
 def main(argv: list[str]) -> None:
@@ -38,7 +38,7 @@ def main(argv: list[str]) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder}: is a file; name a folder.")
     plan = _search(args, flags, ranks)
-    print(answer_text.text(plan))
+    print(_for_this_terminal(answer_text.text(plan)))
     try:
         answer_text.write(plan, folder)
     except OSError as error:
@@ -115,6 +115,11 @@ def _search(args: argparse.Namespace, flags: list[str], ranks: int) -> candidate
     plan.host_here = psutil.virtual_memory().total
     plan.disk_free = disk_free
     return plan
+
+
+def _for_this_terminal(text: str) -> str:
+    """Return the plan with its lines wrapped, where stdout is a terminal."""
+    return table.wrapped(text, shutil.get_terminal_size((100, 24)).columns) if sys.stdout.isatty() else text
 
 
 def _progress(lines: list[str]) -> tuple[Callable[[str], None], Callable[[], None]]:

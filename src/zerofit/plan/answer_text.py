@@ -6,7 +6,7 @@ from pathlib import Path
 from zerofit.base import allocator, paths
 from zerofit.base.hardware import GIB
 from zerofit.job import run_folder
-from zerofit.plan import candidates, formulas, gpu_memory, run_line, search
+from zerofit.plan import candidates, formulas, gpu_memory, run_line
 from zerofit.plan.advice import accepted, cost, table
 from zerofit.plan.candidates import Candidate, Plan
 from zerofit.train import memory_report
@@ -169,7 +169,7 @@ def _size_of(candidate: Candidate, plan: Plan) -> str:
     if plan.host_is_short(candidate):
         return f"{candidate.host_of_a_node / GIB:.0f} of {plan.host_there / GIB:.0f} GiB of a node's host memory"
     about, too_much = "" if candidate.answer else "about ", max(candidate.peak - plan.limit, 0.05 * GIB)
-    return f"{about}{candidate.peak / GIB:.1f} GiB, {too_much / GIB:.1f} too much"
+    return f"{about}{candidate.peak / GIB:,.1f} GiB, {too_much / GIB:,.1f} too much"
 
 
 def _most(candidate: Candidate, plan: Plan) -> str:
@@ -178,7 +178,7 @@ def _most(candidate: Candidate, plan: Plan) -> str:
         helps = _disk_helps(candidate)
         return "--offload_path puts the states on a disk" if helps else f"{_host_part(candidate)} are the most of it"
     part, size = max(_highest(candidate)[1].items(), key=lambda pair: pair[1])
-    return f"mostly {part}, {size / GIB:.1f}"
+    return f"mostly {part}, {size / GIB:,.1f}"
 
 
 def _host_part(candidate: Candidate) -> str:
@@ -282,7 +282,8 @@ def _data_ranks(setting: formulas.Setting) -> str:
     if not setting.groups or setting.pp > 1:
         return _count(setting.ranks, "GPU")
     together = " and ".join(way.groups for way, _ in setting.groups)
-    return f"{setting.ranks // setting.ranks_per_row} groups of {setting.ranks_per_row} GPUs that {together}"
+    groups = _count(setting.ranks // setting.ranks_per_row, "group")
+    return f"{groups} of {setting.ranks_per_row} GPUs that {together}"
 
 
 def _host(candidate: Candidate, plan: Plan) -> str:

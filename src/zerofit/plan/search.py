@@ -152,7 +152,8 @@ def _search_methods(plan: Plan, methods: list[str], request: Request, say) -> li
 def adapters_instead(plan: Plan, methods: list[str], request: Request) -> dict[str, tuple[Candidate | None, str]]:
     """Return {name: (the fastest setting of LoRA and QLoRA that fits by formula, None: none does; words that plan it)}.
 
-    {} if several methods were searched, which have their settings, or the chosen setting is below EDGE of the limit without offload.
+    {} if several methods were searched, which have theirs, or the chosen setting is below EDGE of the limit without
+    offload.
     """
     chosen = plan.chosen
     if chosen and chosen.setting.offload == "none" and chosen.peak <= EDGE * plan.limit:
@@ -165,7 +166,10 @@ def adapters_instead(plan: Plan, methods: list[str], request: Request) -> dict[s
             offers.append((one.title, recipe.name, request.put(**one.arguments), one.flags))
     for title, method, own, hint in offers if len(methods) == 1 else []:
         try:
-            tried = candidates.candidates(method, own, plan.ranks, plan.gpu, node=plan.node)
+            if chosen and chosen.setting.tiles > 1:
+                tried = long_rows.settings(method, own, plan)
+            else:
+                tried = candidates.candidates(method, own, plan.ranks, plan.gpu, node=plan.node)
         except UserError:
             continue  # the user's other flags do not go with it
         fit = (c for c in tried if c.setting.offload == "none" and c.peak <= plan.limit)

@@ -1,5 +1,6 @@
 """Write the table of the methods that a plan has looked at, with their time, memory and cost."""
 
+import re
 import textwrap
 
 from zerofit.base.hardware import GIB
@@ -20,7 +21,7 @@ def lines(plan: Plan) -> list[str]:
     money = ("dollars" if plan.run.price else "GPU hours",) if priced else ()
     head = ("methods", "a step", "tokens/s", "GPU GiB", "host GiB", *money, "setting (~: by formula + 10%)")
     cells = [head, *(_cells(name, one, plan, priced) for name, one, _ in rows)]
-    return ["", *_aligned(cells), *_hints(plan), *methods.rule(plan)]
+    return ["", *_aligned(cells), *_hints(plan, cells), *methods.rule(plan)]
 
 
 def _cells(name: str, one: Candidate | None, plan: Plan, priced: bool) -> tuple[str, ...]:
@@ -38,6 +39,24 @@ def _cells(name: str, one: Candidate | None, plan: Plan, priced: bool) -> tuple[
     return *cells, one.label.partition(" ")[2]
 
 
+def wrapped(text: str, width: int) -> str:
+    """Return a plan's text with lines of at most `width` columns, but for the command at its end.
+
+    What does not fit goes on below the text after a name and two or more spaces, or four columns to the right.
+    """
+    result = []
+    for line in text.splitlines():
+        if len(line) <= width or line.startswith("run it: "):
+            result.append(line)
+            continue
+        start = len(line) - len(line.lstrip())
+        named = re.match(r"  \S+( \S+)*  +", line)
+        indent = " " * (len(named[0]) if named else start if start > 4 else start + 4)
+        head = named[0] if named else " " * start
+        result += textwrap.wrap(line[len(head) :], width, initial_indent=head, subsequent_indent=indent)
+    return "\n".join(result)
+
+
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
     """Return the rows as lines: the first and the last column flush left, the last one wrapped."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
@@ -53,7 +72,13 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
     return result
 
 
-def _hints(plan: Plan) -> list[str]:
-    """Return the line that says how the other methods are planned."""
-    known = [f"{name}: {hint}" for name, (candidate, hint) in plan.instead.items() if candidate]
-    return [f"  planned with {', '.join(known)}"] if known else []
+def _hints(plan: Plan, rows: list[tuple[str, ...]]) -> list[str]:
+    """Return lines on the marks of the table, and on how the other methods are planned."""
+    fit = [(name, hint) for name, (candidate, hint) in plan.instead.items() if candidate]
+    flags = ", ".join(f"{name}: {hint}" for name, hint in fit if not hint.startswith("docs/"))
+    pages = ", ".join(f"{name}: {hint}" for name, hint in fit if hint.startswith("docs/"))
+    short = any("!" in cell for row in rows for cell in row[:-1])
+    lines = ["  !: more host memory or disk than there is"] if short else []
+    if flags:
+        lines.append(f"  to plan another: {flags}")
+    return [*lines, f"  more of {pages}"] if pages else lines
