@@ -100,7 +100,7 @@ def _search(plan: Plan, methods: list[str], request: Request, say) -> None:
         _announce(plan, method, change, tried, say)
         _decide(plan, tried, say)
         if not change:
-            _try_less_activations(plan, method, request, say)
+            _try_less_activations(plan, method, request, tried, say)
         if plan.chosen:
             return
     if plan.nearest.answer is None and not plan.host_is_short(plan.nearest):
@@ -112,12 +112,12 @@ def _announce(plan: Plan, method: str, change: tuple, tried: list[Candidate], sa
     say(f"plan: {len(tried)} settings of {job} on {gpus} x {plan.gpu.device_name}; the fastest first")
 
 
-def _try_less_activations(plan: Plan, method: str, request: Request, say) -> None:
+def _try_less_activations(plan: Plan, method: str, request: Request, plain: list[Candidate], say) -> None:
     """Search the settings of advice/long_rows.py where nothing fits, or what fits pays for it with time."""
     best = plan.chosen
     if best and not (best.setting.offload != "none" or best.setting.groups or best.setting.activation_offload):
         return
-    tried = long_rows.settings(method, request, plan)
+    tried = long_rows.settings(method, request, plan, plain)
     if best:
         tried = [one for one in tried if one.seconds <= FASTER * best.seconds and one.by_formula <= plan.limit][:FEWER]
     if not tried:
@@ -138,7 +138,7 @@ def _search_methods(plan: Plan, methods: list[str], request: Request, say) -> li
         _announce(plan, method, (), tried, say)
         _decide(plan, tried, say)
         if plan.chosen:
-            _try_less_activations(plan, method, request, say)
+            _try_less_activations(plan, method, request, tried, say)
             break
     else:
         for offer in reversed(found):
@@ -167,7 +167,7 @@ def adapters_instead(plan: Plan, methods: list[str], request: Request) -> dict[s
     for title, method, own, hint in offers if len(methods) == 1 else []:
         try:
             if chosen and chosen.setting.tiles > 1:
-                tried = long_rows.settings(method, own, plan)
+                tried = long_rows.settings(method, own, plan, [])
             else:
                 tried = candidates.candidates(method, own, plan.ranks, plan.gpu, node=plan.node)
         except UserError:
