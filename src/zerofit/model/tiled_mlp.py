@@ -65,7 +65,10 @@ def tile(module: torch.nn.Module, tiles: int) -> None:
     untiled = module.forward
 
     def forward(hidden):
-        parts = hidden.reshape(1, -1, hidden.shape[-1]).tensor_split(tiles, dim=1)
+        flat = hidden.reshape(1, -1, hidden.shape[-1])
+        each, more = divmod(flat.shape[1], tiles)
+        # not tensor_split, whose backward writes and adds a whole tensor of zeros for each tile
+        parts = flat.split([each + (tile < more) for tile in range(tiles)], dim=1)
         if torch.is_grad_enabled():
             outputs = [checkpoint(untiled, part, use_reentrant=False) for part in parts]
         else:

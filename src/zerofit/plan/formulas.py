@@ -222,7 +222,8 @@ def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, floa
         logits = 6 * rows * s.vocabulary + 2 * setting.tokens * s.hidden
         logits += 0 if s.frozen else 2 * s.vocabulary * s.hidden
     logits *= setting.head
-    mlp = 12 * intermediate / setting.tiles if tiled else 4 * intermediate
+    # beside the tile that is computed: the results of the tiles and the gradients of their inputs, apart and joined
+    mlp = 12 * intermediate / setting.tiles + 8 * s.hidden if tiled else 4 * intermediate
     again = max(0.0, layer - products) + mlp + 4 * s.hidden + (IN_FLIGHT - 1) * on_its_way
     recomputation = setting.tokens * again + 2 * summed if recomputed else 0
     return {"activations": at_loss, "logits": logits}, {"activations": setting.tokens * kept + sums + recomputation}
