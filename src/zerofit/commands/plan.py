@@ -29,6 +29,7 @@ def main(argv: list[str]) -> None:
     args, flags = parser.parse_known_args(argv)
     args.recipe = program.start(args.recipe).recipe
     flags, ranks = parse.command_line(flags, args.args, args.gpus)
+    flags = _own_of_args(args, flags)
     if {"--help", "-h"} & set(flags):
         parser.print_help()
         return
@@ -75,6 +76,14 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in options.items():
         parser.add_argument(f"--{name}", default=defaults.get(name, ""), help=text)
     return parser
+
+
+def _own_of_args(args: argparse.Namespace, flags: list[str]) -> list[str]:
+    """Put the command's options that have no make variable, and so stand in ARGS, into args; return the other flags."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("rows", "gpu_price", "node_link_gbs"):
+        parser.add_argument(f"--{name}", default=getattr(args, name))
+    return parser.parse_known_args(flags, args)[1]
 
 
 def _search(args: argparse.Namespace, flags: list[str], ranks: int) -> candidates.Plan:

@@ -118,8 +118,10 @@ def _try_less_activations(plan: Plan, method: str, request: Request, plain: list
     if best and not (best.setting.offload != "none" or best.setting.groups or best.setting.activation_offload):
         return
     tried = long_rows.settings(method, request, plan, plain)
+    most = plan.limit * (1 if best else candidates.CLEARLY_TOO_MUCH)
+    tried = [one for one in tried if one.by_formula <= most]
     if best:
-        tried = [one for one in tried if one.seconds <= FASTER * best.seconds and one.by_formula <= plan.limit][:FEWER]
+        tried = [one for one in tried if one.seconds <= FASTER * best.seconds][:FEWER]
     if not tried:
         return
     say(f"plan: {len(tried)} settings of {method} with Liger's kernels or tiled MLPs")
