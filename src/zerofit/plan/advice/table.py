@@ -28,7 +28,8 @@ def _cells(name: str, one: Candidate | None, plan: Plan, priced: bool) -> tuple[
     """Return the cells of a method."""
     mark = "* " if one is plan.chosen and one else "  "
     if one is None:
-        return mark + name, *[""] * (4 + priced), "does not fit"
+        alone = len(plan.methods) == 1 and name != "pipeline"  # others were looked at without offload
+        return mark + name, *[""] * (4 + priced), "does not fit" + " without offload" * alone
     about = "" if one.answer else "~"
     host = f"{one.host_of_a_node / GIB:,.0f}" + "!" * (plan.host_is_short(one) or plan.disk_is_short(one))
     cells = [mark + name, f"{cost.rounded(one.seconds)} s", cost.rounded(one.tokens_per_second)]
