@@ -17,7 +17,8 @@ sys.path.insert(0, str(SRC.parent))
 FOLDERS = [
     *("", "base", "job", "data", "data/chat_templates", "model", "model/weights", "model/kernels", "parallel"),
     *("optim", "convert", "config"),
-    *("certificate", "checkpoint", "train", "report", "plan", "export", "launch", "launch/cluster", "commands"),
+    *("certificate", "checkpoint", "train", "report", "plan", "plan/advice", "export"),
+    *("launch", "launch/cluster", "commands"),
 ]
 
 FLAGS = """# Flags
