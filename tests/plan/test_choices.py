@@ -396,5 +396,5 @@ def test_a_terminal_has_lines_of_its_width(tmp_path):
     lines = [line for line in table.wrapped(said, 100).splitlines() if not line.startswith("run it: ")]
     assert max(map(len, lines)) <= 100 and max(map(len, table.lines(plan)[:5])) <= 100
     assert " ".join(said.split()) == " ".join(table.wrapped(said, 100).split())  # no word is lost
-    (row,) = [line for line in lines if line.startswith("* QLoRA ")]
+    (row,) = [line for line in lines if line.startswith(f"* {candidates.method_of(plan.chosen.method).title} ")]
     assert cost.rounded(plan.chosen.tokens_per_second) in row

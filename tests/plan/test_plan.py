@@ -747,12 +747,13 @@ def test_what_a_plan_at_the_edge_says(monkeypatch):
     plan.host_here, plan.disk_free = 31 * 2**30, 200 * 2**30
     assert "offload optimizer" in plan.chosen.label
     host, disk = answer_text.host_memory(plan.chosen, plan), answer_text.disk_space(plan.chosen, plan)
-    states = 18 * plan.chosen.shape.parameters
+    assert plan.chosen.setting.activation_offload  # 36 layers of 4,096 features on 4 GPUs
+    states = 18 * plan.chosen.shape.parameters + 4 * 36 * 2 * 4096 * plan.chosen.setting.tokens
     assert host == {"training_bytes": pytest.approx(states, abs=4), "saving_bytes": 0, "there_bytes": None}
     assert disk["needed_bytes"] == 2 * disk["checkpoint_bytes"] + disk["final_bytes"]
     said = answer_text.text(plan)
     assert (
-        "host memory   137 GiB a node while training (not checked: HOST_MEMORY=GiB does; this machine has 31)" in said
+        "host memory   155 GiB a node while training (not checked: HOST_MEMORY=GiB does; this machine has 31)" in said
     )
     assert "disk          229 GiB in runs/: checkpoints of 107 GiB (1 kept and a new one), final/ 15 GiB; free" in said
     assert "; free on this machine: 200 GiB" in said
