@@ -17,7 +17,7 @@ sys.path.insert(0, str(SRC.parent))
 FOLDERS = [
     *("", "base", "job", "data", "data/chat_templates", "data/published", "data/unpaired"),
     *("model", "model/image_text", "model/weights", "model/kernels", "parallel", "optim", "convert", "config"),
-    *("certificate", "checkpoint", "train", "train/unpaired", "report", "plan", "export"),
+    *("certificate", "checkpoint", "train", "train/unpaired", "report", "plan", "plan/advice", "export"),
     *("launch", "launch/cluster", "commands"),
 ]
 

@@ -9,7 +9,13 @@ python recipes/sft.py --help
 
 from zerofit import Recipe, entrypoint
 
-RECIPE = Recipe("sft", defaults={"learning_rate": 2e-5}, smaller=("lora", "qlora"), staged="pipeline")
+RECIPE = Recipe(
+    "sft",
+    title="full fine-tuning",
+    defaults={"learning_rate": 2e-5},
+    smaller=("lora", "qlora"),
+    staged="pipeline",
+)
 
 if __name__ == "__main__":
     entrypoint.check_early(RECIPE)  # report wrong flags before the next lines import torch, which takes seconds

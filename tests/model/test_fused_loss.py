@@ -442,8 +442,6 @@ def test_tile_flags():
     for wrong, says in (("0", "--tiled_mlp is 0: it must be 1 or more"), ("x", "number of tiles"), ("-1", "number of")):
         with pytest.raises(UserError, match=says):
             tiled_mlp.resolve(parsed("--tiled_mlp", wrong))
-    with pytest.raises(UserError, match="Liger replaces the MLP"):
-        resolve.resolve_settings("sft", ["--tiled_mlp", "4", "--use_liger_kernel", "true"], 1)
     found = parsed("--tiled_mlp", "auto", "--max_length", "8192", "--per_device_train_batch_size", "2")
     tiled_mlp.resolve_for_model(found, AutoConfig.for_model("llama", hidden_size=4096))
     assert found.tiled_mlp == 4

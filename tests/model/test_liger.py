@@ -13,13 +13,14 @@ import pytest
 import torch
 import transformers.integrations.liger as of_transformers
 from gpu_machine import Card, in_process
-from transformers import AutoConfig
+from transformers import AutoConfig, AutoModelForCausalLM
+from transformers.models.llama import modeling_llama
 
 from zerofit import recipe
 from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
-from zerofit.model import liger, prove
+from zerofit.model import liger, prove, tiled_mlp
 from zerofit.plan import candidates
 from zerofit.train import network_check
 
@@ -58,7 +59,6 @@ def test_liger_is_on_where_a_gpu_and_the_model_have_it():
         ((), {"gpu": hardware.GPUS["t4-16g"]}, "Triton has no kernels"),
         ((), {"config": AutoConfig.for_model("gpt_neox", vocab_size=512)}, "not tested with gpt_neox"),
         (("--torch_compile", "true"), {}, "--torch_compile fuses"),
-        (("--tiled_mlp", "2"), {}, "--tiled_mlp replaces the MLPs"),
         (("--tp_size", "2", "--zero", "2"), {"ranks": 2}, "--tp_size: DeepSpeed replaces the layers that it patches"),
         (("--pp_size", "2"), {"recipe": "pipeline", "ranks": 2}, "--pp_size: transformers applies its kernels to"),
         (("--full_determinism", "true"), {}, "--full_determinism"),
@@ -93,6 +93,23 @@ def test_what_of_liger_is_used_on_request():
     theirs = resolved("--use_liger_kernel", "true", "--fused_loss", "false", *selective, config=large)
     assert theirs.liger_kernel_config == {"rope": False}
     assert any(line.startswith("Liger's rotary kernel is off") for line in theirs.decisions)
+    tiled = resolved("--tiled_mlp", "2")
+    assert tiled.liger_kernel_config == liger.NO_LOSS | liger.NO_MLP
+    assert any(line.startswith("Liger's MLP is off") for line in tiled.decisions)
+
+
+def test_tiles_stay_beside_the_kernels_of_liger(monkeypatch):
+    """Liger binds its forward to each MLP, which would undo the tiles: they are computed, and the norms are Liger's."""
+    for name, value in list(vars(modeling_llama).items()):  # Liger replaces functions and classes of the module too
+        monkeypatch.setitem(vars(modeling_llama), name, value)
+    config = AutoConfig.for_model("llama", vocab_size=64, hidden_size=16, intermediate_size=32, num_hidden_layers=1,
+                                  num_attention_heads=2, num_key_value_heads=2)  # fmt: skip
+    model = AutoModelForCausalLM.from_config(config)
+    (mlp,) = tiled_mlp.find(model)
+    tiled_mlp.tile(mlp, 2)
+    tiles, norm = mlp.forward, model.model.norm.forward
+    of_transformers.apply_liger_kernel(model, resolved("--tiled_mlp", "2", config=config).liger_kernel_config)
+    assert mlp.forward is tiles and model.model.norm.forward != norm
 
 
 @pytest.mark.bad_input

@@ -1,12 +1,15 @@
 """--sp_size: ranks that split rows compute what one rank computes for whole rows."""
 
 import json
+import os
+import subprocess
+import sys
 
 import pytest
 import torch
-from conftest import ROOT, TINY, run_python, run_world, runs_slow, slow_but, two_layers
+from conftest import ROOT, TINY, Run, run_python, run_world, runs_slow, slow_but, two_layers
 
-from zerofit.base import command_line
+from zerofit.base import command_line, distributed
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import next_settings
 from zerofit.commands import resume
@@ -247,13 +250,40 @@ def test_a_resumed_run_keeps_its_effective_batch():
         assert (asked.get("sp_size"), asked.get("per_device_train_batch_size")) == (sp_size, micro)
 
 
+@pytest.mark.slow
+def test_a_group_of_two_nodes_has_the_losses_of_one_rank(tmp_path):
+    """Two launchers of one process each, as on two nodes."""
+    recipe, flags = WORLDS[2]["sft-packed-3-2ranks-sp2-accumulation1"]
+    expected = run_world(1, {"one": REFERENCES["sft-packed"]}, tmp_path)["one"]
+    port, script = str(distributed.free_port()), str(ROOT / "recipes" / f"{recipe}.py")
+    nodes = [
+        subprocess.Popen(
+            [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc_per_node", "1", "--node_rank",
+             str(rank), "--master_addr", "127.0.0.1", "--master_port", port, script, *flags, "--output_dir",
+             str(tmp_path / "two")],
+            env=os.environ | {"OMP_NUM_THREADS": "1"}, stdout=subprocess.PIPE, stderr=subprocess.STDOUT, text=True,
+        )
+        for rank in (0, 1)
+    ]  # fmt: skip
+    said = [node.communicate(timeout=600)[0] for node in nodes]
+    assert [node.returncode for node in nodes] == [0, 0], said[0][-3000:] + said[1][-3000:]
+    found = Run(tmp_path / "two")
+    assert found.json("result.json")["world_size"] == 2
+    torch.testing.assert_close(torch.tensor(found.losses), torch.tensor(expected.losses), rtol=1e-5, atol=0)
+    torch.testing.assert_close(torch.tensor(found.grad_norms), torch.tensor(expected.grad_norms), rtol=1e-5, atol=0)
+
+
 @pytest.mark.bad_input
 def test_a_group_stays_on_one_node(monkeypatch):
+    """Or has all ranks of some nodes, as rows of 15 million tokens need them on 32 GPUs (arXiv 2506.13996)."""
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
+    says = "on one node, or have all ranks of some, so it must divide the 3 ranks of this node or be a multiple of"
+    with pytest.raises(UserError, match=f"--sp_size 4: .* must be {says} them"):
+        settings_of("--sp_size", "4", ranks=12)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
-    with pytest.raises(
-        UserError, match=r"--sp_size 4: .* must be on one node, so it must divide the 2 ranks of this node"
-    ):
-        settings_of("--sp_size", "4")
+    assert settings_of("--sp_size", "4").sp_size == 4
+    with pytest.raises(UserError, match=r"--tp_size 4: .* must be on one node, so it must divide the 2 ranks"):
+        settings_of("--tp_size", "4")
 
 
 @pytest.mark.bad_input

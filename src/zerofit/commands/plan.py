@@ -3,6 +3,7 @@
 import argparse
 import math
 import shutil
+import sys
 import time
 from dataclasses import replace
 from pathlib import Path
@@ -16,6 +17,7 @@ from zerofit.job import program
 from zerofit.job.request import Request
 from zerofit.model import attention, load
 from zerofit.plan import candidates, gpu_memory, search, simulate
+from zerofit.plan.advice import better, cost, table
 
 
 def main(argv: list[str]) -> None:
@@ -27,6 +29,7 @@ def main(argv: list[str]) -> None:
     args, flags = parser.parse_known_args(argv)
     args.recipe = program.start(args.recipe).recipe
     flags, ranks = parse.command_line(flags, args.args, args.gpus)
+    flags = _own_of_args(args, flags)
     if {"--help", "-h"} & set(flags):
         parser.print_help()
         return
@@ -36,7 +39,7 @@ def main(argv: list[str]) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder}: is a file; name a folder.")
     plan = _search(args, flags, ranks)
-    print(answer_text.text(plan))
+    print(_for_this_terminal(answer_text.text(plan)))
     try:
         answer_text.write(plan, folder)
     except OSError as error:
@@ -55,7 +58,7 @@ def _parser() -> argparse.ArgumentParser:
     )
     options = {
         "recipe": "sft, lora, dpo or a recipe's file (default sft)",
-        "method": "sft, lora, qlora, dpo or auto (the first that fits of the recipe and those with less memory)",
+        "method": "sft, lora, qlora, dpo or auto (of those that fit the first that is fast enough: docs/choosing.md)",
         "gpus": "GPUs of all nodes together; with --nodes those of each",
         "nodes": f"nodes with --gpus GPUs each (default: as many as --gpus needs at {gpu_memory.GPUS_OF_A_NODE} each)",
         "node_link_gbs": "GB/s one way that each GPU has to other nodes, all adapters of a node over its GPUs "
@@ -63,6 +66,8 @@ def _parser() -> argparse.ArgumentParser:
         "gpu_type": "a GPU of the table, or detect (default: this machine's)",
         "host_memory": "GiB of a node's host memory (default: this machine's with --gpu_type detect, else not looked "
         "at)",
+        "rows": "training rows of an epoch, where --data does not tell them: for the cost of the run",
+        "gpu_price": "dollars for an hour of one GPU: for the cost of the run",
         "output_dir": "folder for plan.json, plan.md, plan.png (default runs/plan-<time>)",
         "args": "more recipe flags in one string, split like a shell would",
     }
@@ -71,6 +76,14 @@ def _parser() -> argparse.ArgumentParser:
     for name, text in options.items():
         parser.add_argument(f"--{name}", default=defaults.get(name, ""), help=text)
     return parser
+
+
+def _own_of_args(args: argparse.Namespace, flags: list[str]) -> list[str]:
+    """Put the command's options that have no make variable, and so stand in ARGS, into args; return the other flags."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    for name in ("rows", "gpu_price", "node_link_gbs"):
+        parser.add_argument(f"--{name}", default=getattr(args, name))
+    return parser.parse_known_args(flags, args)[1]
 
 
 def _search(args: argparse.Namespace, flags: list[str], ranks: int) -> candidates.Plan:
@@ -90,22 +103,32 @@ def _search(args: argparse.Namespace, flags: list[str], ranks: int) -> candidate
         simulate.prestart()  # it imports while the rows are read and the settings are listed
         request = parse.request(candidates.recipe_of(methods[-1]), flags)
         first = candidates.first_settings(methods[-1], request, ranks, gpu, node)
-        request, rows = with_real_lengths(request, ranks, gpu, node)
+        request, rows, run = _rows(request, ranks, gpu, node, args.rows)
+        run = replace(run, price=_price(args.gpu_price))
+        disk_free = shutil.disk_usage(nearest_existing(Path("runs"))).free
         notes = [f"rows: {rows}"]
         if missing := attention.missing_kernels(load.load_config(first)):
             notes.append("note: {}; {}".format(*missing))
         print("\n".join(notes), flush=True)
         with plan_progress.Shown(notes) as progress:
-            plan = search.search(methods, request, ranks, gpu, progress, host_limit, node)
-            plan.instead = search.adapters_instead(plan, methods, request)
+            there = disk_free if for_this_machine else None
+            plan = search.search(methods, request, ranks, gpu, progress, host_limit, node, there)
+            plan.run = run
+            plan.instead |= search.adapters_instead(plan, methods, request)
             plan.instead |= search.pipeline_instead(plan, methods, request)
+            plan.advices = better.advices(plan, request)
     if relation := plan_progress.compared(progress.answer, plan):
         notes.append(relation)
         print(relation, flush=True)
     plan.rows, plan.notes, plan.here = rows, notes, for_this_machine
     plan.host_here = psutil.virtual_memory().total
-    plan.disk_free = shutil.disk_usage(nearest_existing(Path("runs"))).free
+    plan.disk_free = disk_free
     return plan
+
+
+def _for_this_terminal(text: str) -> str:
+    """Return the plan with its lines wrapped, where stdout is a terminal."""
+    return table.wrapped(text, shutil.get_terminal_size((100, 24)).columns) if sys.stdout.isatty() else text
 
 
 def with_real_lengths(request: Request, ranks: int, gpu, node: int = gpu_memory.GPUS_OF_A_NODE) -> tuple[Request, str]:
@@ -113,27 +136,32 @@ def with_real_lengths(request: Request, ranks: int, gpu, node: int = gpu_memory.
 
     The tokenized rows are cached, so the run does not read them again. Rows that cannot be read are taken to be full.
     """
+    return _rows(request, ranks, gpu, node)[:2]
+
+
+def _rows(request: Request, ranks: int, gpu, node: int, number: str = "") -> tuple[Request, str, cost.Run]:
+    """Return what `with_real_lengths` does, and how much the job trains. number: of --rows, "": not given."""
     settings = candidates.first_settings(request.recipe.name, request, ranks, gpu, node)
-    length = settings.max_length
+    length, run = settings.max_length, cost.of_number(settings, number)
     full = f"taken to be --max_length {length} tokens long"
     if settings.data == [candidates.UNNAMED]:
-        return request, f"{full}; with DATA= their real lengths are planned"
+        return request, f"{full}; with DATA= their real lengths are planned", run
     if settings.streaming:
-        return request, f"{full}, since --streaming reads them later"
+        return request, f"{full}, since --streaming reads them later", run
     try:
-        longest = _longest(settings)
+        longest, run = _longest(settings)
     except UserError as error:
-        return request, f"{full}, since they cannot be read: {error}"
+        return request, f"{full}, since they cannot be read: {error}", run
     width = min(length, -(-longest // 8) * 8)  # as the collator rounds
     kind = "pack" if settings.packing else "side of a pair" if settings.documents_per_row == 2 else "row"
     if width == length:
-        return request, f"the longest {kind} of --data fills --max_length {length}"
+        return request, f"the longest {kind} of --data fills --max_length {length}", run
     sentence = f"the longest {kind} of --data has {longest} tokens: planned with --max_length {width} instead of "
-    return request.put(max_length=width), f"{sentence}{length}"
+    return request.put(max_length=width), f"{sentence}{length}", run
 
 
-def _longest(settings) -> int:
-    """Return the tokens of the longest row of the training data, of the fullest pack, or of the longer side of a pair.
+def _longest(settings) -> tuple[int, cost.Run]:
+    """Return the tokens of the longest row of the training data, fullest pack or longer side of a pair, and the run.
 
     Raises: UserError if the data cannot be read.
     """
@@ -142,11 +170,12 @@ def _longest(settings) -> int:
     from zerofit.model.load import load_tokenizer
 
     train_set, _ = load_datasets(settings, load_tokenizer(settings))
+    run = cost.of_rows(settings, train_set)
     if not settings.packing:
-        return train_set.statistics["longest"]
+        return train_set.statistics["longest"], run
     sequences = train_set.sequences(settings)
     lengths = lengths_of(sequences.documents)
-    return max(int(lengths[pack].sum()) for pack in sequences.packs)
+    return max(int(lengths[pack].sum()) for pack in sequences.packs), run
 
 
 def _machines(nodes: str, gpus: int) -> tuple[int, int]:
@@ -179,6 +208,15 @@ def _host_limit(text: str, here: bool) -> int | None:
     if size := _positive(text):
         return int(size * GIB)
     raise UserError(f"--host_memory {text}: must be a number of GiB.")
+
+
+def _price(text: str) -> float | None:
+    """Return the dollars of --gpu_price; None without. Raises: UserError."""
+    if not text:
+        return None
+    if price := _positive(text.removeprefix("$")):
+        return price
+    raise UserError(f"--gpu_price {text}: must be a number of dollars above 0, for an hour of one GPU, e.g. 2.50.")
 
 
 def _positive(text: str) -> float | None:

@@ -39,7 +39,7 @@ class RunArguments:
     sp_size: int = field(
         default=1,
         metadata={
-            "help": "Sequence parallel: number of ranks of a node that share each row and split its tokens "
+            "help": "Sequence parallel: number of ranks of a node, or all of several, that share each row's tokens "
             "(docs/long_context.md)."
         },
     )

@@ -115,10 +115,11 @@ def _check_group(settings: Settings, way) -> None:
     size = settings.values.get(name, 1)  # some recipes have no such flag
     if count % size:
         raise UserError(f"--{name} {size}: must divide the {count} rank{'s' * (count > 1)} of this job.")
-    if way.neighbors and local % size:
+    if not way.fits_nodes(size, local):
+        where = "on one node, or have all ranks of some" if way.whole_nodes else "on one node"
         raise UserError(
-            f"--{name} {size}: a group exchanges {way.exchanges} in every layer and must be on one node, so it must "
-            f"divide the {local} ranks of this node."
+            f"--{name} {size}: a group exchanges {way.exchanges} in every layer and must be {where}, so it must "
+            f"divide the {local} ranks of this node{' or be a multiple of them' * way.whole_nodes}."
         )
 
 

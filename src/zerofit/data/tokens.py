@@ -75,8 +75,12 @@ def number_of_steps(settings: Settings, train_set) -> int | None:
         return settings.max_steps
     if train_set.stream is not None:
         return None
-    rows = len(train_set) * _tokens(train_set) / settings.max_length if settings.packing else len(train_set)
-    return math.ceil(settings.num_train_epochs * rows / settings.effective_batch_size)
+    return math.ceil(settings.num_train_epochs * rows(settings, train_set) / settings.effective_batch_size)
+
+
+def rows(settings: Settings, train_set) -> float:
+    """Return the training rows of an epoch, taking packed ones as full."""
+    return len(train_set) * _tokens(train_set) / settings.max_length if settings.packing else len(train_set)
 
 
 FEW_STEPS = 30  # of a whole run; its warmup and its noise are most of it

@@ -33,6 +33,9 @@ TESTED = frozenset(
 # Liger's own losses; granite's is on unless it is turned off.
 NO_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
+# Liger binds its forward to each MLP after the kit has bound that of --tiled_mlp.
+NO_MLP = {"swiglu": False, "geglu": False}
+
 # Liger binds its forward to peft's wrapper, whose `weight` is the base model's.
 FROZEN_NORMS = "Liger's norms would use the frozen weights, not the trained ones"
 
@@ -80,6 +83,9 @@ def resolve_for_model(settings, config) -> None:
             settings.decisions.append("the loss is the kit's, not Liger's")
         elif not unset:
             settings.decisions.append("the loss is transformers', not Liger's, which was compared on whole rows only")
+    if settings.tiled_mlp != 1:
+        kernels |= NO_MLP
+        settings.decisions.append("Liger's MLP is off: it would replace the tiles of --tiled_mlp")
     if settings.gradient_checkpointing and settings.gradient_checkpointing_policy == "selective":
         # It would turn them once more in the recomputation.
         kernels["rope"] = False
@@ -107,7 +113,6 @@ def _why_not(settings, config) -> str | None:
         "Triton has no kernels for GPUs before Ampere": not has_bf16,
         f"--adapter ln_tuning: {FROZEN_NORMS}": settings.values.get("adapter") == "ln_tuning",
         split: split,
-        "--tiled_mlp replaces the MLPs": settings.tiled_mlp != 1,
         "--torch_compile fuses the same operations": settings.torch_compile,
         "--full_determinism": settings.full_determinism,
     }

@@ -13,7 +13,7 @@ from torch.utils.checkpoint import checkpoint
 
 from zerofit.base.errors import UserError
 from zerofit.job.settings import decide
-from zerofit.job.technique import AllBut, Conflict, Technique
+from zerofit.job.technique import AllBut, Technique
 
 NAMES = ("mlp", "feed_forward", "ffn")
 
@@ -29,8 +29,13 @@ def resolve_for_model(settings, config) -> None:
     if settings.tiled_mlp == "auto":
         tokens = settings.per_device_train_batch_size * settings.max_length // settings.ranks_that_split("tokens")
         features = config.get_text_config().hidden_size
-        tiles = max(1, math.ceil(tokens / features))
+        tiles = automatic(tokens, features)
         decide(settings, "tiled_mlp", tiles, f"{tokens:,} tokens a batch at most, {features:,} features")
+
+
+def automatic(tokens: int, features: int) -> int:
+    """Return the tiles of `--tiled_mlp auto` for a micro batch of so many tokens on a rank."""
+    return max(1, math.ceil(tokens / features))
 
 
 def find(model) -> list[torch.nn.Module]:
@@ -60,7 +65,10 @@ def tile(module: torch.nn.Module, tiles: int) -> None:
     untiled = module.forward
 
     def forward(hidden):
-        parts = hidden.reshape(1, -1, hidden.shape[-1]).tensor_split(tiles, dim=1)
+        flat = hidden.reshape(1, -1, hidden.shape[-1])
+        each, more = divmod(flat.shape[1], tiles)
+        # not tensor_split, whose backward writes and adds a whole tensor of zeros for each tile
+        parts = flat.split([each + (tile < more) for tile in range(tiles)], dim=1)
         if torch.is_grad_enabled():
             outputs = [checkpoint(untiled, part, use_reentrant=False) for part in parts]
         else:
@@ -85,7 +93,6 @@ TECHNIQUE = Technique(
     flag="tiled_mlp",
     values=AllBut(1),
     example="--tiled_mlp 2",
-    conflicts=(Conflict("use_liger_kernel", (True,), "Liger replaces the MLP", "leave one of the two out"),),
     resolve=resolve,
     resolve_for_model=resolve_for_model,
     install=install,

@@ -41,6 +41,7 @@ class Parallel(Technique):
 
     splits: str = ""  # what its ranks divide: the "tokens" of a row, the "matrices" or the "layers" of the model
     neighbors: bool = True  # a group has neighboring ranks of one node; else its ranks stand far apart
+    whole_nodes: bool = False  # a group of neighbors may also have all ranks of several nodes
     exchanges: str = "sums"  # what a group of neighbors exchanges in every layer
     groups: str = "share rows"  # what a plan says of them: "2 groups of 4 GPUs that ..."
     check_recipe: Callable[[Settings], None] = _nothing  # before its conflicts; raises UserError for another recipe
@@ -57,6 +58,10 @@ class Parallel(Technique):
 
     def __post_init__(self):
         assert self.splits in ("", "tokens", "matrices", "layers"), self.splits
+
+    def fits_nodes(self, size: int, local: int) -> bool:
+        """Return whether groups of `size` ranks lie as they must on nodes of `local` ranks."""
+        return not self.neighbors or local % size == 0 or (self.whole_nodes and size % local == 0)
 
     @property
     def splits_model(self) -> bool:

@@ -116,6 +116,7 @@ PARALLEL = Parallel(
     exchanges="its rows",
     groups="split rows",
     searched=(2, 4, 8, 16),
+    whole_nodes=True,
     sent=_sent,
     conflicts=CONFLICTS,
     resolve=resolve,

@@ -6,7 +6,8 @@ from pathlib import Path
 from zerofit.base import allocator, paths
 from zerofit.base.hardware import GIB
 from zerofit.job import run_folder
-from zerofit.plan import candidates, formulas, gpu_memory, run_line, search
+from zerofit.plan import candidates, formulas, gpu_memory, run_line
+from zerofit.plan.advice import accepted, cost, table
 from zerofit.plan.candidates import Candidate, Plan
 
 SPEED_ERROR = "12 published runs on one A100: -21 to +49 %"
@@ -26,7 +27,7 @@ REJECTED = "the smallest of each kind (about: by formula)"
 
 SHOWN = 6  # rejected settings on the terminal; plan.md has all
 
-IN_TERMINAL = ("host memory", "disk of a node", "disk", "time", "batch")  # of `facts`; plan.md has all
+IN_TERMINAL = ("host memory", "disk of a node", "disk", "time", "cost", "batch")  # of `facts`; plan.md has all
 
 
 def text(plan: Plan) -> str:
@@ -43,9 +44,9 @@ def text(plan: Plan) -> str:
         lines += ["", f"rejected, {REJECTED}:", *(f"  {line}" for line in rejected[:SHOWN])]
     if len(rejected) > SHOWN:
         lines += [f"  {len(rejected) - SHOWN} more in plan.md"]
-    lines += _offers(plan)
+    lines += table.lines(plan)
     if plan.chosen:
-        lines += ["", *_warnings(plan.chosen, plan), _run_it(plan)]
+        lines += ["", *_warnings(plan.chosen, plan), *(one.text for one in plan.advices), _run_it(plan)]
     return "\n".join(lines)
 
 
@@ -165,37 +166,34 @@ def _states(candidate: Candidate) -> tuple:
 
 def _size_of(candidate: Candidate, plan: Plan) -> str:
     if plan.host_is_short(candidate):
-        return f"{candidate.host_of_a_node / GIB:.0f} of {plan.host_limit / GIB:.0f} GiB of a node's host memory"
+        return f"{candidate.host_of_a_node / GIB:.0f} of {plan.host_there / GIB:.0f} GiB of a node's host memory"
     about, too_much = "" if candidate.answer else "about ", max(candidate.peak - plan.limit, 0.05 * GIB)
-    return f"{about}{candidate.peak / GIB:.1f} GiB, {too_much / GIB:.1f} too much"
+    return f"{about}{candidate.peak / GIB:,.1f} GiB, {too_much / GIB:,.1f} too much"
 
 
 def _most(candidate: Candidate, plan: Plan) -> str:
     """Return what takes the most memory, or where states go that the host has no room for."""
     if plan.host_is_short(candidate):
-        return "--offload_path puts the states on a disk"
+        helps = _disk_helps(candidate)
+        return "--offload_path puts the states on a disk" if helps else f"{_host_part(candidate)} are the most of it"
     part, size = max(_highest(candidate)[1].items(), key=lambda pair: pair[1])
-    return f"mostly {part}, {size / GIB:.1f}"
+    return f"mostly {part}, {size / GIB:,.1f}"
+
+
+def _host_part(candidate: Candidate) -> str:
+    """Return what takes the most host memory."""
+    inputs = formulas.offloaded_inputs(candidate.shape, candidate.setting) * candidate.setting.of_a_node
+    return "the inputs of layers (--activation_offload)" if 2 * inputs > candidate.host_of_a_node else "states"
+
+
+def _disk_helps(candidate: Candidate) -> bool:
+    """Return whether --offload_path would take a candidate's states out of host memory."""
+    states = candidate.setting.offload != "none" and _host_part(candidate) == "states"
+    more = {"zero": 3, "offload_path": "/fast/disk"}
+    return states and accepted.accepts(candidate.request, candidate.setting.ranks, candidate.gpu, **more)
 
 
 # --- what else is offered, and warnings ---
-
-
-def _offers(plan: Plan) -> list[str]:
-    """Return a line for each adapter or pipeline that was looked at beside the search."""
-    if not plan.instead:
-        return []
-    lines = ["", f"instead, by formula + {candidates.FORMULA_MARGIN:.0%}:"]
-    for name, (candidate, hint) in plan.instead.items():
-        if candidate is None:
-            lines.append(f"  {name:<6} does not fit{' without offload' * (hint != search.PAGE_OF_PIPELINES)}")
-            continue
-        tail = hint if hint == search.PAGE_OF_PIPELINES else f"{hint} plans it"
-        lines.append(
-            f"  {name:<6} fits in {candidate.peak / GIB:.1f} GiB a GPU at {_rounded(candidate.tokens_per_second)} "
-            f"tokens/s: {_without_method(candidate)} ({tail})"
-        )
-    return lines
 
 
 def _warnings(candidate: Candidate, plan: Plan) -> list[str]:
@@ -211,28 +209,25 @@ def _warnings(candidate: Candidate, plan: Plan) -> list[str]:
         short = "see that the disk of the run folder has that"
     else:
         return lines
-    return [
-        *lines,
-        f"warning: checkpoints take {on_disk / GIB:,.0f} GiB: {short}; --save_only_model true saves "
-        f"{2 * candidate.shape.parameters / GIB:.0f} GiB that cannot be resumed",
-    ]
+    only = f"; --save_only_model true saves {2 * candidate.shape.parameters / GIB:.0f} GiB that cannot be resumed"
+    if not accepted.accepts(candidate.request, plan.ranks, plan.gpu, save_only_model=True):
+        only = ""
+    return [*lines, f"warning: checkpoints take {on_disk / GIB:,.0f} GiB: {short}{only}"]
 
 
 def host_memory(candidate: Candidate, plan: Plan) -> dict[str, int | None]:
     """Return the bytes of host memory that a node needs while training and more while saving, and has."""
     saving = candidate.answer["host_saving"] if candidate.answer else 0
-    return {"training_bytes": candidate.host_of_a_node, "saving_bytes": saving, "there_bytes": plan.host_limit}
+    return {"training_bytes": candidate.host_of_a_node, "saving_bytes": saving, "there_bytes": plan.host_there}
 
 
 def disk_space(candidate: Candidate, plan: Plan) -> dict[str, float | int | None]:
     """Return the bytes of a checkpoint, of all that exist at once with final/, and those free on this machine."""
-    shape = candidate.shape
-    each = formulas.checkpoint_bytes(shape.trainable, shape.parameters)
-    final = 2 * (shape.trainable if shape.frozen else shape.parameters)
+    shape, (checkpoints, final) = candidate.shape, candidate.saved(plan.kept)
     return {
-        "checkpoint_bytes": each,
+        "checkpoint_bytes": formulas.checkpoint_bytes(shape.trainable, shape.parameters),
         "final_bytes": final,
-        "needed_bytes": each * ((plan.kept or 1) + 1) + final,  # the new one is written before the oldest goes
+        "needed_bytes": checkpoints + final,
         "free_bytes": plan.disk_free,
     }
 
@@ -244,12 +239,6 @@ def _source(candidate: Candidate) -> str:
         )
     layers = candidate.answer.get("extended_from_layers")
     return "by simulation" + (f", extended from {layers[0]} and {layers[1]} layers" if layers else "")
-
-
-def _rounded(number: float) -> str:
-    """Return a number with two significant digits: no estimate of time is more exact."""
-    rounded = float(f"{number:.2g}")
-    return f"{rounded:,.0f}" if rounded >= 10 else f"{rounded:g}"
 
 
 def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
@@ -267,8 +256,9 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
         result["host memory"] = _host(candidate, plan)
     result |= {
         "disk": _disk(candidate, plan),
-        "time": f"{_rounded(candidate.seconds)} s a step, {_rounded(candidate.tokens_per_second)} tokens/s "
-        f"({_rounded(candidate.tokens_per_second / plan.ranks)} a GPU), an estimate ({SPEED_ERROR})",
+        "time": f"{cost.rounded(candidate.seconds)} s a step, {cost.rounded(candidate.tokens_per_second)} tokens/s "
+        f"({cost.rounded(candidate.tokens_per_second / plan.ranks)} a GPU), an estimate ({SPEED_ERROR})",
+        **({"cost": cost.text(candidate, plan.run)} if plan.run else {}),
         "batch": f"{_count(setting.micro, 'row')} x {_count(setting.accumulation, 'step')} x {_data_ranks(setting)}, "
         f"{setting.tokens:,} tokens a micro batch on a GPU",
         "parameters": f"{shape.parameters / 1e9:.3g} billion, {shape.trainable / 1e9:.3g} of them train",
@@ -291,7 +281,8 @@ def _data_ranks(setting: formulas.Setting) -> str:
     if not setting.groups or setting.pp > 1:
         return _count(setting.ranks, "GPU")
     together = " and ".join(way.groups for way, _ in setting.groups)
-    return f"{setting.ranks // setting.ranks_per_row} groups of {setting.ranks_per_row} GPUs that {together}"
+    groups = _count(setting.ranks // setting.ranks_per_row, "group")
+    return f"{groups} of {setting.ranks_per_row} GPUs that {together}"
 
 
 def _host(candidate: Candidate, plan: Plan) -> str:
@@ -308,7 +299,9 @@ def _host(candidate: Candidate, plan: Plan) -> str:
             f"; this machine has {plan.host_here / GIB:.0f}" if plan.host_here else ""
         )
     else:
+        counted = plan.host_limit is None  # by --method auto
         there = f"of {need['there_bytes'] / GIB:.0f}" + " of this machine" * plan.here
+        there += " that auto counts on: HOST_MEMORY=GiB tells it" * counted
     return f"{', '.join(parts) or 'nothing beside the processes'} ({there})"
 
 
@@ -345,11 +338,10 @@ def nothing_fits(plan: Plan) -> str:
         return "nothing fits."
     missing = (nearest.peak - plan.limit) / GIB
     if nearest.peak <= plan.limit:
-        need = f"{nearest.host_of_a_node / GIB:.0f} GiB of a node's host memory, of {plan.host_limit / GIB:.0f}"
-        return (
-            f"nothing fits: {nearest.label} fits the GPU but needs {need}; --offload_path on a fast local disk takes "
-            f"it from there, and so do more nodes{_instead(plan)}."
-        )
+        need = f"{nearest.host_of_a_node / GIB:.0f} GiB of a node's host memory, of {plan.host_there / GIB:.0f}"
+        disk = "--offload_path on a fast local disk takes it from there, and so do more nodes"
+        do = disk if _disk_helps(nearest) else "more nodes share it"
+        return f"nothing fits: {nearest.label} fits the GPU but needs {need}; {do}{_instead(plan)}."
     do = f"{plan.would_do} GPUs would do by formula" if plan.would_do else "no number of these GPUs up to 4096 would do"
     shorter = f", and so would --max_length {plan.longest} on these" if plan.longest else ""
     return (
@@ -429,6 +421,8 @@ def as_json(plan: Plan) -> dict:
         "host_limit_bytes": plan.host_limit,
         "host_memory": best and host_memory(best, plan),
         "disk": best and disk_space(best, plan),
+        "cost": best and plan.run and cost.of(best, plan.run),
+        "would_pay": [one.text for one in plan.advices],
         "instead": {name: _entry(candidate, plan) for name, (candidate, _) in plan.instead.items()},
         "gpus_that_would_do": plan.would_do,
         "seconds": round(plan.seconds, 1),

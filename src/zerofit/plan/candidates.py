@@ -15,7 +15,7 @@ from zerofit.job import groups, program
 from zerofit.job.recipe import Recipe
 from zerofit.job.request import FLAG, Request
 from zerofit.job.settings import as_typed
-from zerofit.model import gradient_checkpointing, preference_loss
+from zerofit.model import gradient_checkpointing, preference_loss, tiled_mlp
 from zerofit.model.kernels import fp8
 from zerofit.parallel import whole_layers
 from zerofit.plan import formulas, gpu_memory
@@ -51,6 +51,7 @@ class Candidate:
     failed: str = ""  # why the simulation failed
     change: tuple = ()  # which of SMALLER_STATES it has that the user did not ask for; (): none
     stage: int | None = None  # of a pipeline that `formula` is of
+    row_length: int = 1  # tokens of a row, or of the longer side of a pair
 
     @property
     def label(self) -> str:
@@ -63,6 +64,10 @@ class Candidate:
             every = f" every {s.every}" if s.every > 1 else ""
             kind = "selective checkpointing" if s.selective else f"checkpointing{every}"
             parts.append(kind + " offloaded" * s.activation_offload)
+        if s.tiles > 1:
+            parts.append("tiled MLP")
+        if self.request.get("use_liger_kernel"):
+            parts.append("Liger")
         if self.change:
             parts.append(changed(self.change))
         parts.append(f"micro batch {s.micro}")
@@ -110,13 +115,27 @@ class Candidate:
         They are for offloaded states or the loading of split matrices, and for the copies of --save_in_background.
         """
         # fp32 weights, gradients and Adam's states, and a 16-bit buffer (stage_1_and_2.py, stage3.py); 16-bit weights
-        each = {"none": 0, "optimizer": 18, "all": 20}[self.setting.offload] * self.shape.trainable / self.setting.ranks
+        s, inputs = self.setting, formulas.offloaded_inputs(self.shape, self.setting)
+        each = {"none": 0, "optimizer": 18, "all": 20}[s.offload] * self.shape.trainable / s.ranks + inputs
+        each += self.shape.frozen_bytes * self.shape.frozen / s.ranks * (s.offload == "all")
         each = self.answer["host"] if self.answer else each
-        if self.setting.tp > 1:  # each rank loads the whole model before DeepSpeed cuts it
+        if s.tp > 1:  # each rank loads the whole model before DeepSpeed cuts it
             each = max(each, self.shape.frozen_bytes * self.shape.parameters)
-        held = 0 if self.setting.nvme else int(each * self.setting.of_a_node)
-        copies = formulas.saved_by_a_node(self.shape, self.setting) if self.setting.background_save else 0
+        held = int((inputs if s.nvme else each) * s.of_a_node)
+        copies = formulas.saved_by_a_node(self.shape, s) if s.background_save else 0
         return held + int(copies)
+
+    def saved(self, kept: int | None) -> tuple[float, float]:
+        """Return the bytes of all checkpoints that exist at once, of which a run keeps `kept`, and of final/."""
+        shape = self.shape
+        each = formulas.checkpoint_bytes(shape.trainable, shape.parameters)
+        final = 2 * (shape.trainable if shape.frozen else shape.parameters)
+        return each * ((kept or 1) + 1), final  # the new one is written before the oldest goes
+
+    @property
+    def rows_of_a_step(self) -> int:
+        """Return the effective batch."""
+        return self.setting.micro * self.setting.accumulation * self.setting.ranks // self.setting.ranks_per_row
 
     @property
     def tokens_per_second(self) -> float:
@@ -146,11 +165,16 @@ class Plan:
     node: int = gpu_memory.GPUS_OF_A_NODE  # GPUs of a node
     # {LoRA, QLoRA or pipeline: (its fastest that fits by formula, None: none does; words that plan or explain it)}
     instead: dict[str, tuple[Candidate | None, str]] = field(default_factory=dict)
+    methods: list[str] = field(default_factory=list)  # that were searched, in order of preference
     host_limit: int | None = None  # bytes of a node's host memory, None: unknown
+    host_assumed: int | None = None  # bytes that --method auto counts on where it is unknown
+    disk_limit: int | None = None  # bytes that are free for runs/, None: the plan is for another machine
     host_here: int | None = None  # bytes of this machine's host memory
     here: bool = False  # the plan is for this machine
     disk_free: int | None = None  # bytes that are free for runs/ on this machine
     kept: int | None = None  # checkpoints that a run keeps, None: all
+    advices: list = field(default_factory=list)  # advice.better.Advice: what would pay beside the chosen setting
+    run: Any = None  # advice.cost.Run: how much the job trains, and what a GPU costs
     rows: str = ""  # a sentence on the length of the rows
     notes: list[str] = field(default_factory=list)  # the lines that the search has shown
     seconds: float = 0.0  # that the search took
@@ -159,9 +183,18 @@ class Plan:
     def nodes(self) -> int:
         return math.ceil(self.ranks / self.node)
 
+    @property
+    def host_there(self) -> int | None:
+        """Return the bytes of a node's host memory that the plan counts on; None: it is not looked at."""
+        return self.host_assumed if self.host_limit is None else self.host_limit
+
     def host_is_short(self, candidate: Candidate) -> bool:
         """Return whether a candidate needs more host memory than a node has."""
-        return self.host_limit is not None and candidate.host_of_a_node > self.host_limit
+        return self.host_there is not None and candidate.host_of_a_node > self.host_there
+
+    def disk_is_short(self, candidate: Candidate) -> bool:
+        """Return whether a candidate's checkpoints need more than is free on this machine."""
+        return self.disk_limit is not None and sum(candidate.saved(self.kept)) > self.disk_limit
 
 
 class NothingFits(UserError):
@@ -296,7 +329,7 @@ def _of_group(base, shape: Shape, gpu, node: int, disk: str | None, splits: bool
         request = _requested(base, zero, offload, checkpointing, micro)
         request = request.put(offload_path=disk) if on_disk and disk else request
         try:
-            setting = setting_of(resolve.resolve(request, base.world_size, gpu), node)
+            setting = setting_of(resolve.resolve(request, base.world_size, gpu), node, shape)
         except UserError as refused:
             error = error or refused
             continue
@@ -323,8 +356,25 @@ def with_formulas(request: Request, setting: Setting, shape: Shape, settings, gp
         seconds = formulas.pipeline_seconds(shape, setting, gpu, settings.max_length) if gpu else 0.0
     else:
         parts = formulas.memory(shape, setting, settings, settings.fused_loss)
-        seconds = formulas.step_seconds(shape, setting, gpu, settings.max_length) if gpu else 0.0
-    return Candidate(request, settings.recipe.name, setting, parts, seconds, shape, gpu, stage=stage)
+        seconds = step_seconds(shape, setting, gpu, settings.max_length) if gpu else 0.0
+    length, name = settings.max_length, settings.recipe.name
+    return Candidate(request, name, setting, parts, seconds, shape, gpu, stage=stage, row_length=length)
+
+
+def step_seconds(shape: Shape, setting: Setting, gpu, sequence: int) -> float:
+    """Return the estimated seconds of an optimizer step, with those that the tiles of an MLP add.
+
+    Each tile is computed once more: as many seconds as all layers need for that, times the MLP's share of their
+    products. Args: sequence: tokens of a row.
+    """
+    seconds = formulas.step_seconds(shape, setting, gpu, sequence)
+    if setting.tiles == 1:
+        return seconds
+    plain = replace(setting, selective=False, activation_offload=False)
+    again, once = (formulas.step_seconds(shape, replace(plain, every=n), gpu, sequence) for n in (1, 0))
+    mlp = 6 * shape.hidden * shape.intermediate
+    layer = 2 * shape.parameters / shape.layers + 2 * shape.heads * shape.head_dim * sequence
+    return seconds + (again - once) * min(1.0, mlp / layer)
 
 
 def _fullest_stage(shape: Shape, setting: Setting, settings) -> tuple[int, dict[str, float]]:
@@ -384,15 +434,15 @@ def _open_groups(request: Request, ranks: int, node: int) -> list[dict[str, int]
 def _check_groups(settings, node: int) -> None:
     """Raise UserError for groups of neighbors whose size does not divide the GPUs of a node."""
     local = min(settings.world_size, node)
-    neighbors = [(f"--{way.flag}", size) for way, size in groups.in_use(settings.values) if way.neighbors]
-    if settings.world_size > node:  # on one node config/offload.py refuses it
-        neighbors.append(("zero_hpz_partition_size", hpz(settings)))
-    for name, size in neighbors:
-        if local % size:
-            raise UserError(
-                f"{name} {size}: a group must be on one node, so it must divide the {local} GPUs of a node of "
-                "this plan; NODES= and GPUS= say which these are."
-            )
+    wrong = [(f"--{way.flag}", size) for way, size in groups.in_use(settings.values) if not way.fits_nodes(size, local)]
+    if settings.world_size > node and local % hpz(settings):  # on one node config/offload.py refuses it
+        wrong.append(("zero_hpz_partition_size", hpz(settings)))
+    if wrong:
+        name, size = wrong[0]
+        raise UserError(
+            f"{name} {size}: a group must be on one node, so it must divide the {local} GPUs of a node of "
+            "this plan; NODES= and GPUS= say which these are."
+        )
 
 
 def planned(request: Request, method: str) -> Request:
@@ -535,11 +585,18 @@ def _requested(base, zero: int, offload: str, checkpointing: Checkpointing, micr
     return result if named else result.put(**checkpointing.flags)
 
 
-def setting_of(settings, node: int | None = None) -> Setting:
-    """Return the setting of a job. node: GPUs of a node, None: as many as the launcher starts on this one."""
+def setting_of(settings, node: int | None = None, shape: Shape | None = None) -> Setting:
+    """Return the setting of a job.
+
+    Args: node: GPUs of a node, None: as many as the launcher starts on this one; shape: of the model, where the
+        settings are not resolved for it.
+    """
     from zerofit.model.load import weight_dtype
 
     checkpointing, tokens = checkpointing_of(settings), whole_layers.tokens_of(settings)
+    tiles = settings.tiled_mlp
+    if tiles == "auto":
+        tiles = tiled_mlp.automatic(tokens, shape.hidden) if shape else 1
     return Setting(
         zero=settings.zero,
         offload=settings.offload,
@@ -560,6 +617,7 @@ def setting_of(settings, node: int | None = None) -> Setting:
         background_save=settings.save_in_background,
         groups=tuple(groups.in_use(settings.values)),
         arithmetic=fp8.seconds_factor(settings),
+        tiles=tiles,
     )
 
 

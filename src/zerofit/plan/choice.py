@@ -125,6 +125,9 @@ class _Search:
     def result(self) -> tuple[Choice, str]:
         """Return the choice, and a sentence on a better micro batch than the user's, "" if there is none."""
         pair, plan = self._decide()
+        if self.steps and plan.get("step_seconds"):  # of rows as long as the mean
+            hours = self.steps * pair.seconds * pair.job.setting.ranks / 3600
+            plan |= {"steps": self.steps, "gpu_hours": round(hours, 3)}
         flags = self._flags(pair)
         return Choice(plan, flags, self._why(pair, plan, flags) if flags else ""), self._better_micro_batch(pair)
 

@@ -7,6 +7,7 @@ decides. Times are estimates from data sheets and the efficiencies below.
 import math
 from dataclasses import dataclass, replace
 
+from zerofit.base import allocator
 from zerofit.base.hardware import Gpu
 from zerofit.config import deepspeed_json
 from zerofit.model import experts
@@ -144,6 +145,7 @@ class Setting:
     # The ways in which ranks share rows, each with the ranks of a group.
     groups: tuple[tuple[Parallel, int], ...] = ()
     arithmetic: float = 1.0  # factor of its seconds, below 1 with products of 8-bit floats
+    tiles: int = 1  # of tokens in which each MLP is computed, each checkpointed
 
     @property
     def ranks_per_row(self) -> int:
@@ -189,8 +191,11 @@ def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, floa
     )
     layer = 16 * s.hidden + 4 * q + 4 * k + 4 * heads + 8 + 8 * intermediate
     norm = 4 * s.hidden  # beside its input
+    tiled = setting.tiles > 1
     if s.liger:
-        layer -= 2 * norm + 2 * intermediate
+        layer -= 2 * norm + 2 * intermediate * (not tiled)  # whose MLP is not Liger's
+    if tiled:  # a tile keeps its input only, and the results of the tiles are put together
+        layer += 2 * s.hidden - 8 * intermediate
     if (
         setting.fp32_weights
     ):  # 2 more of both norms' inputs and results, and copies for q, k, v, gate and up instead of 2
@@ -217,7 +222,9 @@ def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, floa
         logits = 6 * rows * s.vocabulary + 2 * setting.tokens * s.hidden
         logits += 0 if s.frozen else 2 * s.vocabulary * s.hidden
     logits *= setting.head
-    again = max(0.0, layer - products) + 4 * intermediate + 4 * s.hidden + (IN_FLIGHT - 1) * on_its_way
+    # beside the tile that is computed: the results of the tiles and the gradients of their inputs, apart and joined
+    mlp = 12 * intermediate / setting.tiles + 8 * s.hidden if tiled else 4 * intermediate
+    again = max(0.0, layer - products) + mlp + 4 * s.hidden + (IN_FLIGHT - 1) * on_its_way
     recomputation = setting.tokens * again + 2 * summed if recomputed else 0
     return {"activations": at_loss, "logits": logits}, {"activations": setting.tokens * kept + sums + recomputation}
 
@@ -543,6 +550,14 @@ def checkpoint_bytes(trainable: int, parameters: int) -> float:
     An upper bound for full fine-tuning at ZeRO-3, which writes 16-bit weights into few checkpoints (save.py).
     """
     return 2.0 * (parameters if trainable == parameters else trainable) + 12.0 * trainable
+
+
+def offloaded_inputs(s: Shape, setting: Setting) -> float:
+    """Return the bytes of pinned host memory in which one rank keeps the inputs of its checkpointed layers."""
+    if not setting.activation_offload or not setting.every:
+        return 0.0
+    each = (4 if setting.fp32_weights else 2) * s.hidden * setting.tokens
+    return float(math.ceil(s.layers / setting.every) * allocator.pinned_bytes(each))
 
 
 def saved_by_a_node(s: Shape, setting: Setting) -> float:

@@ -11,6 +11,8 @@ from zerofit.base.errors import UserError
 from zerofit.base.hardware import GIB, Gpu
 from zerofit.job.request import FLAG, Request
 from zerofit.plan import candidates, formulas, gpu_memory, predict, simulate
+from zerofit.plan.advice import long_rows
+from zerofit.plan.advice import methods as of_methods
 from zerofit.plan.candidates import Candidate, Plan
 
 FIRST_SIMULATIONS = 8  # after this many simulations only settings that clearly fit by the closed forms are tried
@@ -20,6 +22,10 @@ FIRST_SIMULATIONS = 8  # after this many simulations only settings that clearly 
 LAST_TRIES, HOPELESS = 4, 2.0
 
 EDGE = 0.9  # share of the limit above which a plan suggests LoRA too
+
+FEWER = 4  # simulations of settings that would be faster than one which fits already
+
+FASTER = 0.97  # of its seconds; estimates within 3 % are taken as equal
 
 PAGE_OF_PIPELINES = "docs/pipeline.md"
 
@@ -31,7 +37,7 @@ class Progress:
     """What a search tells while it runs: lines of text, what it simulates now, and its first answer."""
 
     def __init__(self, say: Callable[[str], None] = lambda text: None):
-        self.say = say
+        self.say, self.has_answered = say, False
 
     def now(self, text: str) -> None:
         """Tell what is simulated now, which takes seconds."""
@@ -48,12 +54,14 @@ def search(
     say: Callable[[str], None] | Progress = lambda text: None,
     host_limit: int | None = None,
     node: int = gpu_memory.GPUS_OF_A_NODE,
+    disk_limit: int | None = None,
 ) -> Plan:
     """Return the Plan with the fastest setting that fits among those that the request leaves open.
 
-    Args: methods: in order of preference; the first with a setting that fits is chosen. request: of the recipe of any
-        of them. say: called with lines of progress, or told of them. host_limit: bytes of a node's host memory;
-        settings above it are rejected, unless --offload_path puts their states on a disk. node: GPUs of a node.
+    Args: methods: in order of preference, of which advice/methods.py takes one. request: of the recipe of any of them.
+        say: called with lines of progress, or told of them. host_limit: bytes of a node's host memory; settings above
+        it are rejected, unless --offload_path puts their states on a disk. node: GPUs of a node. disk_limit: bytes
+        that are free for checkpoints, which decide between methods only.
     Raises: UserError for the user's mistakes.
     """
     began = time.perf_counter()
@@ -63,11 +71,23 @@ def search(
     margin = int(gpu_memory.MARGIN * total)
     limit, kept = total - margin - sum(outside.values()), settings.save_total_limit
     plan = Plan(gpu, ranks, limit, outside, None, [], margin=margin, node=node, host_limit=host_limit, kept=kept)
+    plan.methods, plan.disk_limit = methods, disk_limit
     with simulate.reused():
-        _search(plan, methods, request, say if isinstance(say, Progress) else Progress(say))
+        progress = say if isinstance(say, Progress) else Progress(say)
+        if len(methods) == 1:
+            _search(plan, methods, request, progress)
+            offers = []
+        else:
+            offers = _search_methods(plan, methods, request, progress)
     if plan.chosen is None and _fits_into_the_margin(plan):
         plan.limit, plan.margin, plan.chosen, plan.nearest = limit + margin, 0, plan.nearest, None
         plan.rejected = [(candidate, why) for candidate, why in plan.rejected if candidate is not plan.chosen]
+    taken = plan.chosen.method if plan.chosen else ""
+    plan.instead = {
+        candidates.method_of(offer.name).title: (offer.best, f"METHOD={offer.name}")
+        for offer in offers
+        if offer.name != taken
+    }
     if plan.chosen is None and plan.nearest is not None:
         plan.would_do = _gpus_that_would_do(methods[-1], request, plan)
         plan.longest = _longest_that_fits(methods[-1], request, plan)
@@ -83,7 +103,7 @@ def _fits_into_the_margin(plan: Plan) -> bool:
 
 def _search(plan: Plan, methods: list[str], request: Request, progress: Progress) -> None:
     """Search each (method, change) of `_rungs` until a setting fits; write the result into the plan."""
-    ranks, gpu, node, is_first = plan.ranks, plan.gpu, plan.node, True
+    ranks, gpu, node = plan.ranks, plan.gpu, plan.node
     for method, change in _rungs(methods, request):
         try:
             tried = candidates.candidates(method, request, ranks, gpu, change, node)
@@ -91,12 +111,10 @@ def _search(plan: Plan, methods: list[str], request: Request, progress: Progress
             if not change:
                 raise
             continue  # the user's other flags do not go with it
-        job, gpus = f"{method} {candidates.changed(change)}".rstrip(), candidates.gpus_as_text(ranks, node)
-        progress.say(f"plan: {len(tried)} settings of {job} on {gpus} x {gpu.device_name}; the fastest first")
-        if is_first:
-            progress.first(_first_that_fits(plan, tried), plan)
-        is_first = False
+        _announce(plan, method, change, tried, progress)
         _decide(plan, tried, progress)
+        if not change:
+            _try_less_activations(plan, method, request, tried, progress)
         if plan.chosen:
             return
     if plan.nearest.answer is None and not plan.host_is_short(plan.nearest):
@@ -108,10 +126,58 @@ def _first_that_fits(plan: Plan, tried: list[Candidate]) -> Candidate | None:
     return next((one for one in tried if one.peak <= plan.limit and not plan.host_is_short(one)), None)
 
 
+def _announce(plan: Plan, method: str, change: tuple, tried: list[Candidate], progress: Progress) -> None:
+    job, gpus = f"{method} {candidates.changed(change)}".rstrip(), candidates.gpus_as_text(plan.ranks, plan.node)
+    progress.say(f"plan: {len(tried)} settings of {job} on {gpus} x {plan.gpu.device_name}; the fastest first")
+    if not progress.has_answered:
+        progress.has_answered = True
+        progress.first(_first_that_fits(plan, tried), plan)
+
+
+def _try_less_activations(plan: Plan, method: str, request: Request, plain: list[Candidate], progress) -> None:
+    """Search the settings of advice/long_rows.py where nothing fits, or what fits pays for it with time."""
+    best = plan.chosen
+    if best and not (best.setting.offload != "none" or best.setting.groups or best.setting.activation_offload):
+        return
+    tried = long_rows.settings(method, request, plan, plain)
+    most = plan.limit * (1 if best else candidates.CLEARLY_TOO_MUCH)
+    tried = [one for one in tried if one.by_formula <= most]
+    if best:
+        tried = [one for one in tried if one.seconds <= FASTER * best.seconds][:FEWER]
+    if not tried:
+        return
+    progress.say(f"plan: {len(tried)} settings of {method} with Liger's kernels or tiled MLPs")
+    _decide(plan, tried, progress)
+
+
+def _search_methods(plan: Plan, methods: list[str], request: Request, progress: Progress) -> list[of_methods.Offer]:
+    """Search the methods of `--method auto` in order of preference, each only where it is fast enough; return all.
+
+    Where none fits by formula, they are searched one after the other, that with the least memory first.
+    """
+    if plan.host_limit is None:
+        plan.host_assumed = int(of_methods.HOST_OF_GPU * plan.gpu.memory_gib * GIB * min(plan.ranks, plan.node))
+    found = of_methods.offers(methods, request, plan)
+    for method, tried in of_methods.near(found, plan):
+        _announce(plan, method, (), tried, progress)
+        _decide(plan, tried, progress)
+        if plan.chosen:
+            _try_less_activations(plan, method, request, tried, progress)
+            break
+    else:
+        for offer in reversed(found):
+            _search(plan, [offer.name], request, progress)
+            if plan.chosen:
+                break
+    plan.methods = [offer.name for offer in found]
+    return found
+
+
 def adapters_instead(plan: Plan, methods: list[str], request: Request) -> dict[str, tuple[Candidate | None, str]]:
     """Return {name: (the fastest setting of LoRA and QLoRA that fits by formula, None: none does; words that plan it)}.
 
-    {} if several methods were searched, or the chosen setting is below EDGE of the limit without offload.
+    {} if several methods were searched, which have theirs, or the chosen setting is below EDGE of the limit without
+    offload.
     """
     chosen = plan.chosen
     if chosen and chosen.setting.offload == "none" and chosen.peak <= EDGE * plan.limit:
@@ -124,7 +190,10 @@ def adapters_instead(plan: Plan, methods: list[str], request: Request) -> dict[s
             offers.append((one.title, recipe.name, request.put(**one.arguments), one.flags))
     for title, method, own, hint in offers if len(methods) == 1 else []:
         try:
-            tried = candidates.candidates(method, own, plan.ranks, plan.gpu, node=plan.node)
+            if chosen and chosen.setting.tiles > 1:
+                tried = long_rows.settings(method, own, plan, [])
+            else:
+                tried = candidates.candidates(method, own, plan.ranks, plan.gpu, node=plan.node)
         except UserError:
             continue  # the user's other flags do not go with it
         fit = (c for c in tried if c.setting.offload == "none" and c.peak <= plan.limit)
@@ -182,7 +251,8 @@ def _decide(plan: Plan, tried: list[Candidate], progress: Progress) -> None:
             if _fits(candidate, plan, progress):
                 break
     else:
-        _last_tries(plan, large, progress)
+        if plan.chosen is None:
+            _last_tries(plan, large, progress)
     for candidate in tried:
         if candidate is plan.chosen:
             break
@@ -244,7 +314,7 @@ def _fits(candidate: Candidate, plan: Plan, progress: Progress) -> bool:
 
 def _why_not(candidate: Candidate, plan: Plan) -> str:
     if plan.host_is_short(candidate):
-        return f"host memory {candidate.host_of_a_node / GIB:.0f} GiB a node > {plan.host_limit / GIB:.0f}"
+        return f"host memory {candidate.host_of_a_node / GIB:.0f} GiB a node > {plan.host_there / GIB:.0f}"
     how = "" if candidate.answer else f" (by formula, + {candidates.FORMULA_MARGIN:.0%})"
     return f"{candidate.peak / GIB:.1f} GiB > {plan.limit / GIB:.1f}{how}"
 

@@ -1,0 +1,400 @@
+"""What a plan chooses and advises is what an expert would: questions of users, by closed forms."""
+
+import dataclasses
+import json
+import math
+import re
+import shlex
+from types import SimpleNamespace
+
+import pytest
+from conftest import ROOT, TINY
+from transformers import AutoConfig
+
+from zerofit.base import hardware
+from zerofit.base.errors import UserError
+from zerofit.commands import plan as plan_command
+from zerofit.config import parse, resolve
+from zerofit.plan import answer_text, candidates, formulas, run_line, search, simulate
+from zerofit.plan.advice import better, cost, long_rows, methods, table
+
+CONFIGS = ROOT / "tests" / "configs"
+GIB = 2**30
+H100, RTX4090 = hardware.GPUS["h100-80g"], hardware.GPUS["rtx4090-24g"]
+
+# Sizes of models that tests/configs has not.
+PHI_4 = {"hidden_size": 5120, "num_hidden_layers": 40, "intermediate_size": 17920, "num_attention_heads": 40,
+         "num_key_value_heads": 10, "vocab_size": 100352, "pad_token_id": 0}  # fmt: skip
+GEMMA_2_9B = {"hidden_size": 3584, "num_hidden_layers": 42, "intermediate_size": 14336, "num_attention_heads": 16,
+              "num_key_value_heads": 8, "head_dim": 256, "vocab_size": 256000}  # fmt: skip
+OF_TYPE = {"phi-4": ("phi3", PHI_4), "gemma-2-9b": ("gemma2", GEMMA_2_9B)}
+
+
+@pytest.fixture(autouse=True)
+def by_formula(monkeypatch):
+    failed = simulate.SimulationFailed("not in this test")
+    monkeypatch.setattr(simulate, "run_all", lambda questions, *a, **k: [failed] * len(questions))
+    monkeypatch.setattr(simulate, "prestart", lambda *a, **k: None)
+
+
+@dataclasses.dataclass
+class Question:
+    """What a user asks."""
+
+    method: str
+    model: str
+    gpu: str
+    gpus: int
+    flags: str = ""
+
+    def plan(self, folder, more: str = "", **run):
+        """Return the plan, with all that the command adds to the search."""
+        model = CONFIGS / self.model
+        if self.model in OF_TYPE:
+            kind, sizes = OF_TYPE[self.model]
+            model = folder / self.model
+            AutoConfig.for_model(kind, **sizes).save_pretrained(model)
+        names = candidates.methods_to_try(self.method, "sft", [])
+        words = ["--model", str(model), *self.flags.split(), *more.split()]
+        request = parse.request(candidates.recipe_of(names[-1]), words)
+        plan = search.search(names, request, self.gpus, hardware.find(self.gpu), node=8)
+        plan.run = cost.Run(**run)
+        plan.instead |= search.adapters_instead(plan, names, request)
+        plan.instead |= search.pipeline_instead(plan, names, request)
+        plan.advices = better.advices(plan, request)
+        return plan
+
+
+QUESTIONS = {
+    "8b-4xa100-40g": Question("sft", "llama3.1-8b", "a100-40g", 4),
+    "70b-qlora-2x4090": Question("qlora", "llama3.1-70b", "rtx4090-24g", 2),
+    "moe-lora-8xh100": Question("lora", "qwen3-moe-30b", "h100-80g", 8),
+    "dpo-1xh100": Question("dpo", "mistral-7b", "h100-80g", 1),
+    "32k-8xh100": Question("sft", "llama3.1-8b", "h100-80g", 8, "--max_length 32768"),
+    "gemma-4xl40s": Question("sft", "gemma-2-9b", "l40s-48g", 4),
+    "70b-4x8xh100": Question("sft", "llama3.1-70b", "h100-80g", 32),
+    "phi4-auto-4090": Question("auto", "phi-4", "rtx4090-24g", 1),
+    "0.5b-8g": Question("sft", "qwen2.5-0.5b", "rtx4060-8g", 1),
+    "gpt2-t4": Question("sft", "gpt2", "t4-16g", 1, "--max_length 1024"),
+    "500k-1xh100": Question("sft", "llama3.1-8b", "h100-80g", 1, "--max_length 500000 --effective_batch_size 1"),
+    "1m-8xh100": Question("sft", "llama3.1-8b", "h100-80g", 8, "--max_length 1048576 --effective_batch_size 1"),
+    "3.7m-8xh100": Question("sft", "llama3.1-8b", "h100-80g", 8, "--max_length 3700000 --effective_batch_size 1"),
+    "15m-32xh100": Question("sft", "llama3.1-8b", "h100-80g", 32, "--max_length 15000000 --effective_batch_size 1"),
+}
+
+
+def rate(plan, title: str) -> float:
+    """Tokens per second of a method beside the chosen one, relative to it."""
+    return plan.instead[title][0].tokens_per_second / plan.chosen.tokens_per_second
+
+
+def expect_8b(plan):
+    """All weights with the optimizer in 135 GiB of host memory; LoRA at about twice the speed is said."""
+    assert plan.chosen.setting.zero in (2, 3) and plan.chosen.setting.offload == "optimizer"
+    assert 130 < plan.chosen.host_of_a_node / GIB < 200 and 1.2 < rate(plan, "LoRA") < 4
+
+
+def expect_70b_qlora(plan):
+    """The base is resident: it fits no two 24-GB cards, four would do, and no offload is advised for it."""
+    assert plan.chosen is None and plan.would_do == 4
+    assert "offload all" not in answer_text.text(plan) and "--offload_path" not in answer_text.text(plan)
+
+
+def expect_moe(plan):
+    assert plan.chosen.setting.offload == "none" and plan.chosen.method == "lora"
+
+
+def expect_dpo(plan):
+    assert plan.chosen.setting.offload == "optimizer" and rate(plan, "LoRA") > 1.3
+    assert plan.instead["LoRA"][1] == "--adapter lora"
+
+
+def expect_32k(plan):
+    assert plan.chosen.setting.offload == "none" and plan.chosen.setting.sp == 1
+
+
+def expect_gemma(plan):
+    assert plan.chosen.setting.offload == "optimizer" and rate(plan, "LoRA") > 1.3
+
+
+def expect_70b(plan):
+    """ZeRO-3 without offload; the 25 GiB that one row of a GPU leaves free are named as a larger batch."""
+    assert plan.chosen.setting.zero == 3 and plan.chosen.setting.offload == "none"
+    (larger,) = [one for one in plan.advices if one.text.startswith("a larger batch: ")]
+    assert larger.request.get("effective_batch_size") >= 64 and larger.request.get("per_device_train_batch_size") > 1
+
+
+def expect_phi4(plan):
+    """QLoRA; full fine-tuning would be slower with 290 GiB of host memory, LoRA with its weights in host memory."""
+    assert plan.chosen.method == "qlora" and plan.chosen.setting.offload in ("none", "optimizer")
+    full, lora = plan.instead["full fine-tuning"][0], plan.instead["LoRA"][0]
+    assert full.host_of_a_node > 250 * GIB and full.seconds > plan.chosen.seconds and lora.setting.offload == "all"
+    (why,) = methods.rule(plan)
+    assert "full fine-tuning needs 2" in why and "LoRA would take" in why and "with its weights in host memory" in why
+
+
+def expect_small(plan):
+    assert plan.chosen.method == "sft" and plan.chosen.setting.sp == plan.chosen.setting.tp == 1
+
+
+def expect_gpt2(plan):
+    assert plan.chosen.setting.zero in (0, 1) and plan.chosen.setting.offload == "none"
+
+
+def expect_tiles(plan, sp: int = 1):
+    """The techniques of ALST (arXiv 2506.13996)."""
+    s = plan.chosen.setting
+    assert s.tiles > 1 and s.activation_offload and s.sp == sp and s.micro == 1
+    command = shlex.split(run_line.of(plan.chosen).partition("ARGS=")[2])[0]
+    assert "--tiled_mlp auto" in command and "--activation_offload true" in command
+
+
+EXPECTED = {
+    "8b-4xa100-40g": expect_8b,
+    "70b-qlora-2x4090": expect_70b_qlora,
+    "moe-lora-8xh100": expect_moe,
+    "dpo-1xh100": expect_dpo,
+    "32k-8xh100": expect_32k,
+    "gemma-4xl40s": expect_gemma,
+    "70b-4x8xh100": expect_70b,
+    "phi4-auto-4090": expect_phi4,
+    "0.5b-8g": expect_small,
+    "gpt2-t4": expect_gpt2,
+    "500k-1xh100": expect_tiles,
+    "1m-8xh100": lambda plan: plan.chosen.setting.sp == 8 or pytest.fail(plan.chosen.label),
+    "3.7m-8xh100": lambda plan: expect_tiles(plan, 8),
+    "15m-32xh100": lambda plan: expect_tiles(plan, 32),
+}
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_the_answer_is_an_experts(name, tmp_path):
+    plan = QUESTIONS[name].plan(tmp_path)
+    EXPECTED[name](plan)
+    assert_accepted(plan)
+
+
+# What is open is narrow here, so that it takes a second.
+@pytest.mark.parametrize(
+    ("name", "more"),
+    [
+        ("phi4-auto-4090", "--per_device_train_batch_size 8 --gradient_checkpointing true --activation_offload true"),
+        ("500k-1xh100", "--zero 2 --offload optimizer --gradient_checkpointing true --activation_offload true"),
+        ("gpt2-t4", "--per_device_train_batch_size 8"),
+    ],
+)
+def test_the_answer_to_a_narrow_question_is_an_experts(name, more, tmp_path):
+    plan = QUESTIONS[name].plan(tmp_path, more)
+    EXPECTED[name](plan)
+    assert_accepted(plan)
+
+
+# --- no advice that the kit refuses ---
+
+
+def advised(plan) -> list[tuple]:
+    """The (recipe, words, GPUs) of every command and flag in a plan's text."""
+    best = plan.chosen or plan.nearest
+    found = [(one.request.recipe, one.request.flags(), one.ranks) for one in plan.advices]
+    found += [(one.request.recipe, one.request.flags(), plan.ranks) for one, _ in plan.instead.values() if one]
+    found.append((best.request.recipe, best.request.flags(), plan.ranks))
+    for line in [*answer_text.text(plan).splitlines(), "" if plan.chosen else answer_text.nothing_fits(plan)]:
+        if line.startswith("run it: "):
+            continue
+        for flag, value in re.findall(r"--(\w+)(?: (true|\d[\d,]*|lora)\b)?", line):
+            if flag in ("rows", "offload_path", "method", "node_link_gbs"):
+                value = "/fast/disk"
+            if flag == "offload_path":
+                words = [*best.request.put(zero=3).flags(), "--offload_path", value]
+            elif value and flag in ("max_length", "save_only_model", "effective_batch_size", "adapter"):
+                words = [*best.request.drop("per_device_train_batch_size").flags(), f"--{flag}", value]
+            else:
+                continue
+            found.append((best.request.recipe, words, plan.ranks))
+    return found
+
+
+def assert_accepted(plan):
+    """Whatever a plan names is taken by the checks before a start."""
+    for recipe, words, ranks in advised(plan):
+        settings = resolve.resolve(parse.request(recipe, words), ranks, plan.gpu)
+        resolve.resolve_for_model(settings)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("gpu", ["t4-16g", "rtx4090-24g", "a100-40g", "h100-80g"])
+@pytest.mark.parametrize("method", ["sft", "lora", "qlora", "dpo", "auto"])
+def test_what_a_plan_names_is_accepted(method, gpu, tmp_path):
+    for gpus in (1, 4):
+        assert_accepted(Question(method, "llama3.1-8b", gpu, gpus).plan(tmp_path, price=2.0))
+
+
+@pytest.mark.parametrize("method", ["sft", "qlora"])
+def test_a_disk_is_advised_only_where_it_helps(method, monkeypatch):
+    """It holds states, not the inputs of layers."""
+    flags = ["--model", str(CONFIGS / "llama3.2-1b"), "--per_device_train_batch_size", "1", "--max_length", "16384"]
+    request = parse.request(candidates.recipe_of(method), flags)
+    found = candidates.candidates(method, request, 1, H100)
+    for one in found:
+        helps = answer_text._disk_helps(one)
+        states = 18 * one.shape.trainable * (one.setting.offload != "none")
+        assert not (helps and one.setting.offload == "none")
+        assert helps or states <= one.host_of_a_node / 2 or method == "qlora", one.label
+    assert any(map(answer_text._disk_helps, found))
+    assert ("all" in {one.setting.offload for one in found}) == (method == "sft")  # the kit refuses it for 4 bits
+
+
+# --- the method ---
+
+
+def made(seconds: float, gib: float = 10, host: float = 0, offload: str = "none"):
+    """A setting with what decides between methods."""
+    return SimpleNamespace(tokens_per_second=1 / seconds, by_formula=gib * GIB, peak=gib * GIB,
+                           host_of_a_node=host * GIB, setting=SimpleNamespace(offload=offload),
+                           saved=lambda kept: (100 * GIB, 0))  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("full", "lora", "qlora", "takes"),
+    [
+        (made(1.9), made(1.0), made(1.0), "sft"),
+        (made(2.1), made(1.2), made(1.0), "lora"),
+        (made(2.1), made(1.3), made(1.0), "qlora"),
+        (made(1.5, host=49), made(1.0), made(1.1), "lora"),  # counted on are 47 GiB
+        (made(1.5, gib=30), made(1.0), made(1.1), "lora"),
+        (made(1.5, offload="all"), made(1.0), made(1.1), "lora"),
+        (made(3.0), made(1.1, offload="all"), made(1.0), "qlora"),
+        (made(1.0, offload="all"), made(1.1), made(1.2), "sft"),
+        (made(2.0, gib=30), made(1.0, gib=30), made(5.0), "qlora"),
+    ],
+)
+def test_auto_takes_what_trains_more_if_it_is_about_as_fast(full, lora, qlora, takes):
+    plan = candidates.Plan(RTX4090, 1, int(22 * GIB), {}, None, [], host_assumed=int(47 * GIB))
+    given = {"sft": full, "lora": lora, "qlora": qlora}
+    found = [methods.Offer(name, [one], methods._fastest_that_fits([one], plan)) for name, one in given.items()]
+    assert methods.near(found, plan)[0][0] == takes
+    full_disk = dataclasses.replace(plan, disk_limit=50 * GIB)
+    assert methods.near(found, full_disk) == []
+
+
+# --- long rows ---
+
+
+def test_tiles_by_formula():
+    """The intermediate of one tile, for one more computation of the MLP; docs/long_context.md has simulated bytes."""
+    flags = ["--model", str(CONFIGS / "llama3.1-8b"), "--zero", "3", "--offload", "none", "--packing", "true",
+             "--gradient_checkpointing", "true", "--per_device_train_batch_size", "1", "--sp_size", "8",
+             "--effective_batch_size", "1", "--activation_offload", "true", "--max_length", "1048576"]  # fmt: skip
+    (whole,) = candidates.candidates("sft", parse.request("sft", flags), 8, H100)
+    (tiled,) = candidates.candidates("sft", parse.request("sft", [*flags, "--tiled_mlp", "auto"]), 8, H100)
+    assert (whole.setting.tiles, tiled.setting.tiles) == (1, 131072 // 4096)
+    assert tiled.by_formula == pytest.approx(38.3 * GIB, rel=0.1) and whole.by_formula > 1.3 * tiled.by_formula
+    assert tiled.host_of_a_node == 8 * 32 * 131072 * 4096 * 2 == 256 * GIB  # as in that page
+    mlp, layer = 3 * 2 * 4096 * 14336, 2 * 218_112_000 + 2 * 4096 * 1048576  # a token's, with half of the attention
+    plain = dataclasses.replace(whole.setting, activation_offload=False)
+    again, once = [
+        formulas.step_seconds(whole.shape, dataclasses.replace(plain, every=n), H100, 1048576) for n in (1, 0)
+    ]
+    assert tiled.seconds - whole.seconds == pytest.approx((again - once) * mlp / layer, rel=0.1)
+
+
+def test_groups_of_whole_nodes_are_searched_for_rows_only_they_hold():
+    flags = ["--model", str(CONFIGS / "llama3.1-8b"), "--max_length", "15000000", "--zero", "3", "--offload", "none"]
+    base = candidates.first_settings("sft", parse.request("sft", flags), 32, H100, 8)
+    plan = candidates.Plan(H100, 32, 75 * GIB, {}, None, [], node=8)
+    sizes = {change.get("sp_size") for change in long_rows._tiles(base, plan)}
+    assert sizes == {None, 16, 32}
+    assert long_rows._tiles(base.replace(max_length=2048), plan) == []
+
+
+# --- what would pay ---
+
+
+def test_a_larger_batch_and_fewer_gpus_are_named_where_they_pay():
+    """A small model on 16 GPUs of two slowly linked nodes waits for its links."""
+    gpu = dataclasses.replace(H100, node_gbs=0.5)
+    flags = ["--model", str(CONFIGS / "llama3.2-1b"), "--zero", "2", "--offload", "none", "--sp_size", "1"]
+    flags += ["--effective_batch_size", "16", "--gradient_checkpointing", "false"]
+    request = parse.request("sft", flags)
+    plan = search.search(["sft"], request, 16, gpu, node=8)
+    plan.run = cost.Run(rows=100_000, price=3.0)
+    larger, fewer = better.advices(plan, request)
+    batch = int(re.search(r"--effective_batch_size (\d+) instead of 16 ", larger.text)[1])
+    asked = parse.request("sft", [*flags, "--effective_batch_size", str(batch)])
+    best = min(candidates.candidates("sft", asked, 16, gpu), key=lambda one: one.seconds)
+    times = best.tokens_per_second / plan.chosen.tokens_per_second
+    assert times >= better.PAYS and f" trains {times:.1f} times as many tokens a second" in larger.text
+    assert fewer.ranks == 8 and fewer.text.startswith("fewer GPUs: 8 instead of 16 take ")
+    half = candidates.candidates("sft", request, 8, gpu)[0]
+    less = 1 - half.seconds * 8 / plan.chosen.seconds / 16
+    assert f"with {less:.0%} fewer GPU hours, $" in fewer.text and less >= 0.25
+    few_rows = dataclasses.replace(plan, run=cost.Run(rows=16 * 40))
+    assert [one.text[:5] for one in better.advices(few_rows, request)] == ["fewer"]  # 20 steps would be too few
+    fast = search.search(["sft"], parse.request("sft", [*flags, "--effective_batch_size", "1024"]), 16, H100, node=8)
+    fast.run = cost.Run()
+    assert better.advices(fast, request) == []
+
+
+# --- cost ---
+
+
+def test_the_cost_of_a_run_is_its_steps(tmp_path, capsys):
+    """3 epochs of 10,000 rows in batches of 32 are 938 steps, on 4 GPUs of $2.50."""
+    flags = ["--model", str(CONFIGS / "llama3.2-1b"), "--zero", "2", "--offload", "none", "--sp_size", "1",
+             "--gradient_checkpointing", "true", "--per_device_train_batch_size", "4", "--effective_batch_size", "32",
+             "--num_train_epochs", "3", "--max_length", "1024", "--gpus", "4", "--gpu_type", "h100-80g"]  # fmt: skip
+    plan_command.main([*flags, "--rows", "10,000", "--gpu_price", "2.5", "--output_dir", str(tmp_path)])
+    written, said = json.loads((tmp_path / "plan.json").read_text()), capsys.readouterr().out
+    price, each = written["cost"], written["chosen"]["seconds_per_step"]
+    assert price["steps"] == math.ceil(30_000 / 32) == 938
+    assert price["gpu_hours"] == pytest.approx(938 * each * 4 / 3600, rel=1e-3)
+    assert price["dollars"] == pytest.approx(2.5 * price["gpu_hours"])
+    dollars = cost.rounded(price["dollars"])
+    assert f"  cost          938 steps in {cost.duration(price['hours'])}: " in said
+    assert f"{cost.rounded(price['gpu_hours'])} GPU hours, ${dollars} at $2.5 a GPU hour" in said
+    assert "GPU hours, $" in (tmp_path / "plan.md").read_text()
+
+
+def test_the_rows_of_the_data_are_counted_at_their_mean_length():
+    """The longest row decides what fits, the mean how long a step takes."""
+    flags = ["--model", str(TINY / "model"), "--data", str(TINY / "train.jsonl"), "--num_train_epochs", "2",
+             "--per_device_train_batch_size", "4", "--effective_batch_size", "4", "--zero", "0"]  # fmt: skip
+    request, _, run = plan_command._rows(parse.request("sft", flags), 1, H100, 8)
+    rows = sum(1 for line in (TINY / "train.jsonl").read_text().splitlines() if line.strip())
+    assert run.rows == 2 * rows and 0 < run.row_tokens < request.get("max_length")
+    one = candidates.candidates("sft", request, 1, H100)[0]
+    assert run.steps_of(one) == math.ceil(2 * rows / 4)
+    assert cost.of(one, run)["hours"] * 3600 < run.steps_of(one) * one.seconds
+    full = dataclasses.replace(run, row_tokens=float(one.row_length))
+    assert cost.of(one, full)["hours"] * 3600 == pytest.approx(run.steps_of(one) * one.seconds)
+    limited = dataclasses.replace(run, steps=7)
+    assert cost.of(one, limited)["steps"] == 7
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        (["--rows", "many"], "--rows many: must be a whole number of training rows"),
+        (["--rows", "0"], "--rows 0: must be a whole number"),
+        (["--gpu_price", "free"], "--gpu_price free: must be a number of dollars above 0"),
+        (["--gpu_price", "-1"], "--gpu_price -1: must be a number of dollars above 0"),
+    ],
+)
+def test_a_price_or_a_number_of_rows_that_is_none(words, says):
+    with pytest.raises(UserError, match=says):
+        plan_command.main(["--gpu_type", "h100-80g", "--model", str(CONFIGS / "gpt2"), *words])
+
+
+# --- the text ---
+
+
+def test_a_terminal_has_lines_of_its_width(tmp_path):
+    plan = QUESTIONS["phi4-auto-4090"].plan(tmp_path, "--per_device_train_batch_size 8 --gradient_checkpointing true")
+    said = answer_text.text(plan)
+    lines = [line for line in table.wrapped(said, 100).splitlines() if not line.startswith("run it: ")]
+    assert max(map(len, lines)) <= 100 and max(map(len, table.lines(plan)[:5])) <= 100
+    assert " ".join(said.split()) == " ".join(table.wrapped(said, 100).split())  # no word is lost
+    (row,) = [line for line in lines if line.startswith(f"* {candidates.method_of(plan.chosen.method).title} ")]
+    assert cost.rounded(plan.chosen.tokens_per_second) in row
