@@ -70,6 +70,27 @@ def test_a_gradient_that_overwrites_the_logits_is_simulated():
     assert gradients[0].data_ptr() == shifted.data_ptr() and model.lm_head.weight.grad.isfinite().all()
 
 
+def test_weights_that_autograd_keeps_are_those_of_linear_layers():
+    """Without zero.Init a linear layer's backward holds its gathered weight; an embedding's holds indices alone."""
+    users = lambda layer: torch._C._storage_Use_Count(layer.weight.data.untyped_storage()._cdata)  # noqa: E731
+    hidden = torch.zeros(1, 2, 4, requires_grad=True)
+    for layer, value, keeps in (
+        (torch.nn.Linear(4, 4, bias=False), hidden, True),
+        (torch.nn.Embedding(4, 4), torch.zeros(1, 2, dtype=torch.long), False),
+    ):
+        before = users(layer)
+        output = layer(value)
+        assert (users(layer) > before) == keeps and output.requires_grad
+    point = next(point for point in POINTS if point["id"] == "ds-autoep-mixtral-8l-z3x8")
+    request = candidates.planned(published.request_of(point), point["method"])
+    settings = resolve.resolve(request, 8, hardware.find(point["gpu"]))
+    attention, head = (
+        2 * 4096 * 4096 + 2 * 4096 * 1024,
+        32_000 * 4096,
+    )  # fused experts and their router are no nn.Linear
+    assert published._linear_weights(settings) == 8 * attention + head
+
+
 @pytest.mark.slow
 def test_another_training_loop_is_simulated():
     """A copy of the logits in fp32, without each row's last: 64 more rows of the vocabulary."""
