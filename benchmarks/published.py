@@ -71,7 +71,7 @@ DIFFERENCES = {
     "O": ("the measuring loop keeps the model's outputs until the step's end: simulated", True),
     "S": ("fp32 logits stay alive in transformers before 4.45 (supposed): 4 bytes a logit", True),
     "N": (
-        "autograd keeps gathered weights without zero.Init before DeepSpeed PR 8189: 2 bytes a weight of nn.Linear",
+        "autograd keeps gathered weights without zero.Init before DeepSpeed PR 8189: 2 bytes x nn.Linear",
         False,
     ),
     "H": ("DeepSpeed flattened the weights of stages 1 and 2 on the host (0.14.2, 0.16.4): no peak at load", False),
@@ -165,7 +165,8 @@ def plan(point: dict) -> dict:
     alike = _simulated(point, candidate, gpu, hooks) if hooks else None
     return figures | {
         "phase": max(answer["total"], key=answer["total"].get), "total": answer["total"], "alike": alike,
-        "extended_from_layers": answer.get("extended_from_layers"), "differences": _differences(point, candidate, answer["total"], gpu),
+        "extended_from_layers": answer.get("extended_from_layers"),
+        "differences": _differences(point, candidate, answer["total"], gpu),
         "seconds_per_step": candidate.seconds, "seconds": round(time.perf_counter() - began, 1),
         "simulation": SIMULATION,
     }  # fmt: skip
@@ -223,7 +224,7 @@ def _differences(point: dict, candidate, total: dict[str, int], gpu) -> dict[str
 def _linear_weights(settings) -> int:
     """Return how many numbers the model's nn.Linear weights have.
 
-    Autograd keeps a view of them; of an embedding only the indices, and of fused experts the weights with zero.Init too.
+    Autograd keeps a view of them; of an embedding it keeps the indices, of fused experts the weights with zero.Init too.
     """
     import torch
     import transformers

@@ -87,7 +87,7 @@ def test_weights_that_autograd_keeps_are_those_of_linear_layers():
     attention, head = (
         2 * 4096 * 4096 + 2 * 4096 * 1024,
         32_000 * 4096,
-    )  # fused experts and their router are no nn.Linear
+    )  # experts and router are no nn.Linear
     assert published._linear_weights(settings) == 8 * attention + head
 
 
