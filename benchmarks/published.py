@@ -224,7 +224,7 @@ def _differences(point: dict, candidate, total: dict[str, int], gpu) -> dict[str
 def _linear_weights(settings) -> int:
     """Return how many numbers the model's nn.Linear weights have.
 
-    Autograd keeps a view of them; of an embedding it keeps the indices, of fused experts the weights with zero.Init too.
+    Autograd keeps a view of them; of an embedding it keeps the indices, of fused experts the weights in any case.
     """
     import torch
     import transformers
@@ -234,11 +234,22 @@ def _linear_weights(settings) -> int:
     return sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, torch.nn.Linear))
 
 
-def differences_again(point: dict, planned: dict) -> dict[str, int]:
-    """Return the bytes of the point's known differences for its stored plan."""
-    gpu = hardware.find(point["gpu"])
-    (candidate,) = candidates.candidates(point["method"], request_of(point), int(point["gpus"]), gpu)
-    return _differences(point, candidate, planned["total"], gpu)
+def with_arithmetic_of_today(point: dict, planned: dict) -> dict:
+    """Return a stored plan with what no simulation says: memory outside torch's allocator and known differences."""
+    if "failed" in planned:
+        return planned
+    gpu, ranks = hardware.find(point["gpu"]), int(point["gpus"])
+    outside = sum(gpu_memory.outside_allocator(gpu, ranks, node_of(point)).values())
+
+    def moved(figures: dict | None) -> dict | None:
+        more = outside - (figures["driver"] - figures["reserved"]) if figures else 0
+        return figures and figures | {name: figures[name] + more for name in ("driver", "least")}
+
+    differences = planned["differences"]
+    if set(point["differences"].split()) - set(SIMULATED):
+        (candidate,) = candidates.candidates(point["method"], request_of(point), ranks, gpu)
+        differences = _differences(point, candidate, planned["total"], gpu)
+    return moved(planned) | {"alike": moved(planned["alike"]), "differences": differences}
 
 
 # --- comparing ---
@@ -302,7 +313,9 @@ def summary(rows: list[dict]) -> list[str]:
     ]
     groups = {"A, all": lambda r: r["class"] == "A", "A and B, all": lambda r: r["class"] in "AB"}
     groups["A and B, one GPU"] = lambda r: r["class"] in "AB" and r["gpus"] == 1
-    groups["A and B, several GPUs"] = lambda r: r["class"] in "AB" and r["gpus"] > 1
+    groups["A and B, several GPUs"] = several = lambda r: r["class"] in "AB" and r["gpus"] > 1
+    groups["A and B, several GPUs, allocated"] = lambda r: several(r) and r["kind"] == "allocated"
+    groups["A and B, several GPUs, other figures"] = lambda r: several(r) and r["kind"] != "allocated"
     for kind in KINDS:
         groups[f"A, {kind}"] = lambda r, kind=kind: r["class"] == "A" and r["kind"] == kind
     for kind in KINDS:
@@ -447,8 +460,8 @@ def main() -> None:
     plans, target = record["plans"], RESULTS / "published"
     store = Path(given.again) if given.again else target.with_suffix(".json")
     for point in chosen if given.again else []:
-        if "differences" in plans.get(point["id"], {}) and set(point["differences"].split()) - set(SIMULATED):
-            plans[point["id"]]["differences"] = differences_again(point, plans[point["id"]])
+        if point["id"] in plans:
+            plans[point["id"]] = with_arithmetic_of_today(point, plans[point["id"]])
     with simulate.reused():
         for point in chosen if given.missing or not given.again else []:
             if plans.get(point["id"], {}).get("simulation") == SIMULATION:
