@@ -91,6 +91,19 @@ def test_weights_that_autograd_keeps_are_those_of_linear_layers():
     assert published._linear_weights(settings) == 8 * attention + head
 
 
+def test_stored_plans_take_the_arithmetic_of_today():
+    """NVLS came after the plan of 8 x H100 was stored; flattening on the host leaves the phase of loading out."""
+    point = next(point for point in POINTS if point["id"] == "peft-doc-70b-lora-z3")
+    stored = STORED["plans"][point["id"]]
+    nvls = int(gpu_memory.NVLS_GIB * 2**30)
+    earlier = stored | {name: stored[name] - nvls for name in ("driver", "least")}
+    assert published.with_arithmetic_of_today(point, earlier) == published.with_arithmetic_of_today(point, stored)
+    assert abs(published.with_arithmetic_of_today(point, earlier)["driver"] - earlier["driver"] - nvls) <= 1
+    total = STORED["plans"]["gist-z2-gc-opt-mb1"]["total"]
+    assert max(total, key=total.get) == "load"
+    assert STORED["plans"]["gist-z2-gc-opt-mb1"]["differences"]["H"] == total["backward"] - total["load"] < 0
+
+
 @pytest.mark.slow
 def test_another_training_loop_is_simulated():
     """A copy of the logits in fp32, without each row's last: 64 more rows of the vocabulary."""
