@@ -8,8 +8,8 @@
     python benchmarks/published.py --commands          # what was run at each point, and the plan's command; no plan
 
 published/points.csv has the points: where a figure is from, what was run, and the flags of `zerofit plan` that stand
-for it; published/models their config.json files, published/contexts.csv what processes hold outside torch's allocator,
-published/speeds.csv tokens per second.
+for it (`node`: GPUs of a node, where there were several); published/models their config.json files,
+published/contexts.csv what processes hold outside torch's allocator, published/speeds.csv tokens per second.
 A point is compared as what it measures: allocated or reserved by torch, or the driver's figure (nvidia-smi); "unknown",
 where the source does not say which, is compared with the last. Class A: the source states the versions of the trainer
 and of torch, the length of every row, the attention kernel, precision and optimizer, whether logits are whole, and what
@@ -70,14 +70,18 @@ DIFFERENCES = {
     "F": ("a kernel whose gradient overwrites the logits (fms-acceleration's cross entropy): simulated", False),
     "O": ("the measuring loop keeps the model's outputs until the step's end: simulated", True),
     "S": ("fp32 logits stay alive in transformers before 4.45 (supposed): 4 bytes a logit", True),
-    "N": ("autograd keeps gathered weights without zero.Init before DeepSpeed PR 8189: 2 bytes a parameter", False),
+    "N": (
+        "autograd keeps gathered weights without zero.Init before DeepSpeed PR 8189: 2 bytes x nn.Linear",
+        False,
+    ),
+    "H": ("DeepSpeed flattened the weights of stages 1 and 2 on the host (0.14.2, 0.16.4): no peak at load", False),
     "P": ("prepare_model_for_kbit_training: fp32 head, embedding and logits", False),
     "Q": ("no double quantization: 0.0466 bytes a quantized parameter more", False),
 }
 
 SIMULATED = {"F": "overwrites_logits", "L": "copies_logits", "O": "keeps_outputs"}  # of loops.py
 
-NEEDS_LESS = {"F"}  # differences with which a job needs less memory than its plan without them
+NEEDS_LESS = {"F", "H"}  # differences with which a job needs less memory than its plan without them
 
 SUPPOSED = {"S"}  # differences that nobody has verified: errors are given without them too
 
@@ -114,6 +118,11 @@ def speeds() -> list[dict]:
     return rows
 
 
+def node_of(point: dict) -> int:
+    """Return the GPUs of a node."""
+    return int(point["node"] or min(int(point["gpus"]), gpu_memory.GPUS_OF_A_NODE))
+
+
 def _expandable(point: dict) -> bool:
     return "expandable_segments" in point["stack"]
 
@@ -147,25 +156,31 @@ def plan(point: dict) -> dict:
     began = time.perf_counter()
     # What the source ran with, not zerofit's default; torch's own default is False.
     os.environ["PYTORCH_ALLOC_CONF"] = f"expandable_segments:{_expandable(point)}"
-    figures = _simulated(candidate, ranks, gpu)
+    figures = _simulated(point, candidate, gpu)
     if "failed" in figures:
         return figures
     answer = candidate.answer
     letters = [letter for letter in point["differences"].split() if letter in SIMULATED]
     hooks = tuple(f"{LOOPS}:{SIMULATED[letter]}" for letter in letters)
-    alike = _simulated(candidate, ranks, gpu, hooks) if hooks else None
+    alike = _simulated(point, candidate, gpu, hooks) if hooks else None
     return figures | {
         "phase": max(answer["total"], key=answer["total"].get), "total": answer["total"], "alike": alike,
-        "extended_from_layers": answer.get("extended_from_layers"), "differences": _differences(point, candidate, gpu),
+        "extended_from_layers": answer.get("extended_from_layers"),
+        "differences": _differences(point, candidate, answer["total"], gpu),
         "seconds_per_step": candidate.seconds, "seconds": round(time.perf_counter() - began, 1),
         "simulation": SIMULATION,
     }  # fmt: skip
 
 
-def _simulated(candidate, ranks: int, gpu, hooks: tuple[str, ...] = ()) -> dict:
-    """Simulate rank 0 with as many layers as a plan simulates of its chosen setting; return its figures."""
-    setting, shape = candidate.setting, candidate.shape
-    for whole in sorted({shape.layers <= predict.LAYERS_OF_CHOSEN, True}):
+def _simulated(point: dict, candidate, gpu, hooks: tuple[str, ...] = ()) -> dict:
+    """Simulate rank 0 with all layers where segments are compared that they leave unused; return its figures.
+
+    Bytes of tensors grow linearly with the layers, so that few of them are enough where those alone are compared.
+    Elsewhere as many are simulated as of a plan's chosen setting.
+    """
+    setting, shape, ranks = candidate.setting, candidate.shape, int(point["gpus"])
+    segments = _has_segments(point)
+    for whole in sorted({segments and shape.layers <= predict.LAYERS_OF_CHOSEN, segments}):
         question = simulate.Question(candidate.request, ranks, gpu=gpu, before_training=hooks)
         answer = predict.answer_of(question, shape, zero=setting.zero, every=setting.every, whole=whole)
         if isinstance(answer, Exception):
@@ -173,11 +188,16 @@ def _simulated(candidate, ranks: int, gpu, hooks: tuple[str, ...] = ()) -> dict:
         candidate.answer = answer | {"rank": 0}
         if not predict.needs_all_layers(candidate, gpu_memory.room(gpu, ranks)):
             break
-    return _figures(candidate, ranks, gpu)
+    return _figures(candidate, ranks, node_of(point), gpu)
 
 
-def _figures(candidate, ranks: int, gpu) -> dict[str, int]:
-    outside = gpu_memory.context_bytes(gpu) + gpu_memory.nccl_bytes(ranks)
+def _has_segments(point: dict) -> bool:
+    """Return whether a figure of the point, or that it fits, depends on the segments of torch's allocator."""
+    return point["class"] == "fit" or any(point[kind] for kind in KINDS if kind != "allocated")
+
+
+def _figures(candidate, ranks: int, node: int, gpu) -> dict[str, int]:
+    outside = sum(gpu_memory.outside_allocator(gpu, ranks, node).values())
     room = int(gpu.memory_gib * GIB) - outside
     reserved = max(candidate.peak, min(candidate.reserved, room))
     return {
@@ -186,18 +206,50 @@ def _figures(candidate, ranks: int, gpu) -> dict[str, int]:
     }  # fmt: skip
 
 
-def _differences(point: dict, candidate, gpu) -> dict[str, int]:
-    """Return the bytes of each known difference between the published code and zerofit."""
-    shape = candidate.shape
+def _differences(point: dict, candidate, total: dict[str, int], gpu) -> dict[str, int]:
+    """Return the bytes of each known difference between the published code and zerofit; total: peaks by phase."""
+    shape, letters = candidate.shape, point["differences"].split()
     logits = candidate.setting.tokens * shape.vocabulary
     settings = resolve.resolve(candidate.request, int(point["gpus"]), gpu)
     tied = load.load_config(settings).get_text_config().tie_word_embeddings
     outer = shape.vocabulary * shape.hidden * (1 if tied else 2)
     sizes = {
-        "S": 4 * logits, "N": 2 * shape.parameters, "P": 2 * outer + 4 * logits,
+        "S": 4 * logits, "N": 2 * _linear_weights(settings) if "N" in letters else 0, "P": 2 * outer + 4 * logits,
         "Q": 0.0466 * (shape.frozen - outer),
+        "H": max(size for phase, size in total.items() if phase != "load") - max(total.values()),
     }  # fmt: skip
-    return {letter: int(sizes[letter]) for letter in point["differences"].split() if letter in sizes}
+    return {letter: int(sizes[letter]) for letter in letters if letter in sizes}
+
+
+def _linear_weights(settings) -> int:
+    """Return how many numbers the model's nn.Linear weights have.
+
+    Autograd keeps a view of them; of an embedding it keeps the indices, of fused experts the weights in any case.
+    """
+    import torch
+    import transformers
+
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(load.load_config(settings).get_text_config())
+    return sum(layer.weight.numel() for layer in model.modules() if isinstance(layer, torch.nn.Linear))
+
+
+def with_arithmetic_of_today(point: dict, planned: dict) -> dict:
+    """Return a stored plan with what no simulation says: memory outside torch's allocator and known differences."""
+    if "failed" in planned:
+        return planned
+    gpu, ranks = hardware.find(point["gpu"]), int(point["gpus"])
+    outside = sum(gpu_memory.outside_allocator(gpu, ranks, node_of(point)).values())
+
+    def moved(figures: dict | None) -> dict | None:
+        more = outside - (figures["driver"] - figures["reserved"]) if figures else 0
+        return figures and figures | {name: figures[name] + more for name in ("driver", "least")}
+
+    differences = planned["differences"]
+    if set(point["differences"].split()) - set(SIMULATED):
+        (candidate,) = candidates.candidates(point["method"], request_of(point), ranks, gpu)
+        differences = _differences(point, candidate, planned["total"], gpu)
+    return moved(planned) | {"alike": moved(planned["alike"]), "differences": differences}
 
 
 # --- comparing ---
@@ -261,7 +313,9 @@ def summary(rows: list[dict]) -> list[str]:
     ]
     groups = {"A, all": lambda r: r["class"] == "A", "A and B, all": lambda r: r["class"] in "AB"}
     groups["A and B, one GPU"] = lambda r: r["class"] in "AB" and r["gpus"] == 1
-    groups["A and B, several GPUs"] = lambda r: r["class"] in "AB" and r["gpus"] > 1
+    groups["A and B, several GPUs"] = several = lambda r: r["class"] in "AB" and r["gpus"] > 1
+    groups["A and B, several GPUs, allocated"] = lambda r: several(r) and r["kind"] == "allocated"
+    groups["A and B, several GPUs, other figures"] = lambda r: several(r) and r["kind"] != "allocated"
     for kind in KINDS:
         groups[f"A, {kind}"] = lambda r, kind=kind: r["class"] == "A" and r["kind"] == kind
     for kind in KINDS:
@@ -343,7 +397,7 @@ def markdown(found: list[tuple[dict, dict]], record: dict) -> str:
             f"| {row['id']} | {row['class']} | {row['job']} | {row['kind']} | {row['measured']:.2f} | "
             f"{row['plan']:.2f} | {row['error']:+.1%} | {after} | {row['why']} |"
         )
-    few = [point["id"] for point, planned in found if planned.get("extended_from_layers")]
+    few = [point["id"] for point, planned in found if planned.get("extended_from_layers") and _has_segments(point)]
     if few:
         lines += ["", f"Replayed with few layers for all, so that reserved figures are less sure: {', '.join(few)}."]
     earlier = [point["id"] for point, planned in found if planned.get("simulation", 1) < SIMULATION]
@@ -371,7 +425,7 @@ def markdown(found: list[tuple[dict, dict]], record: dict) -> str:
     lines += ["", "## Not planned", "", *failed] if failed else []
     lines += ["", "## Sources", "", SOURCES, "", "| source | points |", "|---|---|"]
     by_source = {}
-    for point, _ in found:
+    for point in points():
         by_source.setdefault((point["source"], point["url"]), []).append(point["id"])
     for (source, url), ids in by_source.items():
         lines.append(f"| {f'[{source}]({url})' if url else source} | {', '.join(ids)} |")
@@ -405,6 +459,9 @@ def main() -> None:
     record = json.loads(Path(given.again).read_text()) if given.again else now | {"plans": {}}
     plans, target = record["plans"], RESULTS / "published"
     store = Path(given.again) if given.again else target.with_suffix(".json")
+    for point in chosen if given.again else []:
+        if point["id"] in plans:
+            plans[point["id"]] = with_arithmetic_of_today(point, plans[point["id"]])
     with simulate.reused():
         for point in chosen if given.missing or not given.again else []:
             if plans.get(point["id"], {}).get("simulation") == SIMULATION:

@@ -287,12 +287,17 @@ def with_accuracy(page: Path) -> str:
     rows = {cells[1]: cells[2:] for line in lines if len(cells := [c.strip() for c in line.split("|")]) > 11}
 
     one, several = (rows[f"A and B, {kind}"] for kind in ("one GPU", "several GPUs"))
+    own, other = (rows[f"A and B, several GPUs, {kind}"] for kind in ("allocated", "other figures"))
     sizes = [cell.lstrip("+-") for row in (one, several) for cell in (row[5], row[6], row[0], row[2], row[8])]
     text = (
         "Beside figures that others measured, plans of **one GPU** are {} off in the median, {} at worst ({}),\n"
         "of **several GPUs** {} and {} ({}). Known differences of their programs are added; without them the medians\n"
-        "are {} and {}, without one that is only supposed {} and {} ([points]({}benchmarks/results/published.md)).\n"
-    ).format(*sizes[:3], *sizes[5:8], sizes[3], sizes[8], sizes[4], sizes[9], "../" * (page.parent == DOCS))
+        "are {} and {}, without one that is only supposed {} and {}; of several GPUs, allocated bytes alone {} ({}),\n"
+        "other figures {} ({}) ([points]({}benchmarks/results/published.md)).\n"
+    ).format(
+        *sizes[:3], *sizes[5:8], sizes[3], sizes[8], sizes[4], sizes[9], own[5], own[0], other[5], other[0],
+        "../" * (page.parent == DOCS),
+    )  # fmt: skip
     if page.parent == ROOT:  # an item of a list
         text = f"- {text}".replace("\n", "\n  ").rstrip(" ")
     before, rest = page.read_text().split(ACCURACY[0])
