@@ -120,7 +120,7 @@ def _expandable(point: dict) -> bool:
 
 def flags_of(point: dict) -> list[str]:
     """Return the flags of `zerofit plan`, with the files that they name."""
-    words = ["--model", str(DATA / "models" / point["model"]), *shlex.split(point["flags"]), *_whole_rows(point)]
+    words = ["--model", str(DATA / "models" / point["model"]), *shlex.split(point["flags"]), *whole_rows(point)]
     if "--deepspeed" in words:
         place = words.index("--deepspeed") + 1
         words[place] = str(DATA / words[place])
@@ -132,7 +132,7 @@ def request_of(point: dict) -> Request:
     return parse.request(candidates.recipe_of(point["method"]), flags_of(point))
 
 
-def _whole_rows(point: dict) -> list[str]:
+def whole_rows(point: dict) -> list[str]:
     split = "--sp_size" in point["flags"]
     return ["--sp_size", "1"] if int(point["gpus"]) > 1 and not split else []  # a plan would also try to split rows
 
@@ -380,7 +380,7 @@ def markdown(found: list[tuple[dict, dict]], record: dict) -> str:
 
 def command_of(point: dict) -> str:
     """Return the command line of `zerofit plan` that stands for the point."""
-    words = [point["model"], point["flags"], *_whole_rows(point)]
+    words = [point["model"], point["flags"], *whole_rows(point)]
     return (
         f"zerofit plan --gpu_type {point['gpu']} --gpus {point['gpus']} --method {point['method']} "
         f"--model benchmarks/published/models/{' '.join(words)}"

@@ -20,6 +20,7 @@ from zerofit.model.kernels import fp8
 from zerofit.parallel import many_ranks
 from zerofit.plan import formulas, gpu_memory
 from zerofit.plan.formulas import Setting, Shape
+from zerofit.plan.speed import kernels, step
 
 CLEARLY_TOO_MUCH = 1.25  # settings above this share of the limit by formula are simulated only if nothing else fits
 
@@ -320,10 +321,9 @@ def with_formulas(request: Request, setting: Setting, shape: Shape, settings, gp
     stage = None
     if setting.pp > 1:
         stage, parts = _fullest_stage(shape, setting, settings)
-        seconds = formulas.pipeline_seconds(shape, setting, gpu, settings.max_length) if gpu else 0.0
     else:
         parts = formulas.memory(shape, setting, settings, settings.fused_loss)
-        seconds = formulas.step_seconds(shape, setting, gpu, settings.max_length) if gpu else 0.0
+    seconds = step.seconds(shape, setting, gpu, settings.max_length) if gpu else 0.0
     return Candidate(request, settings.recipe.name, setting, parts, seconds, shape, gpu, stage=stage)
 
 
@@ -431,12 +431,13 @@ def shape_of(settings, gpu: hardware.Gpu | None = None) -> Shape:
     has_liger = gpu is not None and liger.will_run(settings, gpu.device_name)
     cast = settings.deepspeed is not None and settings.precision != "fp32"  # by DeepSpeed's engine, to 16 bits
     fp32 = weight_dtype(settings) == "float32" and not cast
-    each = {4: 0.55, 8: 1.0}.get(quantization.bits(settings))
+    bits = quantization.bits(settings)
+    each = {4: 0.55, 8: 1.0}.get(bits)
     if each is None:
         return replace(formulas.shape(config, model, 4.0 if fp32 else 2.0), liger=has_liger)
     # embeddings, the head and fused experts stay in 16 bits
     packed = quantization.packed_weights(model) / sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    return replace(formulas.shape(config, model, each * packed + 2.0 * (1 - packed)), liger=has_liger)
+    return replace(formulas.shape(config, model, each * packed + 2.0 * (1 - packed), bits), liger=has_liger)
 
 
 _FIXED = ("flag", "deepspeed JSON")
@@ -560,6 +561,7 @@ def setting_of(settings, node: int | None = None) -> Setting:
         background_save=settings.save_in_background,
         groups=tuple(groups.in_use(settings.values)),
         arithmetic=fp8.seconds_factor(settings),
+        kernels=kernels.of(settings),
     )
 
 

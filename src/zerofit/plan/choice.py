@@ -21,6 +21,7 @@ from zerofit.job.run_folder import read_record
 from zerofit.model import gradient_checkpointing, liger
 from zerofit.model.load import load_config
 from zerofit.plan import candidates, formulas, gpu_memory, predict, preflight, simulate
+from zerofit.plan.speed import step
 from zerofit.plan.candidates import Candidate, Checkpointing
 
 MICRO = "per_device_train_batch_size"
@@ -139,7 +140,7 @@ class _Search:
             )  # fmt: skip
             job = candidates.with_formulas(self.whole.request, full, self.whole.shape, self.settings, self.whole.gpu)
             real = replace(full, tokens=max(1, round(rows * micro)))
-            seconds = formulas.step_seconds(self.whole.shape, real, self.whole.gpu, round(mean))
+            seconds = step.seconds(self.whole.shape, real, self.whole.gpu, round(mean))
             found.append(Pair(micro, kind, job, seconds))
         return found
 
