@@ -39,6 +39,8 @@ PAGE = ROOT / "docs" / "notes" / "published-speeds.md"
 AS_PUBLISHED = {"sft": ["--use_liger_kernel", "false"],
                 "lora": ["--use_liger_kernel", "false", "--fused_lora", "false"]}  # fmt: skip
 
+HBM2E_GBS = 2400.0  # of the H100 with HBM2e and 500 W that one source has (its note)
+
 LLM_FOUNDRY = "mosaicml/llm-foundry"
 
 # torchtitan's selective checkpointing recomputes every second product (parallelize_llama.py, _get_custom_policy)
@@ -77,12 +79,24 @@ def of_job(row: dict) -> tuple[formulas.Shape, formulas.Setting, hardware.Gpu, i
     own = {**row, "flags": " ".join([row["flags"], *AS_PUBLISHED["sft" if row["method"] == "sft" else "lora"]])}
     (candidate,) = candidates.candidates(row["method"], published.request_of(own), ranks, gpu)
     shape, setting = candidate.shape, candidate.setting
-    if row["method"] == "qlora":  # peft's prepare_model_for_kbit_training: norms and hidden states in fp32
-        setting = replace(setting, kernels=replace(setting.kernels, fp32_states=True))
+    setting = replace(setting, kernels=_peft(setting.kernels, row))
     if row["alike"]:
         shape, setting = _with_modules(shape, setting, row["method"])
     length = candidate.request.get("max_length")
     return shape, setting, gpu, int(length)
+
+
+def _peft(kernels: Kernels, row: dict) -> Kernels:
+    """Return the kernels of a publication that trains adapters with peft.
+
+    prepare_model_for_kbit_training leaves norms and hidden states in fp32; adapters of a 16-bit base are fp32 since peft
+    0.12, whose inputs are cast, and all of their products are fp32 without autocast.
+    """
+    if row["method"] == "qlora":
+        return replace(kernels, fp32_states=True, adapters="cast")
+    if row["method"] == "lora" and row["source"].startswith("fms"):
+        return replace(kernels, adapters="fp32" if "--bf16 false" in row["flags"] else "cast")
+    return kernels
 
 
 def _with_modules(shape: formulas.Shape, setting: formulas.Setting, method: str):
@@ -134,7 +148,8 @@ def of_dimensions(row: dict) -> tuple[formulas.Shape, formulas.Setting, hardware
         3, "none", EVERY[row["checkpointing"]], n["micro"], tokens, n["accumulation"], n["gpus"],
         whole_layers=True, kernels=Kernels(fused_loss=is_mpt, attention=FLASH_1 if is_mpt else 1.0),
     )  # fmt: skip
-    return shape, setting, hardware.GPUS[row["gpu"]], n["length"]
+    gpu = hardware.GPUS[row["gpu"]]
+    return shape, setting, replace(gpu, memory_gbs=HBM2E_GBS) if "HBM2e" in row["note"] else gpu, n["length"]
 
 
 def kind(row: dict, shape: formulas.Shape) -> str:
@@ -151,7 +166,9 @@ def measure(rows: list[dict]) -> list[dict]:
         shape, setting, gpu, length = (of_job if "flags" in row else of_dimensions)(row)
         priced = step.of(shape, setting, gpu, length)
         tokens = setting.tokens * setting.accumulation
-        told = float(row["tokens_per_second"]) / setting.ranks if "flags" in row else float(row["tokens_per_second_a_gpu"])
+        told = (
+            float(row["tokens_per_second"]) / setting.ranks if "flags" in row else float(row["tokens_per_second_a_gpu"])
+        )
         found.append({
             "id": row["id"], "half": half(row["id"]), "gpu": row["gpu"], "gpus": setting.ranks, "model": row["model"],
             "kind": kind(row, shape), "source": row.get("source") or _source(row["url"]), "url": row["url"],
@@ -178,7 +195,11 @@ def main() -> None:
     counted = [p for p in points if p["counted"]]
     for name in sorted({p["kind"] for p in counted}):
         errors = [p["error"] for p in counted if p["kind"] == name]
-        print(name, len(errors), f"median {statistics.median(map(abs, errors)):.1%}, within 20 %: {sum(abs(e) <= .2 for e in errors)}, {min(errors):+.0%} to {max(errors):+.0%}")
+        print(
+            name,
+            len(errors),
+            f"median {statistics.median(map(abs, errors)):.1%}, within 20 %: {sum(abs(e) <= 0.2 for e in errors)}, {min(errors):+.0%} to {max(errors):+.0%}",
+        )
 
 
 if __name__ == "__main__":

@@ -26,6 +26,7 @@ DDP_BUCKET = 25 * 2**20  # bytes; torch's DistributedDataParallel
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
 
+
 @dataclass(frozen=True)
 class Shape:
     """The dimensions of a model."""

@@ -12,7 +12,7 @@ class Kernels:
     """How a job computes its step."""
 
     fused_loss: bool = False  # the loss is computed in chunks of tokens
-    fused_lora: bool = True  # B's product is added in the product itself
+    adapters: str = "in place"  # how B's product is added, of step.LORA: "in place", "sum", "cast" or "fp32"
     lora_dropout: bool = False  # inputs of adapters pass through dropout
     loops_experts: bool = False  # a kernel for each expert, not one for all of a layer
     compiled: bool = False  # elementwise kernels of a layer are fused by torch.compile
@@ -28,13 +28,14 @@ def of(settings) -> Kernels:
     from zerofit.model.load import weight_dtype
 
     values = settings.values
+    dropout = bool(values.get("lora_dropout"))
     width = STATES_8_BIT if "8bit" in settings.optim else FP32_STATES
     if settings.pure_bf16 and width == FP32_STATES:
         width = STATES_16_BIT
     return Kernels(
         fused_loss=bool(settings.fused_loss),
-        fused_lora=bool(values.get("fused_lora", True)),
-        lora_dropout=bool(values.get("lora_dropout")),
+        adapters="in place" if values.get("fused_lora", True) and not dropout else "sum",
+        lora_dropout=dropout,
         loops_experts=settings.experts_implementation == "eager",
         compiled=bool(settings.compile_layers),
         fp32_products=settings.precision == "fp32" and weight_dtype(settings) == "float32",

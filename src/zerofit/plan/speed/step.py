@@ -24,14 +24,17 @@ PASSES = {
     "activated": ((4, 6), (4, 6)),
     "added": ((6, 6), (6, 6)),
     "turned": ((4, 4), (4, 4)),
-    "routed": ((7, 10), (7, 10)),  # gathered for the experts, weighted, added at its place
+    "routed": ((30, 60), (7, 10)),  # gathered for the experts, weighted, added at its place: by sorting, where in loops
 }
 
-WIDE_STATES = 21  # more of a number of a norm where hidden states are fp32: 5 products of a layer cast their input, 2 sums
+# More of them where hidden states are fp32: the inputs of five products are cast, and gradients added in fp32.
+WIDE_STATES = {"rms": (30, 55), "layer_norm": (30, 55), "rotated": (24, 28)}
 
-LORA = {True: (4, 0), False: (12, 4)}  # of a number of an adapted output, where B's product is added in place, or not
-
-LORA_INPUT = 6  # of a number of its input, in the backward: the gradients of base and adapter are added
+# Of a number of an adapted output, and of its input: where B's product is added in place; where it is a sum of its own;
+# where inputs are cast to the adapter's fp32 and back; where all of the adapter is in fp32.
+LORA = {
+    "in place": ((4, 0), (0, 6)), "sum": ((12, 4), (0, 6)), "cast": ((12, 4), (12, 18)), "fp32": ((28, 30), (10, 14)),
+}  # fmt: skip
 
 DROPOUT = (5, 5)  # of a number of the input: it, a mask of bytes, the result
 
@@ -218,15 +221,17 @@ def _elementwise(s: Shape, of_model: Work, setting: Setting, found: Rates, forwa
     forward = backward = 0.0
     for name, costs in PASSES.items():
         numbers = getattr(passes, name) / (setting.tp if name in ("gated", "activated", "rotated", "turned") else 1)
-        forward += costs[fused][0] * numbers
-        backward += costs[fused][1] * numbers
-    if setting.fp32_weights or kernels.fp32_states:
-        forward += WIDE_STATES * (passes.rms + passes.layer_norm)
-        backward += WIDE_STATES * (passes.rms + passes.layer_norm)
-    added = LORA[kernels.fused_lora and not kernels.lora_dropout]
-    forward += passes.adapted_out * (added[0] + CLONE * (passes.packed > 0 and not kernels.fused_lora))
-    backward += passes.adapted_out * added[1] + passes.adapted_in * LORA_INPUT
-    forward += passes.adapted_in * DROPOUT[0] * kernels.lora_dropout
+        cost = costs[not kernels.loops_experts if name == "routed" else fused]
+        forward += cost[0] * numbers
+        backward += cost[1] * numbers
+        if name in WIDE_STATES and (setting.fp32_weights or kernels.fp32_states):
+            forward += WIDE_STATES[name][0] * numbers
+            backward += WIDE_STATES[name][1] * numbers
+    of_output, of_input = LORA[kernels.adapters]
+    in_place = kernels.adapters == "in place"
+    forward += passes.adapted_out * (of_output[0] + CLONE * (passes.packed > 0 and not in_place))
+    backward += passes.adapted_out * of_output[1] + passes.adapted_in * of_input[1]
+    forward += passes.adapted_in * (of_input[0] + DROPOUT[0] * kernels.lora_dropout)
     backward += passes.adapted_in * DROPOUT[1] * kernels.lora_dropout
     moved = setting.tokens * (forward * forwards + backward)
     moved += s.adapted_experts * s.layers * ADAPTED_EXPERTS * (forwards + 1)
@@ -244,7 +249,7 @@ def _starting(s: Shape, of_model: Work, setting: Setting, found: Rates, forwards
     started += sum(n for _, n in of_model.attentions) * (KERNELS["rotary"][fused] * (passes.rotated > 0) + 6)
     started += layers * (KERNELS["added"] + KERNELS["gated"][fused])
     started += passes.linears * KERNELS_OF_LINEAR + passes.packed * KERNELS_OF_PACKED
-    started += passes.adapters * KERNELS_OF_ADAPTER[kernels.fused_lora and not kernels.lora_dropout]
+    started += passes.adapters * KERNELS_OF_ADAPTER[kernels.adapters == "in place"]
     in_layers = max((p.count for p in of_model.products if p.experts), default=0.0)
     experts = max((p.experts for p in of_model.products if p.experts), default=0)
     started += in_layers * (experts * KERNELS_OF_EXPERT if kernels.loops_experts else KERNELS_OF_ROUTER)
