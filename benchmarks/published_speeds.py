@@ -24,7 +24,6 @@ import published
 from machine import facts
 
 from zerofit.base import hardware
-from zerofit.parallel import many_ranks
 from zerofit.plan import candidates, formulas
 from zerofit.plan.speed import step, work
 from zerofit.plan.speed.kernels import Kernels
@@ -79,7 +78,8 @@ def of_job(row: dict) -> tuple[formulas.Shape, formulas.Setting, hardware.Gpu, i
     own = {**row, "flags": " ".join([row["flags"], *AS_PUBLISHED["sft" if row["method"] == "sft" else "lora"]])}
     (candidate,) = candidates.candidates(row["method"], published.request_of(own), ranks, gpu)
     shape, setting = candidate.shape, candidate.setting
-    setting = replace(setting, kernels=_peft(setting.kernels, row))
+    # as transformers' reentrant default, and torch before 2.1
+    setting = replace(setting, kernels=replace(_peft(setting.kernels, row), stops_early=False))
     if row["alike"]:
         shape, setting = _with_modules(shape, setting, row["method"])
     length = candidate.request.get("max_length")
@@ -146,7 +146,7 @@ def of_dimensions(row: dict) -> tuple[formulas.Shape, formulas.Setting, hardware
     tokens = n["micro"] * n["length"]
     setting = formulas.Setting(
         3, "none", EVERY[row["checkpointing"]], n["micro"], tokens, n["accumulation"], n["gpus"],
-        whole_layers=True, kernels=Kernels(fused_loss=is_mpt, attention=FLASH_1 if is_mpt else 1.0),
+        whole_layers=True, kernels=Kernels(stops_early=False, fused_loss=is_mpt, attention=FLASH_1 if is_mpt else 1.0),
     )  # fmt: skip
     gpu = hardware.GPUS[row["gpu"]]
     return shape, setting, replace(gpu, memory_gbs=HBM2E_GBS) if "HBM2e" in row["note"] else gpu, n["length"]

@@ -21,8 +21,8 @@ from zerofit.job.run_folder import read_record
 from zerofit.model import gradient_checkpointing, liger
 from zerofit.model.load import load_config
 from zerofit.plan import candidates, formulas, gpu_memory, predict, preflight, simulate
-from zerofit.plan.speed import step
 from zerofit.plan.candidates import Candidate, Checkpointing
+from zerofit.plan.speed import step
 
 MICRO = "per_device_train_batch_size"
 

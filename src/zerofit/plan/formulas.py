@@ -15,7 +15,7 @@ from zerofit.parallel import many_ranks
 from zerofit.parallel.interface import Parallel
 from zerofit.plan.gpu_memory import GPUS_OF_A_NODE
 from zerofit.plan.speed import work
-from zerofit.plan.speed.kernels import Kernels
+from zerofit.plan.speed.kernels import AS_THE_KIT, Kernels
 from zerofit.plan.speed.work import Work
 
 MATRICES_OF_A_LAYER = 7  # of Llama; a bucket holds hidden_size^2 numbers, so nearly every matrix has a call of its own
@@ -136,7 +136,7 @@ class Setting:
     # The ways in which ranks share rows, each with the ranks of a group.
     groups: tuple[tuple[Parallel, int], ...] = ()
     arithmetic: float = 1.0  # factor of its seconds, below 1 with products of 8-bit floats
-    kernels: Kernels = Kernels()  # with which it computes
+    kernels: Kernels = AS_THE_KIT  # with which it computes
 
     @property
     def ranks_per_row(self) -> int:
@@ -367,8 +367,12 @@ def exchanges(s: Shape, setting: Setting) -> list[Collective]:
 
 def collectives(s: Shape, setting: Setting) -> list[Collective]:
     """Return the collectives of an optimizer step: of model states, and of sequence or tensor parallelism."""
-    of_states = _of_states(share(s, setting), setting)
-    return [replace(c, stride=setting.tp) for c in of_states] + exchanges(s, setting)
+    return of_states(s, setting) + exchanges(s, setting)
+
+
+def of_states(s: Shape, setting: Setting) -> list[Collective]:
+    """Return the collectives of gradients and weights; at stages 1 and 2 first those of gradients."""
+    return [replace(c, stride=setting.tp) for c in _of_states(share(s, setting), setting)]
 
 
 def _of_states(s: Shape, setting: Setting) -> list[Collective]:

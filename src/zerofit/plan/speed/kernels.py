@@ -17,10 +17,14 @@ class Kernels:
     loops_experts: bool = False  # a kernel for each expert, not one for all of a layer
     compiled: bool = False  # elementwise kernels of a layer are fused by torch.compile
     fp32_products: bool = False  # products of fp32 numbers
+    stops_early: bool = True  # recomputation of a layer ends with the last result that its backward needs
     fp32_states: bool = False  # hidden states are fp32, and each product casts its input
     attention: float = 1.0  # share of the rates of FlashAttention 2 that its kernel reaches
     scores: bool = False  # the attention writes its scores (attn_implementation eager)
     update_bytes: float = FP32_STATES  # that the optimizer reads and writes a trained number
+
+
+AS_THE_KIT = Kernels()  # of zerofit's defaults
 
 
 def of(settings) -> Kernels:
@@ -39,6 +43,7 @@ def of(settings) -> Kernels:
         loops_experts=settings.experts_implementation == "eager",
         compiled=bool(settings.compile_layers),
         fp32_products=settings.precision == "fp32" and weight_dtype(settings) == "float32",
+        stops_early=not dict(values.get("gradient_checkpointing_kwargs") or {}).get("use_reentrant", False),
         scores=values.get("attn_implementation") == "eager",
         update_bytes=width * (FOREACH if settings.optim == "adamw_torch" else 1.0),
     )

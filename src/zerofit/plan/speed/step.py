@@ -1,15 +1,15 @@
 """Price an optimizer step from the operations of its model, by part.
 
-Each operation has a rate (rates.json): products by shape, attention by the length of rows, elementwise kernels by bytes,
-each kernel by what Python needs to start it. docs/notes/published-speeds.md compares with published speeds.
+Each operation has a rate (rates.json): products by shape, attention by the length of rows, elementwise kernels by
+bytes, each kernel by what Python needs to start it. docs/notes/published-speeds.md compares with published speeds.
 """
 
 import functools
 import math
-from dataclasses import dataclass, fields
+from dataclasses import dataclass, fields, replace
 
 from zerofit.base.hardware import Gpu
-from zerofit.plan.formulas import Setting, Shape, collectives, exchanges, share
+from zerofit.plan.formulas import Setting, Shape, exchanges, of_states, share
 from zerofit.plan.speed import links, rates, work
 from zerofit.plan.speed.rates import Rates
 from zerofit.plan.speed.work import Product, Work
@@ -128,7 +128,7 @@ def _micro_batch(s: Shape, setting: Setting, found: Rates, sequence: int) -> dic
     again = 1 / setting.every if setting.every else 0.0
     whole = 0.0 if setting.selective else again  # of products and attention
     forwards = 1.0 + setting.reference
-    products = _products(of_model.products, setting, found, forwards, whole)
+    products = _products(of_model.products, setting, found)
     attention = _attention(of_model, setting, found, sequence, forwards, whole)
     passes = _elementwise(s, of_model, setting, found, forwards + again)
     logits = setting.tokens * sum(p.out for p in of_model.products if p.head) / setting.tp
@@ -150,21 +150,31 @@ def _dense(s: Shape) -> Work:
     )  # fmt: skip
 
 
-def _products(
-    products: tuple[Product, ...], setting: Setting, found: Rates, forwards: float, again: float
-) -> dict[str, float]:
-    """Return the seconds of all products and of unpacking their weights. again: share of layers that is recomputed."""
+def operations(s: Shape, setting: Setting) -> float:
+    """Return the operations of the matrix products of an optimizer step on all ranks that share a row."""
+    of_model, tokens = s.work or _dense(s), setting.tokens * setting.sp * setting.accumulation
+    return sum(p.flops(tokens) * sum(_times(p, setting)) for p in of_model.products)
+
+
+def _times(p: Product, setting: Setting) -> tuple[float, float, float]:
+    """Return how often a micro batch computes a product, its gradient to the input, and that to the weight."""
+    left_out = setting.selective or not p.of_layers or (p.last and setting.kernels.stops_early)
+    again = 1 / setting.every if setting.every and not left_out else 0.0
+    return 1.0 + setting.reference + again, 1.0, float(p.trained)
+
+
+def _products(products: tuple[Product, ...], setting: Setting, found: Rates) -> dict[str, float]:
+    """Return the seconds of all products of a micro batch and of unpacking their weights, by fields of Step."""
     parts = dict.fromkeys(("products", "experts", "unpacking", "loss"), 0.0)
     speed = found.fp32_products if setting.kernels.fp32_products else found.products
     for p in products:
-        passes = forwards + (again if p.of_layers else 0.0)
-        timed = _of_experts if p.experts else _of_rows
-        forward, of_input, of_weight = timed(p, setting.tokens, setting.tp, found, speed, setting.kernels.loops_experts)
-        spent = passes * forward + of_input + p.trained * of_weight
+        times, timed = _times(p, setting), _of_experts if p.experts else _of_rows
+        each = timed(p, setting.tokens, setting.tp, found, speed, setting.kernels.loops_experts)
+        spent = sum(n * seconds for n, seconds in zip(times, each, strict=True))
         part = "loss" if p.head else "experts" if p.experts else "products"
         parts[part] += p.count * spent * (1.0 if p.adapter or p.head else setting.arithmetic)
         if p.bits < 16:
-            parts["unpacking"] += p.weights * UNPACKED[p.bits] * (passes + 1) / found.unpacking
+            parts["unpacking"] += p.weights * UNPACKED[p.bits] * (times[0] + times[1]) / found.unpacking
     return parts
 
 
@@ -273,19 +283,17 @@ def _waited_for(s: Shape, setting: Setting, found: Rates, computing: Step) -> fl
     if setting.pp > 1:
         s, setting = _of_stage(s, setting)
     exchanged = links.seconds(exchanges(s, setting), setting, found)
-    states = [c for c in collectives(s, setting)][: len(collectives(s, setting)) - len(exchanges(s, setting))]
-    after = states[1:] if setting.zero in (1, 2) else []
-    beside = links.seconds([c for c in states if c not in after], setting, found)
+    states = of_states(s, setting)
+    first = 1 if setting.zero in (1, 2) else len(states)
+    beside, after = (links.seconds(part, setting, found) for part in (states[:first], states[first:]))
     backward = computing.arithmetic if setting.zero == 3 else computing.arithmetic * 2 / 3
     if setting.zero in (0, 1):
         backward /= setting.accumulation  # gradients are sent once
-    return exchanged + links.seconds(after, setting, found) + beside - found.overlap * min(beside, backward)
+    return exchanged + after + beside - found.overlap * min(beside, backward)
 
 
 def _of_stage(s: Shape, setting: Setting) -> tuple[Shape, Setting]:
     """Return the shape and the setting of a stage of a pipeline, whose ranks share out only their own layers."""
-    from dataclasses import replace
-
     stage = replace(s, trainable=s.trainable // setting.pp, layers=math.ceil(s.layers / setting.pp))
     groups = tuple((way, size) for way, size in setting.groups if way.splits != "layers")
     return stage, replace(setting, ranks=setting.ranks // setting.pp, groups=groups)

@@ -1,8 +1,10 @@
 """List the operations of a model: its matrix products by shape, attention and elementwise passes of a token."""
 
 from collections import Counter
-from collections.abc import Iterable
 from dataclasses import dataclass, replace
+
+# Linear layers whose result is only added to the hidden states, and what in a layer would keep it.
+LAST, AFTER_LAST = ("down_proj", "w2", "c_proj", "dense_4h_to_h", "fc2", "fc_out"), ("post_feedforward", "post_mlp")
 
 ADDITIONS = 2  # of a layer: what its attention and its MLP add to the hidden states
 
@@ -21,6 +23,7 @@ class Product:
     of_layers: bool = True  # it is in the layers that are recomputed
     head: bool = False  # it computes the logits
     adapter: bool = False  # A or B of a LoRA
+    last: bool = False  # nothing after it in its layer keeps its result for the backward
 
     def flops(self, rows: float) -> float:
         """Return the operations of the forward of all of them for so many tokens."""
@@ -72,7 +75,8 @@ def dense(
     q, k = heads * head_dim, kv_heads * head_dim
     shapes = [(hidden, q), (hidden, k), (hidden, k), (q, hidden)]
     shapes += [(hidden, intermediate)] * (2 if gated else 1) + [(intermediate, hidden)]
-    products = [Product(*shape, count=n * layers, trained=trained) for shape, n in Counter(shapes).items()]
+    last = Product(*shapes.pop(), count=float(layers), trained=trained, last=True)
+    products = [Product(*shape, count=n * layers, trained=trained) for shape, n in Counter(shapes).items()] + [last]
     if vocabulary:
         products.append(Product(hidden, vocabulary, trained=trained, of_layers=False, head=True))
     normed = 2.0 * hidden * layers
@@ -80,7 +84,7 @@ def dense(
         rms=normed * rms, layer_norm=normed * (not rms), rotated=(q + k) * layers * rotary,
         gated=intermediate * layers * gated, activated=intermediate * layers * (not gated),
         added=float(ADDITIONS * hidden * layers), turned=float(q * layers), norms=2.0 * layers * rms,
-        linears=float(len(shapes) * layers), modules=float((len(shapes) + 2) * layers),
+        linears=float((len(shapes) + 1) * layers), modules=float((len(shapes) + 3) * layers),
     )  # fmt: skip
     return Work(tuple(products), passes, ((0, float(layers)),), heads, head_dim, layers)
 
@@ -107,9 +111,9 @@ def of_model(net, config, layers: list, *, heads: int, kv_heads: int, head_dim: 
 
 
 def _attentions(text, layers: int) -> tuple[tuple[int, float], ...]:
-    """Return (window, layers) of each kind of attention that a config.json names; layers without attention are left out.
+    """Return (window, layers) of each kind of attention that a config.json names.
 
-    A hybrid's other layers are convolutions, scans or linear attentions, whose cost is in their products.
+    A hybrid's other layers are left out: their convolutions, scans or linear attentions cost about their products.
     """
     window = getattr(text, "sliding_window", None) or 0
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
@@ -140,6 +144,7 @@ class _Reader:
         self.head = getattr(head, "base_layer", head)  # below its adapter
         self.hidden = getattr(config.get_text_config(), "hidden_size", 1)
         self.is_routed = experts.is_routed
+        self.keeps_last = any(part in name for name, _ in net.named_modules() for part in AFTER_LAST)
         self.shapes: Counter = Counter()
         self.normed: Counter = Counter()
         self.gated = self.activated = self.routed = 0.0
@@ -175,7 +180,7 @@ class _Reader:
         share = self.selected / self.experts if routed and self.experts else 1.0
         product = Product(
             wide, out, 1.0, trained, self.bits if packed else 16, 1 if routed else 0, 1,
-            of_layers=id(module) in self.inside, head=is_head, adapter=adapter,
+            of_layers=id(module) in self.inside, head=is_head, adapter=adapter, last=self._is_last(name, bool(routed)),
         )  # fmt: skip
         if routed:  # its experts are modules of their own: one product stands for those of a layer
             product = replace(product, experts=self.experts, selected=self.selected)
@@ -188,6 +193,12 @@ class _Reader:
         self.linears, self.packed = self.linears + 1, self.packed + packed
         last = [part for part in name.split(".") if part != "base_layer"][-1]
         self._read_mlp(last, out, share, bool(routed))
+
+    def _is_last(self, name: str, routed: bool) -> bool:
+        """Return whether a product's result is only added; of an adapted layer that of B is, which comes after it."""
+        parts = [part for part in name.split(".") if part not in ("lora_B", "default")]
+        shared = routed or any(self.is_routed(part) or "expert" in part for part in parts)
+        return parts[-1] in LAST and "attn" not in name and not shared and not self.keeps_last
 
     def _read_mlp(self, last: str, out: int, share: float, routed: bool) -> None:
         """Count an MLP's activation by the name of the linear layer before it."""
@@ -222,8 +233,3 @@ def _other(weight, hidden: int) -> int:
     """Return the side of a layer's expert that is not the hidden size."""
     first, second = weight.shape[1:]
     return second if first == hidden else first
-
-
-def flops(products: Iterable[Product], tokens: float) -> float:
-    """Return the operations of the forward of these products for so many tokens."""
-    return sum(product.flops(tokens) for product in products)
