@@ -8,8 +8,7 @@
     python benchmarks/published.py --commands          # what was run at each point, and the plan's command; no plan
 
 published/points.csv has the points: where a figure is from, what was run, and the flags of `zerofit plan` that stand
-for it; published/models their config.json files, published/contexts.csv what processes hold outside torch's allocator,
-published/speeds.csv tokens per second.
+for it; published/models their config.json files, published/contexts.csv what processes hold outside torch's allocator.
 A point is compared as what it measures: allocated or reserved by torch, or the driver's figure (nvidia-smi); "unknown",
 where the source does not say which, is compared with the last. Class A: the source states the versions of the trainer
 and of torch, the length of every row, the attention kernel, precision and optimizer, whether logits are whole, and what
@@ -100,18 +99,6 @@ def contexts() -> list[dict]:
     """Return what processes hold outside torch's allocator, by published messages."""
     with (DATA / "contexts.csv").open(newline="") as file:
         return list(csv.DictReader(file))
-
-
-def speeds() -> list[dict]:
-    """Return published tokens per second, each with {"plan", "error"} of the time estimate."""
-    with (DATA / "speeds.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
-        gpu, ranks = hardware.find(row["gpu"]), int(row["gpus"])
-        (candidate,) = candidates.candidates(row["method"], request_of(row), ranks, gpu)
-        row["plan"] = candidate.tokens_per_second
-        row["error"] = row["plan"] / float(row["tokens_per_second"]) - 1
-    return rows
 
 
 def _expandable(point: dict) -> bool:
@@ -352,19 +339,6 @@ def markdown(found: list[tuple[dict, dict]], record: dict) -> str:
     lines += ["", *(f"- {letter}: {text}." for letter, (text, _) in DIFFERENCES.items())]
     lines += [f"- {letter}: {text}." for letter, text in REASONS.items()]
     lines += ["", "## Fits or does not", "", *fits(found)]
-    measured = speeds()
-    errors = [row["error"] for row in measured]
-    lines += [
-        "", "## Speed", "",
-        f"One GPU, without communication: the estimate's error is median | median size | worst: {_three(errors)}.", "",
-        "| job | GPU | tokens a second | estimate | error |", "|---|---|---|---|---|",
-    ]  # fmt: skip
-    for row in measured:
-        rows_a_batch = row["flags"].partition("--per_device_train_batch_size ")[2].split()[0]
-        lines.append(
-            f"| [{row['model']} {row['method']}, {rows_a_batch} x 4096]({row['url']}) | {row['gpu']} | "
-            f"{float(row['tokens_per_second']):,.0f} | {row['plan']:,.0f} | {row['error']:+.1%} |"
-        )
     planned_ids = {point["id"] for point, _ in found}
     failed = [f"- {point['id']}: not planned yet" for point in points() if point["id"] not in planned_ids]
     failed += [f"- {point['id']}: {planned['failed']}" for point, planned in found if "failed" in planned]

@@ -18,6 +18,7 @@ from zerofit.config import resolve
 from zerofit.model import experts
 from zerofit.model.weights import converted
 from zerofit.plan import candidates, formulas
+from zerofit.plan.speed import step
 
 # A block whose experts are modules of their own, as models that bring their own code have it.
 ROUTED = """
@@ -246,7 +247,7 @@ def test_weights_that_a_token_does_not_use():
 def test_a_plan_counts_the_arithmetic_of_the_selected_experts():
     dense = formulas.Shape(30_000_000_000, 0, 10**9, 2048, 48, 32, 4, 128, 6144, 151936)
     setting, gpu = formulas.Setting(3, "none", 1, 1, 2048, 1, 1), hardware.GPUS["h100-80g"]
-    times = [formulas.step_seconds(shape, setting, gpu, 2048) for shape in (dense, replace(dense, idle=27 * 10**9))]
+    times = [step.seconds(shape, setting, gpu, 2048) for shape in (dense, replace(dense, idle=27 * 10**9))]
     assert times[1] < times[0] / 3
 
 

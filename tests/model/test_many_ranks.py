@@ -9,6 +9,7 @@ from zerofit.base import hardware
 from zerofit.config import resolve
 from zerofit.parallel import many_ranks
 from zerofit.plan import candidates, formulas
+from zerofit.plan.speed import links
 
 LLAMA = str(ROOT / "tests" / "configs" / "llama3.1-8b")
 MIXTURE = str(ROOT / "tests" / "configs" / "qwen3-moe-30b")
@@ -56,7 +57,7 @@ def test_a_plan_prices_fewer_calls_and_the_larger_buffers():
     for whole in (True, False):
         of_matrices = formulas.replace(setting, whole_layers=whole)
         calls[whole] = sum(c.calls for c in formulas.collectives(shape, of_matrices))
-        seconds[whole] = formulas.wire_seconds(shape, of_matrices, hardware.GPUS["h100-80g"])
+        seconds[whole] = links.wire_seconds(shape, of_matrices, hardware.GPUS["h100-80g"])
         peaks[whole] = formulas.memory(shape, of_matrices, settings, True)["buffers"]
     assert calls[True] < calls[False] / 3 and seconds[True] < seconds[False]
     assert peaks[True] - peaks[False] == 2 * (max(shape.by_layer) - 4096**2)

@@ -1,17 +1,12 @@
 """The time of a step: its operations against torch's count, bounds that hold on every GPU, rates measured here."""
 
-import json
-from dataclasses import replace
-
 import pytest
 import torch
 from torch.utils.flop_counter import FlopCounterMode
 from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
-from zerofit.base import hardware
-from zerofit.parallel import pipeline
 from zerofit.plan import formulas
-from zerofit.plan.speed import rates, step
+from zerofit.plan.speed import step
 
 ROWS, LENGTH = 2, 48
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,

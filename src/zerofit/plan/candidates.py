@@ -52,6 +52,7 @@ class Candidate:
     failed: str = ""  # why the simulation failed
     change: tuple = ()  # which of SMALLER_STATES it has that the user did not ask for; (): none
     stage: int | None = None  # of a pipeline that `formula` is of
+    sequence: int = 1  # tokens of a document
 
     @property
     def label(self) -> str:
@@ -324,7 +325,9 @@ def with_formulas(request: Request, setting: Setting, shape: Shape, settings, gp
     else:
         parts = formulas.memory(shape, setting, settings, settings.fused_loss)
     seconds = step.seconds(shape, setting, gpu, settings.max_length) if gpu else 0.0
-    return Candidate(request, settings.recipe.name, setting, parts, seconds, shape, gpu, stage=stage)
+    return Candidate(
+        request, settings.recipe.name, setting, parts, seconds, shape, gpu, stage=stage, sequence=settings.max_length
+    )
 
 
 def _fullest_stage(shape: Shape, setting: Setting, settings) -> tuple[int, dict[str, float]]:

@@ -18,7 +18,7 @@ FOLDER = "rates"  # of the cache, with a file for each GPU that was measured
 # What a calibration may measure: names of Rates, in units of a second and a byte.
 MEASURED = (
     *("products", "fp32_products", "fp8_products", "attention_forward", "attention_backward", "memory", "unpacking"),
-    *("kernel", "host", "link"),
+    *("kernel", "backward_kernel", "host", "link"),
 )
 
 TILE = 128  # rows and columns of the result that one multiprocessor computes at a time
@@ -58,15 +58,18 @@ class Rates:
     measured: bool = False  # on this machine, by `make calibrate`
 
     def product_seconds(self, rows: float, wide: float, out: float, speed: float | None = None) -> float:
-        """Return the seconds of a matrix product, limited by arithmetic or by memory.
+        """Return the seconds of a matrix product, limited by arithmetic or by memory."""
+        arithmetic = 2 * rows * wide * out / ((speed or self.products) * self.filled(rows, wide, out))
+        moved = 2 * (rows * wide + wide * out + rows * out) / self.memory
+        return max(arithmetic, moved, KERNEL)
+
+    def filled(self, rows: float, wide: float, out: float) -> float:
+        """Return the share of `products` that a product of this shape reaches.
 
         A result of few tiles leaves multiprocessors idle, and a short sum is mostly loading and storing.
         """
         waves = math.ceil(rows / TILE) * math.ceil(out / TILE) / self.multiprocessors
-        filled = waves / (waves + TAIL) * wide / (wide + self.depth)
-        arithmetic = 2 * rows * wide * out / ((speed or self.products) * filled)
-        moved = 2 * (rows * wide + wide * out + rows * out) / self.memory
-        return max(arithmetic, moved, KERNEL)
+        return waves / (waves + TAIL) * wide / (wide + self.depth)
 
 
 def table() -> dict:

@@ -11,6 +11,7 @@ from dataclasses import dataclass, fields, replace
 from zerofit.base.hardware import Gpu
 from zerofit.plan.formulas import Setting, Shape, exchanges, of_states, share
 from zerofit.plan.speed import links, rates, work
+from zerofit.plan.speed.kernels import Kernels
 from zerofit.plan.speed.rates import Rates
 from zerofit.plan.speed.work import Product, Work
 
@@ -165,6 +166,9 @@ def _times(p: Product, setting: Setting) -> tuple[float, float, float]:
 
 def _products(products: tuple[Product, ...], setting: Setting, found: Rates) -> dict[str, float]:
     """Return the seconds of all products of a micro batch and of unpacking their weights, by fields of Step."""
+    arithmetic = setting.arithmetic
+    if arithmetic < 1 and found.measured and found.fp8_products:  # products of 8-bit floats
+        arithmetic = max(0.5, found.products / found.fp8_products)
     parts = dict.fromkeys(("products", "experts", "unpacking", "loss"), 0.0)
     speed = found.fp32_products if setting.kernels.fp32_products else found.products
     for p in products:
@@ -172,7 +176,7 @@ def _products(products: tuple[Product, ...], setting: Setting, found: Rates) -> 
         each = timed(p, setting.tokens, setting.tp, found, speed, setting.kernels.loops_experts)
         spent = sum(n * seconds for n, seconds in zip(times, each, strict=True))
         part = "loss" if p.head else "experts" if p.experts else "products"
-        parts[part] += p.count * spent * (1.0 if p.adapter or p.head else setting.arithmetic)
+        parts[part] += p.count * spent * (1.0 if p.adapter or p.head else arithmetic)
         if p.bits < 16:
             parts["unpacking"] += p.weights * UNPACKED[p.bits] * (times[0] + times[1]) / found.unpacking
     return parts
@@ -252,7 +256,17 @@ def _elementwise(s: Shape, of_model: Work, setting: Setting, found: Rates, forwa
 
 def _starting(s: Shape, of_model: Work, setting: Setting, found: Rates, forwards: float, again: float) -> float:
     """Return the seconds in which the host starts all kernels of a micro batch."""
-    passes, kernels, layers = of_model.passes, setting.kernels, of_model.layers
+    started = kernels_started(s, of_model, setting.kernels)
+    total = started * (found.kernel * (forwards + again) + found.backward_kernel * BACKWARD)
+    if setting.zero == 3 and setting.ranks > 1:
+        modules = of_model.layers if setting.whole_layers else of_model.passes.modules
+        total += modules * found.module * (forwards + again + 1)
+    return total
+
+
+def kernels_started(s: Shape, of_model: Work, kernels: Kernels) -> float:
+    """Return how many kernels Python starts in a forward."""
+    passes, layers = of_model.passes, of_model.layers
     fused = s.liger or kernels.compiled
     norms_of_one = 2 * layers * (passes.layer_norm > 0)
     started = passes.norms * KERNELS["rms"][fused] + norms_of_one
@@ -263,11 +277,7 @@ def _starting(s: Shape, of_model: Work, setting: Setting, found: Rates, forwards
     in_layers = max((p.count for p in of_model.products if p.experts), default=0.0)
     experts = max((p.experts for p in of_model.products if p.experts), default=0)
     started += in_layers * (experts * KERNELS_OF_EXPERT if kernels.loops_experts else KERNELS_OF_ROUTER)
-    total = started * (found.kernel * (forwards + again) + found.backward_kernel * BACKWARD)
-    if setting.zero == 3 and setting.ranks > 1:
-        modules = layers if setting.whole_layers else passes.modules
-        total += modules * found.module * (forwards + again + 1)
-    return total
+    return started
 
 
 # --- what is sent ---
