@@ -192,7 +192,7 @@ def _point(row: dict) -> dict:
     shape, setting, gpu, length = (of_job if has_flags else of_dimensions)(row)
     priced = step.of(shape, setting, gpu, length)
     told = float(row["tokens_per_second"]) / setting.ranks if has_flags else float(row["tokens_per_second_a_gpu"])
-    predicted = setting.tokens * setting.accumulation / priced.seconds / setting.sp
+    predicted = setting.tokens * setting.accumulation / priced.seconds
     return {
         "id": row["id"], "half": half(row["id"]), "gpu": row["gpu"], "gpus": setting.ranks, "model": row["model"],
         "kind": accuracy.kind_of(shape), "source": row.get("source") or "/".join(row["url"].split("/")[3:5]),
