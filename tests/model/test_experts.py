@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -245,10 +244,14 @@ def test_weights_that_a_token_does_not_use():
 
 
 def test_a_plan_counts_the_arithmetic_of_the_selected_experts():
-    dense = formulas.Shape(30_000_000_000, 0, 10**9, 2048, 48, 32, 4, 128, 6144, 151936)
-    setting, gpu = formulas.Setting(3, "none", 1, 1, 2048, 1, 1), hardware.GPUS["h100-80g"]
-    times = [step.seconds(shape, setting, gpu, 2048) for shape in (dense, replace(dense, idle=27 * 10**9))]
-    assert times[1] < times[0] / 3
+    """8 of 128 experts: three products of each used weight and token, and a third of a dense model's time at most."""
+    settings = resolve.resolve_settings("sft", [*QWEN, "--zero", "3"], 1, hardware.GPUS["h100-80g"])
+    shape, gpu = candidates.shape_of(settings), hardware.GPUS["h100-80g"]
+    setting = formulas.Setting(3, "none", 0, 1, 2048, 1, 1)
+    used = shape.parameters - shape.idle - shape.embedding
+    assert step.operations(shape, setting) == pytest.approx(6 * used * 2048, rel=0.01)
+    dense = formulas.Shape(30_000_000_000, 0, 10**9, 6144, 48, 64, 8, 128, 24576, 151936)
+    assert step.seconds(shape, setting, gpu, 2048) < step.seconds(dense, setting, gpu, 2048) / 3
 
 
 # --- arguments ---
