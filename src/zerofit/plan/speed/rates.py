@@ -160,18 +160,18 @@ def measured(gpu: Gpu) -> dict | None:
     """Return what `make calibrate` has kept of GPUs like this one; None: nothing, or nothing that can be read."""
     folder = cache_root() / FOLDER
     try:
-        changed = folder.stat().st_mtime_ns
+        files = tuple((file, file.stat().st_mtime_ns) for file in sorted(folder.glob("*.json")))
     except OSError:
         return None
-    files = _kept(folder, changed)
-    return files.get(gpu.device_name) or files.get(name_of(gpu))
+    kept = _kept(files)
+    return kept.get(gpu.device_name) or kept.get(name_of(gpu))
 
 
 @functools.lru_cache(maxsize=4)
-def _kept(folder: Path, _changed: int) -> dict[str, dict]:
-    """Return {name of a device, and its name in the table: content} of the files of a folder."""
+def _kept(files: tuple[tuple[Path, int], ...]) -> dict[str, dict]:
+    """Return {name of a device, and its name in the table: content} of files, each with the time of its last change."""
     found = {}
-    for file in sorted(folder.glob("*.json")):
+    for file, _ in files:
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
             usable = {name: rate for name, rate in content["rates"].items() if _is_rate(rate)}

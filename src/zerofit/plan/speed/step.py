@@ -208,18 +208,17 @@ def _of_experts(
     return tuple(max(time, weights) for time in times)
 
 
-def _attention(
-    of_model: Work, setting: Setting, found: Rates, sequence: int, forwards: float, again: float
-) -> float:  # fmt: skip
+def _attention(of_model: Work, setting: Setting, found: Rates, sequence: int, forwards: float, again: float) -> float:
     """Return the seconds of causal attention: each token meets on average half of its document, or of its window."""
     total, heads = 0.0, of_model.heads / setting.tp
+    slow = found.products / found.fp32_products if setting.kernels.fp32_products else 1.0
     narrow = min(1.0, 0.78 + 0.22 * of_model.head_dim / 128)  # 64 numbers a head: about 0.89 of the rate at 128
     for window, layers in of_model.attentions:
         seen = min(sequence, window or sequence)
         met = seen - seen * seen / (2 * sequence)
         pairs = setting.tokens * met * heads * layers
         reached = narrow * setting.kernels.attention * seen / (seen + found.attention_half)
-        operations = 4 * pairs * of_model.head_dim
+        operations = 4 * pairs * of_model.head_dim * slow
         total += operations * (forwards + again) / (found.attention_forward * reached)
         total += operations * SEED / (found.attention_backward * reached)
         if setting.kernels.scores:
