@@ -302,8 +302,8 @@ def _order(by_half: dict) -> list[str]:
         jobs_, right_jobs = groups["pairs of jobs"]
         said.append(
             f"- {name} half: {right} of {all_pairs} ({right / all_pairs:.0%}); where the published speeds differ by "
-            f"more than 2 %, {right_apart} of {apart} ({right_apart / apart:.0%}); by the tokens a second of all GPUs of "
-            f"a job, {right_jobs} of {jobs_} ({right_jobs / jobs_:.0%})"
+            f"more than 2 %, {right_apart} of {apart} ({right_apart / apart:.0%}); by the tokens a second of all GPUs "
+            f"of a job, {right_jobs} of {jobs_} ({right_jobs / jobs_:.0%})"
         )
     return [
         "**Order** of two settings of one source, model and GPU, by tokens a second of a GPU, right in the:",
