@@ -10,7 +10,7 @@ from zerofit.plan.speed import rates
 
 FILE = Path(__file__).with_name("accuracy.json")  # written by benchmarks/published_speeds.py --write
 
-FEW = 3  # points below which those of a GPU are not divided by the kind of job
+FEW = 3  # points of a kind of job below which those on all GPUs count
 
 KINDS = ("full fine-tuning", "adapters", "adapters on a packed base", "mixtures of experts")
 
@@ -39,13 +39,13 @@ def points() -> list[dict]:
 def band(gpu: Gpu, shape: Shape) -> str:
     """Return the range of the plan's errors at published runs like this one, or that there is none of its GPU."""
     chip, kind = chip_of(rates.name_of(gpu)), kind_of(shape)
-    of_chip = [p for p in points() if p["chip"] == chip]
-    alike = [p for p in of_chip if p["kind"] == kind]
+    of_kind = [p for p in points() if p["kind"] == kind]
+    alike = [p for p in of_kind if p["chip"] == chip]
     if len(alike) >= FEW:
         return f"{_range(alike)} at {len(alike)} published runs: {kind} on {chip.upper()}"
-    if len(of_chip) >= FEW:
-        return f"{_range(of_chip)} at {len(of_chip)} published runs on {chip.upper()}, few or none of {kind}"
-    return f"no published run on this GPU was compared; {_range(points())} at {len(points())} on others"
+    few = "few" if any(p["chip"] == chip for p in points()) else "no"
+    others = f"{_range(of_kind)} at {len(of_kind)} runs of {kind} on any"
+    return f"{few} published runs like it on this GPU were compared; {others}"
 
 
 def _range(found: list[dict]) -> str:
