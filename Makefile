@@ -84,7 +84,7 @@ READS_image := IMAGE
 READS_image-cpu := IMAGE
 READS_bench-peers := ARGS
 # those that read nothing; `help` and files are not asked
-$(foreach verb,lint test test-gpu test-cluster test-all docs docs-serve examples clean wheelhouse sbom audit site,$(eval READS_$(verb) :=))
+$(foreach verb,calibrate lint test test-gpu test-cluster test-all docs docs-serve examples clean wheelhouse sbom audit site,$(eval READS_$(verb) :=))
 ASKED := $(foreach verb,$(MAKECMDGOALS),$(if $(filter undefined,$(flavor READS_$(verb))),,$(verb)))
 
 INTERNAL := PYTHON ENV PY PIP PREFIX STAMP DEV_STAMP PEERS_STAMP
@@ -129,7 +129,7 @@ PLACE = $(if $(HOSTS),launchers/hostfile.sh --hosts="$$HOSTS" $(if $(INCLUDE),--
 	launchers/local.sh) --gpus="$$GPUS" --launcher="$$LAUNCHER")
 LAUNCH = PYTHON="$(PY)" $(PLACE) --port="$$PORT" --args="$$ARGS" $(SHOW)
 
-.PHONY: help sft lora dpo pipeline launch convert resume export chat report slurm status cancel show doctor plan batch-size data
+.PHONY: help sft lora dpo pipeline launch convert resume export chat report slurm status cancel show doctor plan calibrate batch-size data
 help: ## this list
 	@echo 'zerofit: fine-tune language models with Accelerate and DeepSpeed ZeRO'
 	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -203,6 +203,9 @@ doctor: $(STAMP) ## check what would break or slow down a run on this machine, w
 plan: $(STAMP) ## find the fastest setting that fits, without weights or GPU (MODEL= GPUS= NODES= GPU_TYPE=h100-80g METHOD=auto)
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit plan --recipe="$$RECIPE" --gpus="$$GPUS" \
 		--nodes="$$NODES" --gpu_type="$$GPU_TYPE" --method="$$METHOD" --host_memory="$$HOST_MEMORY" --args="$$ARGS" --output_dir="$$OUT" $(filter-out --output_dir%,$(KNOBS))
+
+calibrate: $(STAMP) ## measure this machine's GPU in three minutes: plans use its rates, kept in the cache folder
+	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit calibrate
 
 batch-size: $(STAMP) ## find the largest micro batch that fits, by real steps on the longest rows (RECIPE= GPUS= MODEL= DATA= ARGS=)
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit batch-size --recipe="$$RECIPE" --gpus="$$GPUS" \

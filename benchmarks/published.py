@@ -9,7 +9,7 @@
 
 published/points.csv has the points: where a figure is from, what was run, and the flags of `zerofit plan` that stand
 for it (`node`: GPUs of a node, where there were several); published/models their config.json files,
-published/contexts.csv what processes hold outside torch's allocator, published/speeds.csv tokens per second.
+published/contexts.csv what processes hold outside torch's allocator.
 A point is compared as what it measures: allocated or reserved by torch, or the driver's figure (nvidia-smi); "unknown",
 where the source does not say which, is compared with the last. Class A: the source states the versions of the trainer
 and of torch, the length of every row, the attention kernel, precision and optimizer, whether logits are whole, and what
@@ -106,18 +106,6 @@ def contexts() -> list[dict]:
         return list(csv.DictReader(file))
 
 
-def speeds() -> list[dict]:
-    """Return published tokens per second, each with {"plan", "error"} of the time estimate."""
-    with (DATA / "speeds.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    for row in rows:
-        gpu, ranks = hardware.find(row["gpu"]), int(row["gpus"])
-        (candidate,) = candidates.candidates(row["method"], request_of(row), ranks, gpu)
-        row["plan"] = candidate.tokens_per_second
-        row["error"] = row["plan"] / float(row["tokens_per_second"]) - 1
-    return rows
-
-
 def node_of(point: dict) -> int:
     """Return the GPUs of a node."""
     return int(point["node"] or min(int(point["gpus"]), gpu_memory.GPUS_OF_A_NODE))
@@ -129,7 +117,7 @@ def _expandable(point: dict) -> bool:
 
 def flags_of(point: dict) -> list[str]:
     """Return the flags of `zerofit plan`, with the files that they name."""
-    words = ["--model", str(DATA / "models" / point["model"]), *shlex.split(point["flags"]), *_whole_rows(point)]
+    words = ["--model", str(DATA / "models" / point["model"]), *shlex.split(point["flags"]), *whole_rows(point)]
     if "--deepspeed" in words:
         place = words.index("--deepspeed") + 1
         words[place] = str(DATA / words[place])
@@ -141,7 +129,7 @@ def request_of(point: dict) -> Request:
     return parse.request(candidates.recipe_of(point["method"]), flags_of(point))
 
 
-def _whole_rows(point: dict) -> list[str]:
+def whole_rows(point: dict) -> list[str]:
     split = "--sp_size" in point["flags"]
     return ["--sp_size", "1"] if int(point["gpus"]) > 1 and not split else []  # a plan would also try to split rows
 
@@ -406,19 +394,6 @@ def markdown(found: list[tuple[dict, dict]], record: dict) -> str:
     lines += ["", *(f"- {letter}: {text}." for letter, (text, _) in DIFFERENCES.items())]
     lines += [f"- {letter}: {text}." for letter, text in REASONS.items()]
     lines += ["", "## Fits or does not", "", *fits(found)]
-    measured = speeds()
-    errors = [row["error"] for row in measured]
-    lines += [
-        "", "## Speed", "",
-        f"One GPU, without communication: the estimate's error is median | median size | worst: {_three(errors)}.", "",
-        "| job | GPU | tokens a second | estimate | error |", "|---|---|---|---|---|",
-    ]  # fmt: skip
-    for row in measured:
-        rows_a_batch = row["flags"].partition("--per_device_train_batch_size ")[2].split()[0]
-        lines.append(
-            f"| [{row['model']} {row['method']}, {rows_a_batch} x 4096]({row['url']}) | {row['gpu']} | "
-            f"{float(row['tokens_per_second']):,.0f} | {row['plan']:,.0f} | {row['error']:+.1%} |"
-        )
     planned_ids = {point["id"] for point, _ in found}
     failed = [f"- {point['id']}: not planned yet" for point in points() if point["id"] not in planned_ids]
     failed += [f"- {point['id']}: {planned['failed']}" for point, planned in found if "failed" in planned]
@@ -434,7 +409,7 @@ def markdown(found: list[tuple[dict, dict]], record: dict) -> str:
 
 def command_of(point: dict) -> str:
     """Return the command line of `zerofit plan` that stands for the point."""
-    words = [point["model"], point["flags"], *_whole_rows(point)]
+    words = [point["model"], point["flags"], *whole_rows(point)]
     return (
         f"zerofit plan --gpu_type {point['gpu']} --gpus {point['gpus']} --method {point['method']} "
         f"--model benchmarks/published/models/{' '.join(words)}"

@@ -4,7 +4,6 @@
     python benchmarks/scaling.py --no_simulations     # closed forms alone, seconds; prints and writes nothing
     python benchmarks/scaling.py --gpu_type a100-80g --node_link_gbs 3.125    # other GPUs, another network
     python benchmarks/scaling.py --count              # only what a few layers send, call by call, in simulations
-    python benchmarks/scaling.py --published          # only the speeds of published runs on several nodes
 
 No GPU takes part: memory is the planner's simulation (src/zerofit/plan/simulate.py) or, marked ~, its closed forms;
 bytes and time are closed forms (src/zerofit/plan/formulas.py), whose bytes are compared with every collective that a
@@ -13,10 +12,8 @@ can continue; delete it when memory may have changed. Writes benchmarks/results/
 """
 
 import argparse
-import csv
 import json
 import os
-import statistics
 import subprocess
 import sys
 from dataclasses import replace
@@ -30,6 +27,7 @@ from zerofit.config import parse, resolve
 from zerofit.model import fused_loss
 from zerofit.parallel import whole_layers
 from zerofit.plan import candidates, formulas, gpu_memory, predict, simulate
+from zerofit.plan.speed import links, step
 
 GIB = 2**30
 NODE = 8
@@ -116,13 +114,13 @@ def measure(gpu, answers: dict) -> list[dict]:
                 peak = max(answer["total"].values()) if answer else sum(bare.values())
                 peak += gpu_memory.workspace_bytes(gpu)
                 within, across = formulas.wire_bytes(shape, setting)
-                seconds = formulas.step_seconds(shape, setting, gpu, LENGTH)
+                seconds = step.seconds(shape, setting, gpu, LENGTH)
                 rows.append({
                     "model": model, "way": way, "gpus": ranks, "peak_bytes": int(peak),
                     "by": "simulation" if answer else "formula",
                     "formula_bytes": int(sum(bare.values())) + gpu_memory.workspace_bytes(gpu),
                     "fits": peak <= limit(gpu, ranks), "within_bytes": int(within), "across_bytes": int(across),
-                    "wire_seconds": round(formulas.wire_seconds(shape, setting, gpu), 3), "seconds": round(seconds, 3),
+                    "wire_seconds": round(links.wire_seconds(shape, setting, gpu), 3), "seconds": round(seconds, 3),
                     "tokens_per_second_a_gpu": round(setting.tokens / seconds),
                 })  # fmt: skip
         _efficiency([row for row in rows if row["model"] == model])
@@ -159,8 +157,7 @@ def networks(gpu) -> list[dict]:
             for ranks in NETWORK_N:
                 for accumulation in (1, 4):
                     plain, hpz = (
-                        formulas.step_seconds(shape, _setting(3, size, ranks, accumulation), other, LENGTH)
-                        for size in (1, NODE)
+                        step.seconds(shape, _setting(3, size, ranks, accumulation), other, LENGTH) for size in (1, NODE)
                     )
                     row[f"{ranks}x{accumulation}"] = round(plain / hpz - 1, 3)
             rows.append(row)
@@ -189,64 +186,10 @@ def strong(gpu) -> list[dict]:
     for ranks in (8, 64, 256, 512):
         micro = min(MICRO, BATCH // ranks)
         setting = _setting(3, 1, ranks, BATCH // ranks // micro, micro)
-        seconds = formulas.step_seconds(shape, setting, gpu, LENGTH)
+        seconds = step.seconds(shape, setting, gpu, LENGTH)
         rows.append({"gpus": ranks, "micro": micro, "accumulation": setting.accumulation, "seconds": round(seconds, 3),
                      "tokens_per_second_a_gpu": round(BATCH * LENGTH / ranks / seconds)})  # fmt: skip
     return rows
-
-
-# --- published speeds ---
-
-
-def published() -> list[dict]:
-    """Return the published runs of published/multi_node.csv, with the formula's tokens a second of a GPU.
-
-    They ran FSDP, which gathers and reduces whole layers at any number of GPUs.
-    """
-    with (ROOT / "benchmarks" / "published" / "multi_node.csv").open(newline="") as file:
-        rows = list(csv.DictReader(file))
-    found = []
-    for row in rows:
-        n = {name: int(row[name]) for name in row if row[name].isdigit()}
-        layer = (n["parameters"] - n["vocabulary"] * n["hidden"]) // n["layers"]
-        shape = formulas.Shape(
-            n["parameters"], 0, n["vocabulary"] * n["hidden"], n["hidden"], n["layers"], n["heads"], n["kv_heads"],
-            n["hidden"] // n["heads"], n["intermediate"], n["vocabulary"], by_layer=(layer,) * n["layers"],
-        )  # fmt: skip
-        every = {"none": 0, "all": 1, "selective": 1, "every 2": 2}[row["checkpointing"]]
-        setting = formulas.Setting(
-            3, "none", every, n["micro"], n["micro"] * n["length"], n["accumulation"], n["gpus"], node=NODE,
-            selective=row["checkpointing"] == "selective", whole_layers=whole_layers.ANY,
-        )  # fmt: skip
-        seconds = formulas.step_seconds(shape, setting, hardware.GPUS[row["gpu"]], n["length"])
-        speed = setting.tokens * setting.accumulation / seconds
-        found.append({**row, "predicted": round(speed), "off": speed / float(row["tokens_per_second_a_gpu"]) - 1})
-    return found
-
-
-def published_table(rows: list[dict]) -> list[str]:
-    several = [row["off"] for row in rows if int(row["gpus"]) > NODE]
-    lines = ["# Published runs on several nodes", "",
-             f"FSDP's full sharding, {len(several)} runs on 16 to 128 GPUs and {len(rows) - len(several)} on one node "
-             "(`published/multi_node.csv` has the sources). Tokens a second of a GPU by the formula, against the "
-             f"published: on several nodes median {statistics.median(several):+.0%}, from {min(several):+.0%} to "
-             f"{max(several):+.0%}. *Fall*: from the fewest GPUs of that model to these, published and predicted; not "
-             "where the micro batch differs.", "",
-             "| GPU | model | GPUs | rows x accumulation | checkpointing | published | formula | off | fall |",
-             "|---|---|---|---|---|---|---|---|---|"]  # fmt: skip
-    first: dict[tuple, dict] = {}
-    for row in sorted(rows, key=lambda r: (r["gpu"], r["model"], r["checkpointing"], int(r["gpus"]))):
-        kind = tuple(row[name] for name in ("gpu", "model", "checkpointing", "length", "micro", "accumulation"))
-        base, fall = first.setdefault(kind, row), ""
-        if base is not row:
-            by = [float(row[name]) / float(base[name]) - 1 for name in ("tokens_per_second_a_gpu", "predicted")]
-            fall = f"{by[0]:+.0%}, {by[1]:+.0%}"
-        lines.append(
-            f"| {row['gpu']} | {row['model']} | {row['gpus']} | {row['micro']} x {row['accumulation']} | "
-            f"{row['checkpointing']} | {float(row['tokens_per_second_a_gpu']):,.0f} | {row['predicted']:,} | "
-            f"{row['off']:+.0%} | {fall} |"
-        )
-    return lines
 
 
 # --- what a simulated engine sends, call by call ---
@@ -405,7 +348,7 @@ def markdown(record: dict, gpu, about: list[str]) -> list[str]:
         calls = ", ".join(f"{n} {kind}" for kind, (n, _) in sorted(row["calls"].items()))
         cells = [f"{row['formula'] / GIB:.2f}", f"{row['sent'] / GIB:.2f}", f"{row['formula_calls']:.0f}", calls]
         lines.append(f"| {row['model']} {row['way']} | {row['gpus']} | {row['accumulation']} | {' | '.join(cells)} |")
-    lines.append("\nPublished runs on several nodes: [scaling-published.md](scaling-published.md).")
+    lines.append("\nPublished speeds: [published-speeds.md](../../docs/notes/published-speeds.md).")
     pairs = [row for row in record["rows"] if row["by"] == "simulation"]
     worst = max(pairs, key=lambda row: abs(row["formula_bytes"] / row["peak_bytes"] - 1), default=None)
     if worst:
@@ -423,13 +366,8 @@ def main() -> None:
     parser.add_argument("--node_link_gbs", default="", help="GB/s one way of a GPU to other nodes")
     parser.add_argument("--no_simulations", action="store_true", help="closed forms alone")
     parser.add_argument("--count", action="store_true", help="only count what an engine sends")
-    parser.add_argument("--published", action="store_true", help="only published speeds on several nodes")
     given = parser.parse_args()
     gpu = plan_command._with_node_link(hardware.find(given.gpu_type), given.node_link_gbs)
-    if given.published:
-        rows = published()
-        save("scaling-published", published_table(rows), {"machine": facts(), "rows": rows})
-        return
     if given.count:
         counts(gpu)
         return

@@ -5,6 +5,7 @@ python docs/generate.py --check    exit 1 where a page is not what the code says
 """
 
 import ast
+import json
 import sys
 import tomllib
 from dataclasses import MISSING, fields
@@ -17,7 +18,7 @@ sys.path.insert(0, str(SRC.parent))
 FOLDERS = [
     *("", "base", "job", "data", "data/chat_templates", "data/published", "data/unpaired"),
     *("model", "model/image_text", "model/weights", "model/kernels", "parallel", "optim", "convert", "config"),
-    *("certificate", "checkpoint", "train", "train/unpaired", "report", "plan", "plan/advice", "export"),
+    *("certificate", "checkpoint", "train", "train/unpaired", "report", "plan", "plan/advice", "plan/speed", "export"),
     *("launch", "launch/cluster", "commands"),
 ]
 
@@ -298,10 +299,23 @@ def with_accuracy(page: Path) -> str:
         *sizes[:3], *sizes[5:8], sizes[3], sizes[8], sizes[4], sizes[9], own[5], own[0], other[5], other[0],
         "../" * (page.parent == DOCS),
     )  # fmt: skip
+    text += _of_speed("docs/" * (page.parent == ROOT))
     if page.parent == ROOT:  # an item of a list
         text = f"- {text}".replace("\n", "\n  ").rstrip(" ")
     before, rest = page.read_text().split(ACCURACY[0])
     return before + ACCURACY[0] + text + ACCURACY[1] + rest.split(ACCURACY[1])[1]
+
+
+def _of_speed(docs: str) -> str:
+    """Return a line on predicted tokens a second, from the result of benchmarks/published_speeds.py."""
+    check = json.loads((ROOT / "benchmarks" / "results" / "published-speeds.json").read_text())["summary"]["check"]
+    dense, mixtures = check["dense models"], check["mixtures of experts"]
+    return (
+        f"Tokens a second, at {dense['n'] + mixtures['n']} published speeds that set no rate: dense models "
+        f"{dense['median']:.0%} off in the median,\n{dense['within']:.0%} of them within 20%; mixtures "
+        f"{mixtures['median']:.0%}, {mixtures['low']:+.0%} to {mixtures['high']:+.0%} "
+        f"([points]({docs}notes/published-speeds.md)).\n"
+    )
 
 
 def first_line(file: Path) -> str:

@@ -16,8 +16,9 @@ import yaml
 from zerofit.base import allocator, command_line, hardware, log_filters
 from zerofit.base.hardware import GIB
 from zerofit.config import resolve
-from zerofit.plan import candidates, formulas, predict, preflight
+from zerofit.plan import candidates, predict, preflight
 from zerofit.plan.candidates import Checkpointing
+from zerofit.plan.speed import step
 
 EXAMPLES = Path(__file__).resolve().parent
 README = EXAMPLES / "README.md"
@@ -112,7 +113,7 @@ def plan(example: Example, known: str | None = None) -> dict:
         "has": settings.planned_gpu.memory_gib * GIB,
         "fits": answer["peak_bytes"] <= answer["limit_bytes"],
         "host": answer["host"] * example.gpus,
-        "speed": tokens / formulas.step_seconds(
+        "speed": tokens / step.seconds(
             candidates.shape_of(settings), setting, settings.planned_gpu, settings.max_length
         ),
         "batch": settings.effective_batch_size,

@@ -27,6 +27,7 @@ USAGE = """usage: zerofit sft|lora|dpo|pipeline [--gpus N] [--show] [flags]     
        zerofit data [--recipe sft] [--output_dir DIR] [flags]        show what a run would train on
        zerofit batch-size [--recipe sft] [--gpus N] [flags]          find the largest micro batch that fits
        zerofit plan [--gpu_type h100-80g] [--gpus N] [flags]         find the fastest setting that fits
+       zerofit calibrate                                             measure this GPU's rates, which plans then use
        zerofit doctor [--json]                                       check what would break or slow down a run here
        zerofit resume runs/<run> [--gpus N] [flags]                  resume from the latest valid checkpoint
        zerofit export runs/<run> [--merge] [--dtype bf16]            write a plain Hugging Face folder
@@ -43,6 +44,7 @@ VERBS = {
     "data": "commands.data",
     "batch-size": "launch.batch_search",
     "plan": "commands.plan",
+    "calibrate": "commands.calibrate",
     "doctor": "launch.doctor",
     "replay": "commands.replay",
     "resume": "commands.resume",

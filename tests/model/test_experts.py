@@ -2,7 +2,6 @@
 
 import json
 import shutil
-from dataclasses import replace
 from pathlib import Path
 
 import pytest
@@ -18,6 +17,7 @@ from zerofit.config import resolve
 from zerofit.model import experts
 from zerofit.model.weights import converted
 from zerofit.plan import candidates, formulas
+from zerofit.plan.speed import step
 
 # A block whose experts are modules of their own, as models that bring their own code have it.
 ROUTED = """
@@ -246,10 +246,15 @@ def test_weights_that_a_token_does_not_use():
 
 
 def test_a_plan_counts_the_arithmetic_of_the_selected_experts():
-    dense = formulas.Shape(30_000_000_000, 0, 10**9, 2048, 48, 32, 4, 128, 6144, 151936)
-    setting, gpu = formulas.Setting(3, "none", 1, 1, 2048, 1, 1), hardware.GPUS["h100-80g"]
-    times = [formulas.step_seconds(shape, setting, gpu, 2048) for shape in (dense, replace(dense, idle=27 * 10**9))]
-    assert times[1] < times[0] / 3
+    """8 of 128 experts: three products of each used weight and token, and a third of a dense model's time at most."""
+    settings = resolve.resolve_settings("sft", [*QWEN, "--zero", "3"], 1, hardware.GPUS["h100-80g"])
+    shape, gpu = candidates.shape_of(settings), hardware.GPUS["h100-80g"]
+    setting = formulas.Setting(3, "none", 0, 1, 2048, 1, 1)
+    used = shape.parameters - shape.idle - shape.embedding
+    assert step.operations(shape, setting) == pytest.approx(6 * used * 2048, rel=0.01)
+    dense = formulas.Shape(30_000_000_000, 0, 10**9, 6144, 48, 64, 8, 128, 24576, 151936)
+    routed_, whole = (step.of(one, setting, gpu, 2048) for one in (shape, dense))
+    assert routed_.products + routed_.experts < whole.products / 3
 
 
 # --- arguments ---

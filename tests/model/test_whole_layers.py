@@ -10,6 +10,7 @@ from zerofit.base import hardware
 from zerofit.config import resolve
 from zerofit.parallel import whole_layers
 from zerofit.plan import candidates, formulas
+from zerofit.plan.speed import links
 
 CONFIGS = ROOT / "tests" / "configs"
 LLAMA = str(CONFIGS / "llama3.1-8b")
@@ -73,7 +74,7 @@ def test_a_plan_prices_fewer_calls_and_the_larger_buffers():
     for whole in (whole_layers.ANY, LAYER - 1):
         of_matrices = formulas.replace(setting, whole_layers=whole)
         calls[whole] = sum(c.calls for c in formulas.collectives(shape, of_matrices))
-        seconds[whole] = formulas.wire_seconds(shape, of_matrices, hardware.GPUS["h100-80g"])
+        seconds[whole] = links.wire_seconds(shape, of_matrices, hardware.GPUS["h100-80g"])
         peaks[whole] = formulas.memory(shape, of_matrices, settings, True)["buffers"]
     assert calls[whole_layers.ANY] < calls[LAYER - 1] / 3 and seconds[whole_layers.ANY] < seconds[LAYER - 1]
     assert peaks[whole_layers.ANY] - peaks[LAYER - 1] == 2 * (max(shape.by_layer) - 4096**2)

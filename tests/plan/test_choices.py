@@ -17,6 +17,7 @@ from zerofit.commands import plan as plan_command
 from zerofit.config import parse, resolve
 from zerofit.plan import answer_text, candidates, formulas, run_line, search, simulate
 from zerofit.plan.advice import better, cost, long_rows, methods, table
+from zerofit.plan.speed import step
 
 CONFIGS = ROOT / "tests" / "configs"
 GIB = 2**30
@@ -293,9 +294,7 @@ def test_tiles_by_formula():
     assert tiled.host_of_a_node == 8 * 32 * 131072 * 4096 * 2 == 256 * GIB  # as in that page
     mlp, layer = 3 * 2 * 4096 * 14336, 2 * 218_112_000 + 2 * 4096 * 1048576  # a token's, with half of the attention
     plain = dataclasses.replace(whole.setting, activation_offload=False)
-    again, once = [
-        formulas.step_seconds(whole.shape, dataclasses.replace(plain, every=n), H100, 1048576) for n in (1, 0)
-    ]
+    again, once = [step.seconds(whole.shape, dataclasses.replace(plain, every=n), H100, 1048576) for n in (1, 0)]
     assert tiled.seconds - whole.seconds == pytest.approx((again - once) * mlp / layer, rel=0.1)
 
 

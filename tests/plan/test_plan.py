@@ -46,6 +46,7 @@ from zerofit.plan import (
     simulate,
     simulated_rank,
 )
+from zerofit.plan.speed import step
 from zerofit.train import run as training_run
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -287,7 +288,7 @@ def test_less_is_faster():
 
     def seconds(zero=2, offload="none", every=0, micro=2):
         setting = formulas.Setting(zero, offload, every, micro, 2048 * micro, 8 // micro, 8)
-        return formulas.step_seconds(shape, setting, GPU, 2048)
+        return step.seconds(shape, setting, GPU, 2048)
 
     assert seconds() < seconds(zero=3) < seconds(zero=3, offload="optimizer") < seconds(zero=3, offload="all")
     assert seconds() < seconds(every=2) < seconds(every=1)
@@ -328,7 +329,7 @@ def test_hpz_gathers_once_between_nodes(accumulation):
 def test_the_network_between_nodes_counts_where_there_are_several():
     def seconds(ranks, gbs, hpz=1, zero=3):
         gpu = dataclasses.replace(GPU, node_gbs=gbs)
-        return formulas.step_seconds(SHAPE_8B, of_nodes(zero, ranks, hpz=hpz), gpu, 4096)
+        return step.seconds(SHAPE_8B, of_nodes(zero, ranks, hpz=hpz), gpu, 4096)
 
     assert seconds(8, 50) == seconds(8, 1)
     assert seconds(16, 50) < seconds(16, 5) < seconds(16, 1)
@@ -867,7 +868,8 @@ def test_a_pipeline_waits_for_the_bubble():
     for stages, micro_batches in ((2, 8), (4, 8), (4, 32)):
         setting = formulas.Setting(1, "none", 0, 1, 2048, micro_batches, stages, groups=((pipeline.PARALLEL, stages),))
         alone = dataclasses.replace(setting, ranks=1, groups=())
-        ratio = formulas.pipeline_seconds(shape, setting, gpu, 2048) / formulas.step_seconds(shape, alone, gpu, 2048)
+        found, whole = (step.of(shape, one, gpu, 2048) for one in (setting, alone))
+        ratio = (found.seconds - found.update) / (whole.seconds - whole.update)  # of the host, too
         busy = 1 - pipeline.bubble(stages, micro_batches)
         assert ratio == pytest.approx(1 / stages / busy, rel=1e-3)
 

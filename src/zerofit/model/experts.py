@@ -24,6 +24,11 @@ def count(config) -> int:
     return _first(config, COUNT)
 
 
+def selected(config) -> int:
+    """Return the number of experts that a token goes through; 0 if config.json does not say."""
+    return _first(config, SELECTED)
+
+
 def weights(model) -> int:
     """Return the number of weights of all experts that a router selects; shared experts are not counted."""
     return sum(weight.numel() for weight in _routed_weights(model))
@@ -31,8 +36,8 @@ def weights(model) -> int:
 
 def idle_weights(model, config) -> int:
     """Return the number of expert weights that a token does not use; 0 if config.json does not say how many it does."""
-    selected = _first(config, SELECTED)
-    return round(weights(model) * (1 - selected / count(config))) if selected and count(config) else 0
+    used = selected(config)
+    return round(weights(model) * (1 - used / count(config))) if used and count(config) else 0
 
 
 def fused_weights(model) -> int:
@@ -41,17 +46,17 @@ def fused_weights(model) -> int:
 
 
 def _routed_weights(model) -> set[torch.nn.Parameter]:
-    return {p for name, m in model.named_modules() if _is_routed(name) for p in m.parameters()}
+    return {p for name, m in model.named_modules() if is_routed(name) for p in m.parameters()}
 
 
 def adapted_weights(model) -> int:
     """Return the number of fused expert weights in a model whose fused experts have LoRA adapters; else 0."""
-    routed = [module for name, module in model.named_modules() if _is_routed(name)]
+    routed = [module for name, module in model.named_modules() if is_routed(name)]
     adapted = any(".lora_" in f".{name}" for module in routed for name, _ in module.named_parameters())
     return fused_weights(model) if adapted else 0
 
 
-def _is_routed(name: str) -> bool:
+def is_routed(name: str) -> bool:
     """Return whether a module of this name is the experts of a layer: model.layers.0.mlp.experts."""
     last = name.rpartition(".")[2]
     return "experts" in last and "shared" not in last
@@ -66,7 +71,7 @@ def blocks(model) -> list[torch.nn.Module]:
     return [
         module
         for module in model.modules()
-        if any(_is_routed(name) and isinstance(child, lists) for name, child in module.named_children())
+        if any(is_routed(name) and isinstance(child, lists) for name, child in module.named_children())
     ]
 
 

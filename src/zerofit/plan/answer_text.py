@@ -9,8 +9,7 @@ from zerofit.job import run_folder
 from zerofit.plan import candidates, formulas, gpu_memory, run_line
 from zerofit.plan.advice import accepted, cost, table
 from zerofit.plan.candidates import Candidate, Plan
-
-SPEED_ERROR = "12 published runs on one A100: -21 to +49 %"
+from zerofit.plan.speed import accuracy, rates, step
 
 _EXPERTS = (
     "{} in a layer; how tokens spread over them is not known before a run and may change activations by a quarter"
@@ -257,7 +256,7 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
     result |= {
         "disk": _disk(candidate, plan),
         "time": f"{cost.rounded(candidate.seconds)} s a step, {cost.rounded(candidate.tokens_per_second)} tokens/s "
-        f"({cost.rounded(candidate.tokens_per_second / plan.ranks)} a GPU), an estimate ({SPEED_ERROR})",
+        f"({cost.rounded(candidate.tokens_per_second / plan.ranks)} a GPU), an estimate ({_error(candidate)})",
         **({"cost": cost.text(candidate, plan.run)} if plan.run else {}),
         "batch": f"{_count(setting.micro, 'row')} x {_count(setting.accumulation, 'step')} x {_data_ranks(setting)}, "
         f"{setting.tokens:,} tokens a micro batch on a GPU",
@@ -267,10 +266,33 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
         **({"experts": _EXPERTS.format(shape.experts)} if shape.experts else {}),
         "closed forms": f"{sum(candidate.formula.values()) / GIB:.1f} GiB: {_by_size(candidate.formula)}",
         "sent by each GPU": _sent(candidate, plan),
-        "estimate": f"from data sheets at {formulas.MATRIX_EFFICIENCY:.0%} of the GPU's matrix peak; the speeds of "
-        "links and offload were never compared with a measurement",
+        "seconds of a step": _parts(candidate, plan),
+        "rates": _rates(candidate),
     }
     return result
+
+
+def _error(candidate: Candidate) -> str:
+    """Return how far such estimates were off."""
+    if measured := rates.measured(candidate.gpu):
+        return f"with rates measured on {measured['device_name']} here; " + accuracy.band(
+            candidate.gpu, candidate.shape
+        )
+    return accuracy.band(candidate.gpu, candidate.shape)
+
+
+def _rates(candidate: Candidate) -> str:
+    """Return where the rates of the estimate are from."""
+    if rates.measured(candidate.gpu):
+        return f"measured on this machine by `make calibrate`, in {rates.file_of(candidate.gpu.device_name).parent}"
+    return "shares of the data sheet's numbers (docs/notes/published-speeds.md); `make calibrate` measures a GPU's own"
+
+
+def _parts(candidate: Candidate, plan: Plan) -> str:
+    """Return the parts of a step's time, the largest first."""
+    found = step.of(candidate.shape, candidate.setting, plan.gpu, candidate.row_length)
+    parts = sorted(vars(found).items(), key=lambda part: -part[1])
+    return ", ".join(f"{cost.rounded(seconds)} {name}" for name, seconds in parts if seconds >= 0.01 * found.seconds)
 
 
 def _count(number: int, name: str) -> str:

@@ -20,6 +20,7 @@ from zerofit.model.kernels import fp8
 from zerofit.parallel import whole_layers
 from zerofit.plan import formulas, gpu_memory
 from zerofit.plan.formulas import Setting, Shape
+from zerofit.plan.speed import kernels, step
 
 CLEARLY_TOO_MUCH = 1.25  # settings above this share of the limit by formula are simulated only if nothing else fits
 
@@ -353,10 +354,9 @@ def with_formulas(request: Request, setting: Setting, shape: Shape, settings, gp
     stage = None
     if setting.pp > 1:
         stage, parts = _fullest_stage(shape, setting, settings)
-        seconds = formulas.pipeline_seconds(shape, setting, gpu, settings.max_length) if gpu else 0.0
     else:
         parts = formulas.memory(shape, setting, settings, settings.fused_loss)
-        seconds = step_seconds(shape, setting, gpu, settings.max_length) if gpu else 0.0
+    seconds = step_seconds(shape, setting, gpu, settings.max_length) if gpu else 0.0
     length, name = settings.max_length, settings.recipe.name
     return Candidate(request, name, setting, parts, seconds, shape, gpu, stage=stage, row_length=length)
 
@@ -367,11 +367,11 @@ def step_seconds(shape: Shape, setting: Setting, gpu, sequence: int) -> float:
     Each tile is computed once more: as many seconds as all layers need for that, times the MLP's share of their
     products. Args: sequence: tokens of a row.
     """
-    seconds = formulas.step_seconds(shape, setting, gpu, sequence)
+    seconds = step.seconds(shape, setting, gpu, sequence)
     if setting.tiles == 1:
         return seconds
     plain = replace(setting, selective=False, activation_offload=False)
-    again, once = (formulas.step_seconds(shape, replace(plain, every=n), gpu, sequence) for n in (1, 0))
+    again, once = (step.seconds(shape, replace(plain, every=n), gpu, sequence) for n in (1, 0))
     mlp = 6 * shape.hidden * shape.intermediate
     layer = 2 * shape.parameters / shape.layers + 2 * shape.heads * shape.head_dim * sequence
     return seconds + (again - once) * min(1.0, mlp / layer)
@@ -481,12 +481,13 @@ def shape_of(settings, gpu: hardware.Gpu | None = None) -> Shape:
     has_liger = gpu is not None and liger.will_run(settings, gpu.device_name)
     cast = settings.deepspeed is not None and settings.precision != "fp32"  # by DeepSpeed's engine, to 16 bits
     fp32 = weight_dtype(settings) == "float32" and not cast
-    each = {4: 0.55, 8: 1.0}.get(quantization.bits(settings))
+    bits = quantization.bits(settings)
+    each = {4: 0.55, 8: 1.0}.get(bits)
     if each is None:
         return replace(formulas.shape(config, model, 4.0 if fp32 else 2.0), liger=has_liger)
     # embeddings, the head and fused experts stay in 16 bits
     packed = quantization.packed_weights(model) / sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    return replace(formulas.shape(config, model, each * packed + 2.0 * (1 - packed)), liger=has_liger)
+    return replace(formulas.shape(config, model, each * packed + 2.0 * (1 - packed), bits), liger=has_liger)
 
 
 _FIXED = ("flag", "deepspeed JSON")
@@ -618,6 +619,7 @@ def setting_of(settings, node: int | None = None, shape: Shape | None = None) ->
         groups=tuple(groups.in_use(settings.values)),
         arithmetic=fp8.seconds_factor(settings),
         tiles=tiles,
+        kernels=kernels.of(settings),
     )
 
 

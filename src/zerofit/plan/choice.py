@@ -23,6 +23,7 @@ from zerofit.model.load import load_config
 from zerofit.parallel import whole_layers
 from zerofit.plan import candidates, formulas, gpu_memory, predict, preflight, simulate
 from zerofit.plan.candidates import Candidate, Checkpointing
+from zerofit.plan.speed import step
 
 MICRO = "per_device_train_batch_size"
 
@@ -144,7 +145,7 @@ class _Search:
             )  # fmt: skip
             job = candidates.with_formulas(self.whole.request, full, self.whole.shape, self.settings, self.whole.gpu)
             real = replace(full, tokens=max(1, round(rows * micro)))
-            seconds = formulas.step_seconds(self.whole.shape, real, self.whole.gpu, round(mean))
+            seconds = step.seconds(self.whole.shape, real, self.whole.gpu, round(mean))
             pairs.append(Pair(micro, kind, job, seconds))
         return pairs
 

@@ -1,14 +1,13 @@
-"""Estimate memory and time of a training step in closed form.
+"""Estimate memory of a training step, and what it sends, in closed form.
 
 Bytes follow transformers' eager models and DeepSpeed 0.19 (runtime/zero/stage_1_and_2.py, stage3.py); the simulation
-decides. Times are estimates from data sheets and the efficiencies below.
+decides. The time of a step is in plan/speed.
 """
 
 import math
 from dataclasses import dataclass, replace
 
 from zerofit.base import allocator
-from zerofit.base.hardware import Gpu
 from zerofit.config import deepspeed_json
 from zerofit.model import experts
 from zerofit.model.gradient_checkpointing import IN_FLIGHT
@@ -16,21 +15,9 @@ from zerofit.optim import registry
 from zerofit.parallel import whole_layers
 from zerofit.parallel.interface import Parallel
 from zerofit.plan.gpu_memory import GPUS_OF_A_NODE
-
-# Share of the data sheet's numbers that a training step reaches. Rough on purpose: they only order the candidates.
-MATRIX_EFFICIENCY = 0.5
-
-LINK_EFFICIENCY = 0.7
-
-OVERLAPPED = 0.5  # share of the communication that can overlap with arithmetic
-
-# Microseconds of latency per NCCL call and hop: hwLat and baseLat (LL128) of NCCL's own cost model,
-# github.com/NVIDIA/nccl src/graph/tuning.cc.
-RING_HOP = {"within": 1.9, "across": 4.0}
-
-TREE_HOP = {"within": 1.25, "across": 8.5}
-
-CALL = 14.0
+from zerofit.plan.speed import work
+from zerofit.plan.speed.kernels import AS_THE_KIT, Kernels
+from zerofit.plan.speed.work import Work
 
 MATRICES_OF_A_LAYER = 7  # of Llama; a bucket holds hidden_size^2 numbers, so nearly every matrix has a call of its own
 
@@ -39,10 +26,6 @@ GATHERS_OF_A_LAYER = 2  # of a layer that is gathered whole; the second is for i
 DDP_BUCKET = 25 * 2**20  # bytes; torch's DistributedDataParallel
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
-
-CPU_ADAM_GBS = 25.0  # GB/s of host memory bandwidth for a rank's CPU Adam
-
-NVME_GBS = 5.0  # GB/s of a node's disk, one way
 
 
 @dataclass(frozen=True)
@@ -66,6 +49,7 @@ class Shape:
     adapted_experts: int = 0  # weights of a layer's fused experts that have LoRA adapters
     by_layer: tuple[int, ...] = ()  # parameters of each layer, (): unknown
     liger: bool = False  # Liger's kernels will run: norms keep no fp32 copies, MLPs no result of their activation
+    work: Work | None = None  # the operations of its step; None: those of a dense model of these dimensions
     cut: bool = True  # with fewer layers it is a smaller model of the same kind
 
     @property
@@ -73,8 +57,12 @@ class Shape:
         return self.trainable + self.frozen
 
 
-def shape(config, net, frozen_bytes: float = 2.0) -> Shape:
-    """Return the Shape of a model. config: its config.json; net: with its adapter, on the meta device."""
+def shape(config, net, frozen_bytes: float = 2.0, bits: int = 16) -> Shape:
+    """Return the Shape of a model.
+
+    Args: config: its config.json; net: with its adapter, on the meta device; frozen_bytes: of a frozen parameter; bits:
+        of the frozen linear layers but the head.
+    """
     text = config.get_text_config()
     # the configuration of each layer where they differ (Gemma 4): the whole one refuses what differs
     configs = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
@@ -87,6 +75,9 @@ def shape(config, net, frozen_bytes: float = 2.0) -> Shape:
     heads = first("num_attention_heads", "n_head", default=1)
     sizes = [(p.numel(), p.requires_grad) for p in net.parameters()]
     layers = first("num_hidden_layers", "n_layer", default=1)
+    kv_heads = first("num_key_value_heads", default=heads)
+    head_dim = first("head_dim", default=hidden // heads)
+    modules = layers_of(net, layers)
     return Shape(
         trainable=sum(n for n, trained in sizes if trained),
         frozen=sum(n for n, trained in sizes if not trained),
@@ -94,8 +85,8 @@ def shape(config, net, frozen_bytes: float = 2.0) -> Shape:
         hidden=hidden,
         layers=layers,
         heads=heads,
-        kv_heads=first("num_key_value_heads", default=heads),
-        head_dim=first("head_dim", default=hidden // heads),
+        kv_heads=kv_heads,
+        head_dim=head_dim,
         intermediate=first("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden),
         vocabulary=text.vocab_size,
         frozen_bytes=frozen_bytes,
@@ -103,7 +94,8 @@ def shape(config, net, frozen_bytes: float = 2.0) -> Shape:
         idle=experts.idle_weights(net, config),
         embedding=hidden * text.vocab_size,
         adapted_experts=experts.adapted_weights(net) // layers,
-        by_layer=tuple(sum(p.numel() for p in layer.parameters()) for layer in layers_of(net, layers)),
+        by_layer=tuple(sum(p.numel() for p in layer.parameters()) for layer in modules),
+        work=work.of_model(net, config, modules, heads=heads, kv_heads=kv_heads, head_dim=head_dim, bits=bits),
         cut=not getattr(text, "num_kv_shared_layers", 0),  # counted from the last layer: keys of earlier ones
     )
 
@@ -146,6 +138,7 @@ class Setting:
     groups: tuple[tuple[Parallel, int], ...] = ()
     arithmetic: float = 1.0  # factor of its seconds, below 1 with products of 8-bit floats
     tiles: int = 1  # of tokens in which each MLP is computed, each checkpointed
+    kernels: Kernels = AS_THE_KIT  # with which it computes
 
     @property
     def ranks_per_row(self) -> int:
@@ -234,13 +227,13 @@ def memory(s: Shape, setting: Setting, settings, fused: bool) -> dict[str, float
 
     Returns: {"parameters", "gradients", "optimizer", "activations", "logits", "buffers"}.
     """
-    s = _share(s, setting)
+    s = share(s, setting)
     n, zero, trained = setting.ranks // setting.tp, setting.zero, s.trainable
     weight, gradient, optimizer = _widths(settings, zero)
-    share = [1 / n if zero >= stage else 1 for stage in (3, 2, 1)]
+    shares = [1 / n if zero >= stage else 1 for stage in (3, 2, 1)]
     states = {
-        "parameters": s.frozen * s.frozen_bytes * share[0] + trained * weight * share[0],
-        "optimizer": trained * optimizer * share[2],
+        "parameters": s.frozen * s.frozen_bytes * shares[0] + trained * weight * shares[0],
+        "optimizer": trained * optimizer * shares[2],
     }
     if setting.offload != "none":
         states["optimizer"] = 0.0
@@ -292,7 +285,7 @@ def stages(s: Shape, setting: Setting, settings, fused: bool, tied: bool) -> lis
     return each
 
 
-def _share(s: Shape, setting: Setting) -> Shape:
+def share(s: Shape, setting: Setting) -> Shape:
     """Return the shape of what one rank holds of the model before ZeRO; for a pipeline see `stages`."""
     for way, size in setting.groups:
         s = way.share(s, size)
@@ -383,8 +376,12 @@ def exchanges(s: Shape, setting: Setting) -> list[Collective]:
 
 def collectives(s: Shape, setting: Setting) -> list[Collective]:
     """Return the collectives of an optimizer step: of model states, and of sequence or tensor parallelism."""
-    of_states = _of_states(_share(s, setting), setting)
-    return [replace(c, stride=setting.tp) for c in of_states] + exchanges(s, setting)
+    return of_states(s, setting) + exchanges(s, setting)
+
+
+def of_states(s: Shape, setting: Setting) -> list[Collective]:
+    """Return the collectives of gradients and weights; at stages 1 and 2 first those of gradients."""
+    return [replace(c, stride=setting.tp) for c in _of_states(share(s, setting), setting)]
 
 
 def _of_states(s: Shape, setting: Setting) -> list[Collective]:
@@ -431,7 +428,7 @@ def _all_reduced(size: float, n: int, calls: float) -> Collective:
     return Collective(calls, 2 * size * (n - 1) / n, n, reduces=True)
 
 
-def _split(c: Collective, setting: Setting) -> tuple[float, float]:
+def split(c: Collective, setting: Setting) -> tuple[float, float]:
     """Return the bytes that one GPU sends (within its node, to other nodes), on average.
 
     NCCL's ring passes all GPUs of a node before the next node, so one of its links per node crosses nodes.
@@ -443,104 +440,8 @@ def _split(c: Collective, setting: Setting) -> tuple[float, float]:
 
 def wire_bytes(s: Shape, setting: Setting) -> tuple[float, float]:
     """Return the bytes that one GPU sends in an optimizer step: (within its node, to other nodes)."""
-    parts = [_split(c, setting) for c in collectives(s, setting)]
+    parts = [split(c, setting) for c in collectives(s, setting)]
     return sum(within for within, _ in parts), sum(across for _, across in parts)
-
-
-def wire_seconds(s: Shape, setting: Setting, gpu: Gpu) -> float:
-    """Return the seconds of all collectives, in sequence as NCCL runs those of one communicator.
-
-    Within a call only the slower kind of link counts: the ring is a pipeline, and NCCL builds as many rings as it needs
-    to use every adapter of a node (nccl-tests, doc/PERFORMANCE.md: bus bandwidth).
-    """
-    return _seconds(collectives(s, setting), setting, gpu)
-
-
-def _seconds(calls: list[Collective], setting: Setting, gpu: Gpu) -> float:
-    seconds = 0.0
-    for c in calls:
-        within, across = _split(c, setting)
-        moved = max(within / gpu.link_gbs, across / gpu.node_gbs) / (1e9 * LINK_EFFICIENCY)
-        seconds += moved + c.calls * _call_seconds(c, setting)
-    return seconds
-
-
-def _call_seconds(c: Collective, setting: Setting) -> float:
-    """Return a call's latency in seconds by NCCL's cost model.
-
-    It is that of a ring, whose steps are sequential; for an all-reduce, of a tree over the nodes if that is faster."""
-    nodes = c.nodes(setting.node)
-    ring = (c.ranks - nodes) * RING_HOP["within"] + (nodes - 1) * RING_HOP["across"]
-    if c.reduces:
-        tree = (c.ranks / nodes - 1) * TREE_HOP["within"] + math.log2(nodes) * TREE_HOP["across"]
-        ring = 2 * min(ring, tree)
-    return (CALL + ring) * 1e-6
-
-
-def step_seconds(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> float:
-    """Return the estimated seconds of an optimizer step: arithmetic, memory traffic, links and offload.
-
-    Args: sequence: tokens of a row.
-    """
-    tokens = setting.tokens * setting.accumulation
-    arithmetic = _arithmetic_seconds(s, setting, gpu, sequence)
-    exchanged = _seconds(exchanges(s, setting), setting, gpu)  # an attention waits for its exchange
-    wire = wire_seconds(s, setting, gpu) - exchanged
-    wire -= OVERLAPPED * min(wire, arithmetic)  # communication can only overlap as much arithmetic as there is
-    wire += exchanged
-    shard = _share(s, setting).trainable / (setting.ranks // setting.tp if setting.zero else 1)
-    if setting.offload == "none":
-        update = 30 * shard / (gpu.memory_gbs * 1e9)
-    else:
-        update = 4 * shard / (gpu.host_gbs * 1e9) + 28 * shard / (CPU_ADAM_GBS * 1e9)
-    disk = NVME_GBS / setting.of_a_node  # shared by a node's GPUs
-    if setting.nvme:
-        update += 2 * 12 * shard / (disk * 1e9)
-    if setting.offload == "all":
-        moved = 2 * (2.0 * s.trainable + s.frozen * s.frozen_bytes) / setting.ranks * setting.accumulation
-        update += moved / ((min(disk, gpu.host_gbs) if setting.nvme else gpu.host_gbs) * 1e9)
-    if setting.activation_offload:
-        update += 2 * 2.0 * s.layers / setting.every * s.hidden * tokens / (gpu.host_gbs * 1e9) * (1 - OVERLAPPED)
-    return arithmetic + wire + update
-
-
-def _arithmetic_seconds(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> float:
-    tokens = setting.tokens * setting.accumulation
-    used, trained = s.parameters - s.idle, s.trainable - (0 if s.frozen else s.idle)
-    flops = (4 * used + 2 * trained) * tokens
-    attention = 6 * s.layers * s.heads * s.head_dim * sequence * tokens  # causal: half of 12
-    forward = 2 * used * tokens + attention / 3
-    if setting.every and not setting.selective:
-        flops += forward / setting.every
-    flops += setting.forwards * forward
-    utilization = setting.tokens / (setting.tokens + 512)  # small matrix products leave the GPU idle
-    speed = gpu.tflops * 1e12 * MATRIX_EFFICIENCY * utilization / setting.arithmetic
-    seconds = (flops + attention) / setting.tp / speed
-    return seconds + (_elementwise_seconds(s, setting, gpu, tokens) if setting.selective else 0.0)
-
-
-def _elementwise_seconds(s: Shape, setting: Setting, gpu: Gpu, tokens: int) -> float:
-    """Return the seconds in which the norms, activations and rotations of the checkpointed layers run once more.
-
-    They read and write about what a layer keeps for its backward, without the results of its products."""
-    whole, _ = activations(s, replace(setting, every=0, selective=False, tokens=1), fused=True)
-    moved = 2 * whole["activations"] / setting.every * tokens
-    return moved / (gpu.memory_gbs * 1e9)
-
-
-def pipeline_seconds(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> float:
-    """Return the estimated seconds of an optimizer step of a pipeline of `setting.pp` stages.
-
-    A stage computes its layers for each micro batch, waits as long as P - 1 of them take while the pipeline fills and
-    drains, and sends hidden states on and their gradients back. Args: sequence: tokens of a row.
-    """
-    count, micro_batches = setting.pp, setting.accumulation
-    stage = replace(s, trainable=s.trainable // count, layers=math.ceil(s.layers / count))
-    of_stage = replace(setting, ranks=setting.ranks // count)
-    waiting = _arithmetic_seconds(stage, of_stage, gpu, sequence) * (count - 1) / micro_batches
-    link = gpu.node_gbs if setting.nodes > 1 else gpu.link_gbs
-    sent = 2 * 2.0 * setting.tokens * s.hidden * micro_batches
-    return step_seconds(stage, of_stage, gpu, sequence) + waiting + sent / (link * 1e9 * LINK_EFFICIENCY)
 
 
 def checkpoint_bytes(trainable: int, parameters: int) -> float:

@@ -1,0 +1,1 @@
+"""Price the time of a step: operations, rates of GPUs and links, what was measured here."""

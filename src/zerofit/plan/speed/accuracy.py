@@ -1,0 +1,55 @@
+"""Say how far plans of a kind of job on a kind of GPU were from published speeds."""
+
+import functools
+import json
+from pathlib import Path
+
+from zerofit.base.hardware import Gpu
+from zerofit.plan.formulas import Shape
+from zerofit.plan.speed import rates
+
+FILE = Path(__file__).with_name("accuracy.json")  # written by benchmarks/published_speeds.py --write
+
+FEW = 3  # points of a kind of job below which those on all GPUs count
+
+KINDS = ("full fine-tuning", "adapters", "adapters on a packed base", "mixtures of experts")
+
+
+def kind_of(shape: Shape) -> str:
+    """Return the kind of a job, one of KINDS."""
+    products = shape.work.products if shape.work else ()
+    if shape.experts or any(p.experts for p in products):
+        return KINDS[3]
+    if not shape.frozen:
+        return KINDS[0]
+    return KINDS[2] if any(p.bits < 16 for p in products) else KINDS[1]
+
+
+def chip_of(name: str | None) -> str:
+    """Return the name of a GPU of the table without its memory and slot: "a100"."""
+    return (name or "").partition("-")[0]
+
+
+@functools.cache
+def points() -> list[dict]:
+    """Return the published speeds by which no rate was set: [{"chip", "kind", "error"}]."""
+    return json.loads(FILE.read_text(encoding="utf-8"))["points"] if FILE.exists() else []
+
+
+def band(gpu: Gpu, shape: Shape) -> str:
+    """Return the range of the plan's errors at published runs like this one, or that there is none of its GPU."""
+    chip, kind = chip_of(rates.name_of(gpu)), kind_of(shape)
+    of_kind = [p for p in points() if p["kind"] == kind]
+    alike = [p for p in of_kind if p["chip"] == chip]
+    if len(alike) >= FEW:
+        return f"{_range(alike)} at {len(alike)} published runs: {kind} on {chip.upper()}"
+    few = "few" if any(p["chip"] == chip for p in points()) else "no"
+    others = f"{_range(of_kind)} at {len(of_kind)} runs of {kind} on any"
+    return f"{few} published runs like it on this GPU were compared; {others}"
+
+
+def _range(found: list[dict]) -> str:
+    if not found:
+        return "of unknown error"
+    errors = [p["error"] for p in found]
+    return f"{100 * min(errors):+.0f} to {100 * max(errors):+.0f} %"
