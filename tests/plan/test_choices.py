@@ -15,7 +15,7 @@ from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.commands import plan as plan_command
 from zerofit.config import parse, resolve
-from zerofit.plan import answer_text, candidates, formulas, run_line, search, simulate
+from zerofit.plan import answer_text, candidates, run_line, search, simulate
 from zerofit.plan.advice import better, cost, long_rows, methods, table
 from zerofit.plan.speed import step
 

@@ -2117,7 +2117,7 @@ def test_unused_segments_that_decide_are_simulated_with_all_layers(monkeypatch):
     monkeypatch.setattr(simulate, "run_all", with_allocator(74, replayed(20, 26, 21), replayed(74, 90, 85)))
     (candidate,) = candidates.candidates("sft", job(flags), 8, GPU)
     plan = candidates.Plan(GPU, 8, int(78.2 * 2**30), {}, None, [])
-    assert not search._fits(candidate, plan, lambda text: None)
+    assert not search._fits(candidate, plan, search.Progress())
     assert candidate.allocated < plan.limit < candidate.peak and "extended_from_layers" not in candidate.answer
 
 
