@@ -100,7 +100,7 @@ def test_two_ranks_train_the_same_with_whole_layers(tmp_path):
 
 
 SMALL = {"num_hidden_layers": 2, "hidden_size": 64, "intermediate_size": 128, "num_attention_heads": 4, "head_dim": 16,
-         "num_key_value_heads": 2, "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 512, "pad_token_id": 0,
+         "num_key_value_heads": 2, "n_layer": 2, "n_embd": 64, "n_head": 4, "vocab_size": 1024, "pad_token_id": 0,
          "bos_token_id": 1, "eos_token_id": 1, "layer_types": None}  # fmt: skip
 
 

@@ -18,7 +18,10 @@ from zerofit.job.technique import AllBut, Conflict, Technique
 from zerofit.model import experts, load
 
 # Values of --adapter whose gradients are those of eager layers (tests/model/test_compiled.py).
-COMPARED = frozenset("lora ia3 prompt_tuning prefix_tuning adaption_prompt ln_tuning loha lokr miss vera road".split())
+COMPARED = (
+    *("lora", "ia3", "prompt_tuning", "prefix_tuning", "adaption_prompt", "ln_tuning", "loha", "lokr", "oft", "miss"),
+    *("vera", "randlora", "delora", "road"),
+)
 
 ONE_OF_TWO = "leave one of the two out"
 
