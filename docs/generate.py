@@ -290,31 +290,40 @@ def with_accuracy(page: Path) -> str:
     one, several = (rows[f"A and B, {kind}"] for kind in ("one GPU", "several GPUs"))
     own, other = (rows[f"A and B, several GPUs, {kind}"] for kind in ("allocated", "other figures"))
     sizes = [cell.lstrip("+-") for row in (one, several) for cell in (row[5], row[6], row[0], row[2], row[8])]
-    text = (
-        "Beside figures that others measured, plans of **one GPU** are {} off in the median, {} at worst ({}),\n"
-        "of **several GPUs** {} and {} ({}). Known differences of their programs are added; without them the medians\n"
-        "are {} and {}, without one that is only supposed {} and {}; of several GPUs, allocated bytes alone {} ({}),\n"
-        "other figures {} ({}) ([points]({}benchmarks/results/published.md)).\n"
-    ).format(
-        *sizes[:3], *sizes[5:8], sizes[3], sizes[8], sizes[4], sizes[9], own[5], own[0], other[5], other[0],
-        "../" * (page.parent == DOCS),
-    )  # fmt: skip
-    text += _of_speed("docs/" * (page.parent == ROOT))
-    if page.parent == ROOT:  # an item of a list
-        text = f"- {text}".replace("\n", "\n  ").rstrip(" ")
+    if page.parent == ROOT:
+        text = (
+            "- **Memory**: beside figures that others published, plans of one GPU are {} off in the median ({} at\n"
+            "  worst), of several GPUs {} ({}) ([points](benchmarks/results/published.md)).\n"
+        ).format(*sizes[:2], *sizes[5:7])  # fmt: skip
+    else:
+        text = (
+            "Beside figures that others measured, plans of **one GPU** are {} off in the median, {} at worst ({}),\n"
+            "of **several GPUs** {} and {} ({}). Known differences of their programs are added; without them the "
+            "medians\nare {} and {}, without one that is only supposed {} and {}; of several GPUs, allocated bytes "
+            "alone {} ({}),\nother figures {} ({}) ([points](../benchmarks/results/published.md)).\n"
+        ).format(
+            *sizes[:3], *sizes[5:8], sizes[3], sizes[8], sizes[4], sizes[9], own[5], own[0], other[5], other[0]
+        )  # fmt: skip
+    text += _of_speed(page)
     before, rest = page.read_text().split(ACCURACY[0])
     return before + ACCURACY[0] + text + ACCURACY[1] + rest.split(ACCURACY[1])[1]
 
 
-def _of_speed(docs: str) -> str:
+def _of_speed(page: Path) -> str:
     """Return a line on predicted tokens a second, from the result of benchmarks/published_speeds.py."""
     check = json.loads((ROOT / "benchmarks" / "results" / "published-speeds.json").read_text())["summary"]["check"]
     dense, mixtures = check["dense models"], check["mixtures of experts"]
+    if page.parent == ROOT:
+        return (
+            f"- **Time**: predicted tokens a second of dense models are {dense['median']:.0%} off in the median, "
+            f"{dense['within']:.0%} of {dense['n']} within 20%;\n  of mixtures of experts {mixtures['median']:.0%} "
+            "([points](docs/notes/published-speeds.md)).\n"
+        )
     return (
         f"Tokens a second, at {dense['n'] + mixtures['n']} published speeds that set no rate: dense models "
         f"{dense['median']:.0%} off in the median,\n{dense['within']:.0%} of them within 20%; mixtures "
         f"{mixtures['median']:.0%}, {mixtures['low']:+.0%} to {mixtures['high']:+.0%} "
-        f"([points]({docs}notes/published-speeds.md)).\n"
+        "([points](notes/published-speeds.md)).\n"
     )
 
 

@@ -122,15 +122,9 @@ def test_final_is_a_checkpoint_of_the_original_class(runs, models, kind, request
         assert runs[name].json("record.json")["checks"]["saved"][0]
 
 
-UNTIED = pytest.mark.xfail(
-    strict=True,
-    reason="a merge unties the head of Gemma-4, whose per-layer projection has an adapter outside of layers",
-)
-
-
 @pytest.mark.slow
 @pytest.mark.parametrize("stage", ["0", "3"])
-@pytest.mark.parametrize("kind", [pytest.param(kind, marks=UNTIED) if kind == "gemma4" else kind for kind in MUST])
+@pytest.mark.parametrize("kind", MUST)
 def test_an_adapter_fits_the_original_class_and_merges_into_it(runs, models, kind, stage, tmp_path):
     base, run = models(kind), runs[f"{kind}-lora-{stage}"]
     original = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)

@@ -99,7 +99,7 @@ def merge_model(saved: Saved, adapter, device: str):
         logging.getLogger("transformers.integrations.bitsandbytes").setLevel(logging.ERROR)  # logs the dtype, as we do
         model = model.dequantize(dtype=torch.float32)  # the quantized values that the adapter was trained on
     model = model.float()
-    if getattr(model.config, "tie_word_embeddings", False) and _on_a_table(saved):
+    if getattr(model.config, "tie_word_embeddings", False) and _on_a_table(saved, model):
         head = model.get_output_embeddings()
         head.weight = torch.nn.Parameter(head.weight.detach().clone())  # else the embedding would change too
         model.config.tie_word_embeddings = False
@@ -113,10 +113,11 @@ def merge_model(saved: Saved, adapter, device: str):
     return model.merge_and_unload()
 
 
-def _on_a_table(saved: Saved) -> bool:
-    """Return whether the adapter has factors for embedding or head: LoRA names without a layer number."""
-    names = stored.Weights(saved.folder).where
-    return any("lora_" in name and not re.search(r"\.\d+\.", name) for name in names)
+def _on_a_table(saved: Saved, model) -> bool:
+    """Return whether the adapter has factors for the model's embedding or head."""
+    ends = (model.get_input_embeddings(), model.get_output_embeddings())
+    tables = {f"base_model.model.{name}" for name, module in model.named_modules() if module in ends}
+    return any(name.partition(".lora_")[0] in tables for name in stored.Weights(saved.folder).where)
 
 
 def _take(net, adapter) -> None:
