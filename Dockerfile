@@ -18,8 +18,10 @@ RUN python -m venv /opt/venv
 COPY --chown=zerofit pyproject.toml setup.py constraints.txt README.md LICENSE Makefile /opt/zerofit/
 COPY --chown=zerofit src/zerofit/__init__.py /opt/zerofit/src/zerofit/
 
+# TORCH_INDEX: the index of PyTorch's CPU wheels (pytorch.org names it); without it CUDA's libraries come along, unused.
 FROM base AS cpu
-RUN pip install --index-url https://download.pytorch.org/whl/cpu --constraint /opt/zerofit/constraints.txt torch \
+ARG TORCH_INDEX=
+RUN pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} --constraint /opt/zerofit/constraints.txt torch \
     && make -C /opt/zerofit install ENV=active PYTHON=python
 COPY --chown=zerofit . /opt/zerofit
 WORKDIR /workspace

@@ -81,7 +81,7 @@ READS_plan-validate := ARGS
 READS_reliability := ARGS
 READS_test-versions := ARGS
 READS_image := IMAGE
-READS_image-cpu := IMAGE
+READS_image-cpu := IMAGE ARGS
 READS_bench-peers := ARGS
 # those that read nothing; `help` and files are not asked
 $(foreach verb,calibrate lint test test-gpu test-cluster test-all docs docs-serve examples clean wheelhouse sbom audit site,$(eval READS_$(verb) :=))
@@ -265,8 +265,8 @@ test-versions: $(DEV_STAMP) ## run the tests with the oldest and the newest allo
 image: ## build a container image of this checkout for NVIDIA GPUs (IMAGE=zerofit:0.2.0)
 	@docker build --target cuda --tag "$${IMAGE:-zerofit:$(VERSION)}" .
 
-image-cpu: ## build one for machines without a GPU (IMAGE=zerofit:0.2.0-cpu)
-	@docker build --target cpu --tag "$${IMAGE:-zerofit:$(VERSION)-cpu}" .
+image-cpu: ## build one for machines without a GPU (IMAGE=zerofit:0.2.0-cpu ARGS="--build-arg TORCH_INDEX=...")
+	@set -f; docker build --target cpu $$ARGS --tag "$${IMAGE:-zerofit:$(VERSION)-cpu}" .
 
 wheelhouse: $(DEV_STAMP) ## gather the wheels of the tested set and of zerofit in wheelhouse/, to install without a network
 	@$(PIP) wheel --wheel-dir wheelhouse torch setuptools wheel && $(PIP) wheel --wheel-dir wheelhouse .

@@ -41,8 +41,8 @@ def test_the_kits_own_flags_are_frozen():
             on_oom canary max_restarts hang_timeout
         """,
         "ModelArguments": """
-            model model_revision dtype attn_implementation experts_implementation trust_remote_code random_init
-            new_tokens
+            model model_revision dtype attn_implementation experts_implementation towers trust_remote_code
+            random_init new_tokens
         """,
         "DataArguments": """
             data eval_data eval_fraction data_format columns data_config data_split chat_template
@@ -51,16 +51,17 @@ def test_the_kits_own_flags_are_frozen():
             min_supervised_fraction max_truncated_fraction max_duplicate_fraction max_eval_overlap_fraction
         """,
         "MemoryArguments": """
-            fused_loss tiled_mlp compile_layers fp8
+            fused_loss tiled_mlp compile_layers whole_layers fp8
         """,
         "OptimizerArguments": """
             pure_bf16 lr_scaling lr_scaling_base_batch_size
         """,
         "PreferenceArguments": """
-            beta loss_type label_smoothing rpo_alpha simpo_gamma precompute_ref_log_probs
+            beta loss_type label_smoothing rpo_alpha simpo_gamma desirable_weight undesirable_weight
+            precompute_ref_log_probs
         """,
         "LoraArguments": """
-            adapter adapter_config load_in_4bit load_in_8bit lora_r lora_alpha lora_dropout
+            adapter initial_adapter adapter_config load_in_4bit load_in_8bit lora_r lora_alpha lora_dropout
             lora_target_modules use_dora use_rslora init_lora_weights fused_lora loraplus_lr_ratio
             num_virtual_tokens modules_to_save
         """,

@@ -417,7 +417,7 @@ def test_what_one_machine_of_two_would_run(capsys, monkeypatch):
 def test_a_launch_counts_the_ranks_of_its_node():
     words = ["--gpus", "2", "--nnodes", "2", "--node_rank", "0", "--master_addr", "10.0.0.1", "--show"]
     with pytest.raises(UserError, match="must divide the 2 ranks of this node"):
-        launch.main([*words, str(ROOT / "recipes" / "sft.py"), "--sp_size", "4"])
+        launch.main([*words, str(ROOT / "recipes" / "sft.py"), "--tp_size", "4"])
 
 
 def test_doctor_looks_at_what_several_need(tmp_path, monkeypatch):

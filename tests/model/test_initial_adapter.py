@@ -65,7 +65,7 @@ def test_what_does_not_go_on_is_refused_before_a_model_is_loaded(folder, tmp_pat
         assert said in str(refused.value), words
     with pytest.raises(UserError, match=r"adapter_config.json is missing; name the folder of an adapter"):
         settings_of(tmp_path)
-    with pytest.raises(UserError, match="--initial_adapter without --adapter"):
+    with pytest.raises(UserError, match="--initial_adapter .* without --adapter lora"):
         settings_of(folder, recipe="dpo")
     with pytest.raises(UserError, match="with its adapter off it is the base alone"):
         settings_of(folder, "--adapter", "lora", "--precompute_ref_log_probs", "false", recipe="dpo")

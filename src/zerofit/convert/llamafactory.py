@@ -94,7 +94,7 @@ def _data(done: Conversion) -> None:
                 "which is not here; check those in data, or convert where it is."
             )
     kind = done.given.get("stage", "sft")
-    if kind != "dpo":
+    if kind not in ("dpo", "kto"):
         rest = done.take("train_on_prompt"), done.take("mask_history")
         value, key = ("all", "stage: pt") if kind == "pt" else ("assistant", None)
         value, key = (

@@ -128,7 +128,7 @@ def _micro_batch(s: Shape, setting: Setting, found: Rates, sequence: int) -> dic
     of_model = s.work or _dense(s)
     again = 1 / setting.every if setting.every else 0.0
     whole = 0.0 if setting.selective else again  # of products and attention
-    forwards = 1.0 + setting.reference
+    forwards = 1.0 + setting.forwards
     products = _products(of_model.products, setting, found)
     attention = _attention(of_model, setting, found, sequence, forwards, whole)
     passes = _elementwise(s, of_model, setting, found, forwards + again)
@@ -161,7 +161,7 @@ def _times(p: Product, setting: Setting) -> tuple[float, float, float]:
     """Return how often a micro batch computes a product, its gradient to the input, and that to the weight."""
     left_out = setting.selective or not p.of_layers or (p.last and setting.kernels.stops_early)
     again = 1 / setting.every if setting.every and not left_out else 0.0
-    return 1.0 + setting.reference + again, 1.0, float(p.trained)
+    return 1.0 + setting.forwards + again, 1.0, float(p.trained)
 
 
 def _products(products: tuple[Product, ...], setting: Setting, found: Rates) -> dict[str, float]:
