@@ -74,7 +74,7 @@ def test_the_terminal_alone(theirs, tmp_path, capsys):
         ("- 1\n", [], "must hold `key: value` lines"),
         (QLORA.replace("2e-4", "fast"), [], "learning_rate is fast: it must be a number"),
         (QLORA.replace("2e-4", "-1"), [], "learning_rate is -1: it must be 0 or more"),
-        (QLORA + "rl: grpo\n", [], "rl: grpo: has no counterpart: zerofit trains SFT, LoRA and preference pairs"),
+        (QLORA + "rl: grpo\n", [], "rl: grpo: has no counterpart: zerofit trains SFT, LoRA and preferences"),
     ],
 )
 def test_it_refuses(text, flags, sentence, theirs, tmp_path):

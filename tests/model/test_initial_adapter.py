@@ -10,7 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
-from zerofit.model import adapters
+from zerofit.model import adapters, attention
 from zerofit.model.load import check_model, load_model, load_tokenizer
 
 
@@ -20,6 +20,7 @@ def folder(tmp_path_factory):
     from peft import LoraConfig, get_peft_model
     from transformers import AutoModelForCausalLM
 
+    attention.register()  # as a run does
     folder = tmp_path_factory.mktemp("adapter")
     config = LoraConfig(r=4, lora_alpha=12, target_modules=["q_proj", "down_proj"], task_type="CAUSAL_LM")
     torch.manual_seed(0)
@@ -65,7 +66,7 @@ def test_what_does_not_go_on_is_refused_before_a_model_is_loaded(folder, tmp_pat
         assert said in str(refused.value), words
     with pytest.raises(UserError, match=r"adapter_config.json is missing; name the folder of an adapter"):
         settings_of(tmp_path)
-    with pytest.raises(UserError, match="--initial_adapter .* without --adapter lora"):
+    with pytest.raises(UserError, match=r"--initial_adapter .* without --adapter lora"):
         settings_of(folder, recipe="dpo")
     with pytest.raises(UserError, match="with its adapter off it is the base alone"):
         settings_of(folder, "--adapter", "lora", "--precompute_ref_log_probs", "false", recipe="dpo")
