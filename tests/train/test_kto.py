@@ -256,7 +256,7 @@ def test_a_mismatched_document_is_one_rows_prompt_and_anothers_answer_cut_at_max
         (["--effective_batch_size", "1", "--per_device_train_batch_size", "1"], "use 2 or more"),
         (["--label_smoothing", "0.1"], "--label_smoothing with --loss_type kto"),
         (["--loss_type", "sigmoid", "--desirable_weight", "2"], "only kto and apo_zero_unpaired have it"),
-        (["--desirable_weight=-1"], "--desirable_weight -1"),
+        (["--desirable_weight=-1"], "--desirable_weight is -1.0: it must be 0 or more"),
     ],
 )
 def test_flags_that_do_not_go_together_are_refused(folder, words, said):

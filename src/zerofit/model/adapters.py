@@ -217,7 +217,7 @@ def add_adapter(model, settings, tokenizer=None):
         if settings.adapter not in OWN_TARGETS:
             flag += f" --lora_target_modules {' '.join(settings.lora_target_modules)}"
         raise UserError(f"{flag}: {first_line(error)}") from None
-    if settings.initial_adapter and tokenizer is not None:
+    if settings.initial_adapter:
         initial_adapter.load(model, settings.initial_adapter)
     if settings.keeps_fp32 or settings.pure_bf16:
         # peft casts the adapter to fp32, but not modules_to_save: these would train without an fp32 master. In pure
