@@ -3,6 +3,7 @@
 from typing import Any
 
 from zerofit.base.errors import UserError
+from zerofit.data.published import trees
 
 # Keys of a turn that say whether it is trained: axolotl's, OpenAI's, ms-swift's and xtuner's, LLaMA-Factory's.
 TRAIN_MARKS = ("train", "training", "trainable", "weight", "loss", "loss_weight", "loss_scale", "output_with_loss")
@@ -21,7 +22,7 @@ LABELS = ("label", "kto_tag")  # columns that mark an answer as good or bad; the
 
 VERDICTS = ("true", "false", "0", "1")  # their values, in any case
 
-PARENTS = ("parent_id", "parent_message_id", "message_tree_id")  # of Open Assistant's messages (published/trees.py)
+PARENTS = (*trees.PARENTS, trees.COLUMNS[0])  # of Open Assistant's messages
 
 SOLUTION = "solution"  # beside question and answer: the answer is then its last line alone (LIMO, s1K)
 

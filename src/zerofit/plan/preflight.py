@@ -137,7 +137,7 @@ def chosen_request(request: Request, ranks: int, node: int = gpu_memory.GPUS_OF_
         request,
         ranks,
         gpu,
-        say=lambda text: print(text, flush=True),
+        progress=search.Progress(lambda text: print(text, flush=True)),
         host_limit=psutil.virtual_memory().total,
         node=node,
     )

@@ -51,7 +51,7 @@ def search(
     request: Request,
     ranks: int,
     gpu: Gpu,
-    say: Callable[[str], None] | Progress = lambda text: None,
+    progress: Progress | None = None,
     host_limit: int | None = None,
     node: int = gpu_memory.GPUS_OF_A_NODE,
     disk_limit: int | None = None,
@@ -59,9 +59,9 @@ def search(
     """Return the Plan with the fastest setting that fits among those that the request leaves open.
 
     Args: methods: in order of preference, of which advice/methods.py takes one. request: of the recipe of any of them.
-        say: called with lines of progress, or told of them. host_limit: bytes of a node's host memory; settings above
-        it are rejected, unless --offload_path puts their states on a disk. node: GPUs of a node. disk_limit: bytes
-        that are free for checkpoints, which decide between methods only.
+        progress: told of the search. host_limit: bytes of a node's host memory; settings above it are rejected, unless
+        --offload_path puts their states on a disk. node: GPUs of a node. disk_limit: bytes that are free for
+        checkpoints, which decide between methods only.
     Raises: UserError for the user's mistakes.
     """
     began = time.perf_counter()
@@ -73,7 +73,7 @@ def search(
     plan = Plan(gpu, ranks, limit, outside, None, [], margin=margin, node=node, host_limit=host_limit, kept=kept)
     plan.methods, plan.disk_limit = methods, disk_limit
     with simulate.reused():
-        progress = say if isinstance(say, Progress) else Progress(say)
+        progress = progress or Progress()
         if len(methods) == 1:
             _search(plan, methods, request, progress)
             offers = []

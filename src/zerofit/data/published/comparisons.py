@@ -41,8 +41,11 @@ class Tie(UserError):
 
 def columns_of(row: dict[str, Any]) -> tuple[str, str] | None:
     """Return the columns of the better and of the worse answer, where columns alone are named so."""
-    named = SIDES[:5]  # the others hold an answer for SFT as well
-    return next((pair for pair in named if all(row.get(name) is not None for name in pair)), None)
+    return _first_there(row, SIDES[:5])  # the others hold an answer for SFT as well
+
+
+def _first_there(row: dict[str, Any], pairs: tuple[tuple[str, str], ...]) -> tuple[str, str] | None:
+    return next((pair for pair in pairs if all(row.get(name) is not None for name in pair)), None)
 
 
 def standard(place: str, row: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
@@ -60,7 +63,7 @@ def standard(place: str, row: dict[str, Any]) -> tuple[dict[str, Any], tuple[str
 
 
 def _sides(place: str, row: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:
-    found = next((pair for pair in SIDES if all(row.get(name) is not None for name in pair)), None)
+    found = _first_there(row, SIDES)
     if found:
         better, worse = (row[name] for name in found)
         rest = {key: value for key, value in row.items() if key not in found}

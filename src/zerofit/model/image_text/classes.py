@@ -88,9 +88,7 @@ def _for_text(original: type, towers: tuple[str, ...], drop: bool) -> type:
     ignored = [*(original._keys_to_ignore_on_load_unexpected or ()), *(rf"^{re.escape(t)}\." for t in towers)]
     own = {"towers": towers, "base_folder": None, "of_towers": (), "__init__": build, "save_pretrained": save}
     own["_keys_to_ignore_on_load_unexpected"] = ignored if drop else original._keys_to_ignore_on_load_unexpected
-    own["accepts_loss_kwargs"] = (
-        True  # upstream's losses divide by what they are given; some classes deny it for images
-    )
+    own["accepts_loss_kwargs"] = True  # upstream's losses divide by what they are given; some deny it for images
     return type(original.__name__, (original,), own | {"__module__": original.__module__, "__doc__": original.__doc__})
 
 
@@ -105,8 +103,7 @@ def names_of_towers(config, names) -> list[str]:
     if not has_towers(config):
         return []
     _, towers, *_ = examined(config)
-    _, found = saved.conversions_of(skeleton(config), names)
-    return [name for name, (renamed, _) in found.items() if holds(towers, renamed)]
+    return [name for name, (renamed, _) in _in_model(config, names).items() if holds(towers, renamed)]
 
 
 def file_names(config, names) -> dict[str, str]:
@@ -116,8 +113,17 @@ def file_names(config, names) -> dict[str, str]:
     """
     if not has_towers(config):
         return {}
-    _, found = saved.conversions_of(skeleton(config), names)
-    return {renamed: name for name, (renamed, whole) in found.items() if whole}
+    return {renamed: name for name, (renamed, whole) in _in_model(config, names).items() if whole}
+
+
+def _in_model(config, names) -> dict[str, tuple[str, bool]]:
+    """Return what `saved.conversions_of` tells of names in files; an export asks several times for the same ones."""
+    return _converted(config.to_json_string(use_diff=False), type(config), tuple(names))
+
+
+@functools.lru_cache(maxsize=4)
+def _converted(config_json: str, config_class: type, names: tuple[str, ...]) -> dict[str, tuple[str, bool]]:
+    return saved.conversions_of(skeleton(config_class.from_dict(json.loads(config_json))), names)[1]
 
 
 def remove(model, towers) -> None:

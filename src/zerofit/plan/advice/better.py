@@ -53,7 +53,7 @@ def _larger_batch(plan: Plan) -> Advice | None:
         steps = plan.run.steps_of(replace(chosen, setting=replace(chosen.setting, micro=chosen.setting.micro * factor)))
         if plan.run.steps is None and steps is not None and steps < LEAST_STEPS:
             break
-        fit = [one for one in _with_batch(chosen, settings, factor) if one.peak <= plan.limit]
+        fit = [one for one in _with_batch(plan, settings, factor) if one.peak <= plan.limit]
         best |= {factor: max(fit, key=lambda one: one.tokens_per_second)} if fit else {}
     gains = {factor: one.tokens_per_second / chosen.tokens_per_second for factor, one in best.items()}
     most = max(gains.values(), default=0.0)
@@ -69,20 +69,16 @@ def _larger_batch(plan: Plan) -> Advice | None:
     return Advice(text, one.request, plan.ranks)
 
 
-def _with_batch(chosen: Candidate, settings, factor: int) -> Iterator[Candidate]:
+def _with_batch(plan: Plan, settings, factor: int) -> Iterator[Candidate]:
     """Yield the chosen setting with `factor` times its effective batch, in each micro batch that divides it."""
+    chosen = plan.chosen
+    assert chosen is not None
     rows, s = chosen.setting.micro * chosen.setting.accumulation * factor, chosen.setting
     for micro in candidates.divisors(rows):
         setting = replace(s, micro=micro, tokens=s.tokens // s.micro * micro, accumulation=rows // micro)
         batch = {"per_device_train_batch_size": micro, "effective_batch_size": chosen.rows_of_a_step * factor}
         request = chosen.request.put(**batch)
-        yield candidates.with_formulas(request, setting, chosen.shape, settings, plan_gpu(chosen))
-
-
-def plan_gpu(candidate: Candidate):
-    """Return the GPU of a candidate of a plan, which has one."""
-    assert candidate.gpu is not None
-    return candidate.gpu
+        yield candidates.with_formulas(request, setting, chosen.shape, settings, plan.gpu)
 
 
 # --- fewer GPUs ---
@@ -128,5 +124,5 @@ def _waits_for_others(chosen: Candidate, plan: Plan) -> bool:
         twice = replace(s, accumulation=2 * s.accumulation)
     else:
         twice = replace(s, micro=2 * s.micro, tokens=2 * s.tokens)
-    seconds = candidates.step_seconds(chosen.shape, twice, plan_gpu(chosen), chosen.row_length)
+    seconds = candidates.step_seconds(chosen.shape, twice, plan.gpu, chosen.row_length)
     return seconds / chosen.seconds / 2 <= CHEAPER

@@ -269,7 +269,8 @@ def kernels_started(s: Shape, of_model: Work, kernels: Kernels) -> float:
     fused = s.liger or kernels.compiled
     norms_of_one = 2 * layers * (passes.layer_norm > 0)
     started = passes.norms * KERNELS["rms"][fused] + norms_of_one
-    started += sum(n for _, n in of_model.attentions) * (KERNELS["rotary"][fused] * (passes.rotated > 0) + 6)
+    of_attention = KERNELS["rotary"][fused] * (passes.rotated > 0) + KERNELS["attention"]
+    started += sum(n for _, n in of_model.attentions) * of_attention
     started += layers * (KERNELS["added"] + KERNELS["gated"][fused])
     started += passes.linears * KERNELS_OF_LINEAR + passes.packed * KERNELS_OF_PACKED
     started += passes.adapters * KERNELS_OF_ADAPTER[kernels.adapters == "in place"]
