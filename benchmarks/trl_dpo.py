@@ -36,52 +36,54 @@ def arguments(folder: str, kind: str) -> dict:
     }  # fmt: skip
 
 
-def run_zerofit(folder: str, kind: str, *more: str) -> list[dict]:
-    """Return the logged steps of recipes/dpo.py."""
-    flags = [f"--{k}={v}" for k, v in arguments(folder, kind).items()]
-    flags += ["--model", str(MODEL), "--data", str(PAIRS), "--num_samples", "0", *more]
+def run_zerofit(values: dict, data: str, *more: str) -> list[dict]:
+    """Return the logged steps of recipes/dpo.py with these arguments."""
+    folder, flags = values["output_dir"], [f"--{k}={v}" for k, v in values.items()]
+    flags += ["--model", str(MODEL), "--data", data, "--num_samples", "0", *more]
     recipe = str(machine.ROOT / "recipes" / "dpo.py")
     trl_parity._run([sys.executable, recipe, *flags], machine.environment(f"{folder}/cache", ours=True))
     entries = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
     return [entry for entry in entries if "loss" in entry]
 
 
-def run_trl(python: str, folder: str, kind: str, adapter: str = "") -> list[dict]:
-    """Return the logged steps of DPOTrainer, in its own environment."""
-    job = json.dumps([arguments(folder, kind), adapter])
-    variables = machine.environment(f"{folder}/cache", ours=False)
-    output = trl_parity._run([python, str(Path(__file__).resolve()), "--worker", job], variables)
+def run_trl(python: str, program: str, values: dict, adapter: str = "") -> list[dict]:
+    """Return the logged steps of `program --worker`, which trains with TRL in its own environment."""
+    job = json.dumps([values, adapter])
+    variables = machine.environment(f"{values['output_dir']}/cache", ours=False)
+    output = trl_parity._run([python, str(Path(program).resolve()), "--worker", job], variables)
     return json.loads(output.strip().splitlines()[-1])
 
 
-def worker(job: str) -> None:
-    """Train in TRL's environment and print the logged steps as the last line."""
+def train_with_trl(trainer_class: type, config_class: type, rows: list[dict], values: dict, adapter: str) -> None:
+    """Train in TRL's environment and print the logged steps as the last line. rows: with the question as `prompt`."""
     import datasets
     import torch
     from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import DPOConfig, DPOTrainer
 
-    values, adapter = json.loads(job)
     model = AutoModelForCausalLM.from_pretrained(MODEL, dtype=torch.float32)
     if adapter:
         from peft import PeftModel
 
         model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
-    rows = [json.loads(line) for line in PAIRS.read_text().splitlines()]
-    prompts = [f"<|user|>\n{row['prompt']}<|end|>\n<|assistant|>\n" for row in rows]  # TRL adds the end token
-    pairs = [
-        {"prompt": p, "chosen": row["chosen"], "rejected": row["rejected"]}
-        for p, row in zip(prompts, rows, strict=True)
-    ]
-    trainer = DPOTrainer(
+    # TRL adds the end token
+    rows = [row | {"prompt": f"<|user|>\n{row['prompt']}<|end|>\n<|assistant|>\n"} for row in rows]
+    trainer = trainer_class(
         model,
-        args=DPOConfig(**values, precompute_ref_log_probs=not adapter),
-        train_dataset=datasets.Dataset.from_list(pairs),
+        args=config_class(**values, precompute_ref_log_probs=not adapter),
+        train_dataset=datasets.Dataset.from_list(rows),
         processing_class=AutoTokenizer.from_pretrained(MODEL),
     )
     trainer.train()
     steps = [entry for entry in trainer.state.log_history if "loss" in entry]
     print("\n" + json.dumps([{"versions": machine.versions(), **entry} for entry in steps]))
+
+
+def worker(job: str) -> None:
+    from trl import DPOConfig, DPOTrainer
+
+    rows = [json.loads(line) for line in PAIRS.read_text().splitlines()]
+    pairs = [{name: row[name] for name in ("prompt", "chosen", "rejected")} for row in rows]
+    train_with_trl(DPOTrainer, DPOConfig, pairs, *json.loads(job))
 
 
 def main() -> int:
@@ -97,12 +99,12 @@ def main() -> int:
         parser.error("--peers is needed")
     facts, off, lines, record = machine.facts(), [], [], {}
     with tempfile.TemporaryDirectory() as name:
-        run_zerofit(f"{name}/initial", "sigmoid", *LORA, "--learning_rate=0", "--max_steps=1")
+        run_zerofit(arguments(f"{name}/initial", "sigmoid"), str(PAIRS), *LORA, "--learning_rate=0", "--max_steps=1")
         cases = [("full", kind, [], "") for kind in options.only]
         cases.append(("LoRA", options.only[0], LORA, f"{name}/initial/final"))
         for method, kind, flags, adapter in cases:
-            ours = run_zerofit(f"{name}/ours-{method}-{kind}", kind, *flags)
-            theirs = run_trl(options.peers, f"{name}/trl-{method}-{kind}", kind, adapter)
+            ours = run_zerofit(arguments(f"{name}/ours-{method}-{kind}", kind), str(PAIRS), *flags)
+            theirs = run_trl(options.peers, __file__, arguments(f"{name}/trl-{method}-{kind}", kind), adapter)
             losses = [[step["loss"] for step in steps] for steps in (ours, theirs)]
             loss = max(abs(a - b) / abs(b) for a, b in zip(*losses, strict=True))
             margin = max(abs(a["rewards/margins"] - b["rewards/margins"]) for a, b in zip(ours, theirs, strict=True))

@@ -15,7 +15,6 @@ from pathlib import Path
 
 import machine
 import trl_dpo
-import trl_parity
 
 STEPS, BATCH, BOUND = trl_dpo.STEPS, trl_dpo.BATCH, trl_dpo.BOUND
 WEIGHTS = {"desirable_weight": 1.3, "undesirable_weight": 0.7}
@@ -37,47 +36,10 @@ def arguments(folder: str, kind: str) -> dict:
     return trl_dpo.arguments(folder, kind) | WEIGHTS
 
 
-def run_zerofit(folder: str, data: str, kind: str, *more: str) -> list[dict]:
-    """Return the logged steps of recipes/dpo.py."""
-    flags = [f"--{k}={v}" for k, v in arguments(folder, kind).items()]
-    flags += ["--model", str(trl_dpo.MODEL), "--data", data, "--num_samples", "0", *more]
-    recipe = str(machine.ROOT / "recipes" / "dpo.py")
-    trl_parity._run([sys.executable, recipe, *flags], machine.environment(f"{folder}/cache", ours=True))
-    entries = map(json.loads, (Path(folder) / "metrics.jsonl").read_text().splitlines())
-    return [entry for entry in entries if "loss" in entry]
-
-
-def run_trl(python: str, folder: str, kind: str, adapter: str = "") -> list[dict]:
-    """Return the logged steps of KTOTrainer, in its own environment."""
-    job = json.dumps([arguments(folder, kind), adapter])
-    variables = machine.environment(f"{folder}/cache", ours=False)
-    output = trl_parity._run([python, str(Path(__file__).resolve()), "--worker", job], variables)
-    return json.loads(output.strip().splitlines()[-1])
-
-
 def worker(job: str) -> None:
-    """Train in TRL's environment and print the logged steps as the last line."""
-    import datasets
-    import torch
-    from transformers import AutoModelForCausalLM, AutoTokenizer
     from trl import KTOConfig, KTOTrainer
 
-    values, adapter = json.loads(job)
-    model = AutoModelForCausalLM.from_pretrained(trl_dpo.MODEL, dtype=torch.float32)
-    if adapter:
-        from peft import PeftModel
-
-        model = PeftModel.from_pretrained(model, adapter, is_trainable=True)
-    data = [row | {"prompt": f"<|user|>\n{row['prompt']}<|end|>\n<|assistant|>\n"} for row in rows()]
-    trainer = KTOTrainer(
-        model,
-        args=KTOConfig(**values, precompute_ref_log_probs=not adapter),
-        train_dataset=datasets.Dataset.from_list(data),
-        processing_class=AutoTokenizer.from_pretrained(trl_dpo.MODEL),
-    )
-    trainer.train()
-    steps = [entry for entry in trainer.state.log_history if "loss" in entry]
-    print("\n" + json.dumps([{"versions": machine.versions(), **entry} for entry in steps]))
+    trl_dpo.train_with_trl(KTOTrainer, KTOConfig, rows(), *json.loads(job))
 
 
 def differences(ours: list[dict], theirs: list[dict]) -> dict[str, float]:
@@ -104,12 +66,14 @@ def main() -> int:
     with tempfile.TemporaryDirectory() as name:
         data = f"{name}/rows.jsonl"
         Path(data).write_text("\n".join(map(json.dumps, rows())))
-        run_zerofit(f"{name}/initial", data, "kto", *trl_dpo.LORA, "--learning_rate=0", "--max_steps=1")
+        initial = arguments(f"{name}/initial", "kto")
+        trl_dpo.run_zerofit(initial, data, *trl_dpo.LORA, "--learning_rate=0", "--max_steps=1")
         cases = [("full", "kto", [], ""), ("full", "apo_zero_unpaired", [], "")]
         cases.append(("LoRA", "kto", trl_dpo.LORA, f"{name}/initial/final"))
         for method, kind, flags, adapter in cases:
-            ours = run_zerofit(f"{name}/ours-{method}-{kind}", data, kind, *flags)
-            theirs = run_trl(options.peers, f"{name}/trl-{method}-{kind}", kind, adapter)
+            ours = trl_dpo.run_zerofit(arguments(f"{name}/ours-{method}-{kind}", kind), data, *flags)
+            of_trl = arguments(f"{name}/trl-{method}-{kind}", kind)
+            theirs = trl_dpo.run_trl(options.peers, __file__, of_trl, adapter)
             if kind != "kto":
                 ours = [{"kl": 0.0} | step for step in ours]
             found = differences(ours, theirs)
