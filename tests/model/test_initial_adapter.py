@@ -10,6 +10,7 @@ from safetensors.torch import load_file, save_file
 
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
+from zerofit.export import export
 from zerofit.model import adapters, attention
 from zerofit.model.load import check_model, load_model, load_tokenizer
 
@@ -78,6 +79,29 @@ def test_what_does_not_go_on_is_refused_before_a_model_is_loaded(folder, tmp_pat
     config = json.loads((copy / "adapter_config.json").read_text())
     (copy / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "org/other"}))
     assert any("names the base org/other" in sentence for sentence in settings_of(copy).decisions)
+
+
+def test_adapters_before_the_last_are_merged_by_the_commands_of_the_refusal(folder, tmp_path, monkeypatch):
+    """The logits that the first step starts from are those of the base with both adapters, added by peft."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    second = shutil.copytree(folder, tmp_path / "second")
+    weights = {name: 0.5 * tensor for name, tensor in load_file(folder / "adapter_model.safetensors").items()}
+    save_file(weights, second / "adapter_model.safetensors")
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(UserError, match="one adapter can go on") as refused:
+        settings_of(f"{folder},{second}")
+    _, command = str(refused.value).splitlines()
+    export.main([*command.split()[2:], "--dtype", "float32"])
+    settings = settings_of(second, "--model", "merged-1")
+    tokenizer = load_tokenizer(settings)
+    model = adapters.add_adapter(load_model(settings, tokenizer), settings, tokenizer)
+    plain = AutoModelForCausalLM.from_pretrained(two_layers(), dtype=torch.float32)
+    for each in (folder, second):
+        plain = PeftModel.from_pretrained(plain, each).merge_and_unload()
+    ids = torch.tensor([[3, 4, 5, 6]])
+    torch.testing.assert_close(model(input_ids=ids).logits, plain(input_ids=ids).logits, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.slow

@@ -236,7 +236,7 @@ KIT = Kit(
         Rule(shared.SAME, "the same"),
     ),
     lost=shared.NO_COUNTERPART | {
-        "merge the adapter into its base first (llamafactory-cli export), and give the merged folder as model": (
+        "one adapter goes on as initial_adapter; merge those before it (zerofit export a --merge), see adapters.md": (
             "adapter_name_or_path create_new_adapter adapter_folder"
         ),
         "the recipe trains; rows to evaluate on are eval_data or eval_fraction": (

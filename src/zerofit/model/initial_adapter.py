@@ -28,6 +28,7 @@ def resolve(settings) -> None:
     if where is None:
         return
     named = f"--initial_adapter {where}"
+    _check_one(where, settings.model)
     if settings.adapter != "lora":
         raise UserError(f"{named} without --adapter lora: only a LoRA adapter can go on; add --adapter lora.")
     config = read(where)
@@ -45,6 +46,22 @@ def resolve(settings) -> None:
     _check_base(settings, named, config.get("base_model_name_or_path"))
     shape = f"rank {settings.lora_r}, alpha {settings.lora_alpha}"
     settings.decisions.append(f"initial_adapter {where}: training goes on from its weights ({shape})")
+
+
+def _check_one(where: str, model: str) -> None:
+    """Raise UserError for several adapters, with the commands that merge all but the last."""
+    several = [word.strip() for word in where.split(",") if word.strip()]
+    if len(several) < 2 or Path(where).expanduser().exists():
+        return
+    bases = [model, *(f"merged-{number}" for number in range(1, len(several)))]
+    commands = [
+        f"zerofit export {adapter} --base {before} --merge --output_dir {after}"
+        for adapter, before, after in zip(several, bases, bases[1:], strict=False)
+    ]
+    raise UserError(
+        f"--initial_adapter {where}: one adapter can go on; merge those before it, then train with --model {bases[-1]} "
+        f"--initial_adapter {several[-1]}:\n  " + "\n  ".join(commands)
+    )
 
 
 def read(where: str) -> dict:
@@ -84,7 +101,8 @@ def _check_base(settings, named: str, base: str | None) -> None:
         return
     folders = [Path(word).expanduser() for word in (base, model)]
     are_here = [folder.is_dir() for folder in folders]
-    if all(are_here) and _same_files(*folders):
+    if all(are_here) and _shapes(folders[0]) == _shapes(folders[1]) != {}:
+        settings.decisions.append(f"initial_adapter: it was trained on {base}; --model {model} has the same shapes")
         return
     if any(are_here) and not all(are_here):
         settings.decisions.append(
@@ -103,15 +121,12 @@ def _name(model: str) -> str:
     return str(path.resolve()) if path.is_dir() else model
 
 
-def _same_files(one: Path, other: Path) -> bool:
-    """Return whether two folders hold the same weights, by the sizes and the headers of their files."""
+def _shapes(folder: Path) -> dict[str, list[int]]:
+    """Return the shape of each tensor of a model's files."""
     from zerofit.model.weights import files
 
-    of_both = [
-        {file.name: (file.stat().st_size, json.dumps(files.read_header(file))) for file in folder.glob("*.safetensors")}
-        for folder in (one, other)
-    ]
-    return of_both[0] == of_both[1] != {}
+    headers = [files.read_header(file) for file in folder.glob("*.safetensors")]
+    return {name: entry["shape"] for header in headers for name, entry in header.items() if name != "__metadata__"}
 
 
 def load(model, where: str) -> None:
