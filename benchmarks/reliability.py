@@ -1,12 +1,13 @@
 """Count the faults, bad inputs, attacks and independent computations that the tests try, and their results.
 
 python benchmarks/reliability.py                              # the part that `make test` runs
-python benchmarks/reliability.py --slow --write               # the long tests too; into docs/reliability.md
+python benchmarks/reliability.py --slow --write               # the long tests too; into the docs
 python benchmarks/reliability.py --kinds bad_input injection  # two kinds only
 
 Runs the tests that are marked fault, bad_input, injection or oracle. A test that tries several things reports their
 number with record_property("cases", n); an oracle its largest difference with record_property("relative_difference",
 x). The exit code is 1 if anything failed.
+--write puts the sums into docs/reliability.md and a row for each file into docs/notes/reliability.md.
 """
 
 import argparse
@@ -19,6 +20,7 @@ import machine
 import pytest
 
 PAGE = machine.ROOT / "docs" / "reliability.md"
+DETAILS = machine.ROOT / "docs" / "notes" / "reliability.md"
 BEGIN, END = "<!-- written by benchmarks/reliability.py: begin -->", "<!-- end -->"
 KINDS = {"fault": "faults", "bad_input": "bad inputs", "injection": "injections", "oracle": "oracles"}
 HEADS = ("tried", "held", "failed", "not run here", "largest relative difference")
@@ -106,14 +108,23 @@ def line(name: str, row: Row, with_difference: bool) -> str:
     return "| " + " | ".join(cell.replace("|", "\\|").replace("\n", " ") for cell in cells) + " |"
 
 
+def by_kind(rows: dict[tuple[str, str], Row], kinds: list[str]) -> dict[str, dict[str, Row]]:
+    """Return {kind: {file: row}}."""
+    return {kind: {file: row for (of, file), row in sorted(rows.items()) if of == kind} for kind in kinds}
+
+
+def sums(rows: dict[tuple[str, str], Row], kinds: list[str]) -> list[str]:
+    """Return the Markdown lines of a table of the kinds."""
+    found = {KINDS[kind]: total(list(of_file.values())) for kind, of_file in by_kind(rows, kinds).items()}
+    return table(found, "oracle" in kinds)
+
+
 def tables(rows: dict[tuple[str, str], Row], kinds: list[str]) -> list[str]:
-    """Return the Markdown lines: a table of the kinds, then one by test file for each kind."""
-    by_kind = {kind: {file: row for (of, file), row in sorted(rows.items()) if of == kind} for kind in kinds}
-    sums = {KINDS[kind]: total(list(by_file.values())) for kind, by_file in by_kind.items()}
-    lines = table(sums, "oracle" in kinds)
-    for kind, by_file in by_kind.items():
-        named = {f"`{file}`": row for file, row in by_file.items()}
-        lines += ["", f"### {KINDS[kind].capitalize()}", *table(named, kind == "oracle")]
+    """Return the Markdown lines of a table by test file for each kind."""
+    lines = []
+    for kind, of_file in by_kind(rows, kinds).items():
+        named = {f"`{file}`": row for file, row in of_file.items()}
+        lines += ["", f"## {KINDS[kind].capitalize()}", *table(named, kind == "oracle")]
     return lines
 
 
@@ -124,10 +135,10 @@ def table(rows: dict[str, Row], with_difference: bool) -> list[str]:
     return ["", f"| {' | '.join(heads)} |", rule, *(line(name, row, with_difference) for name, row in rows.items())]
 
 
-def section(rows: dict[tuple[str, str], Row], kinds: list[str], facts: dict) -> list[str]:
-    """Return the text between the marks of docs/reliability.md."""
+def section(facts: dict) -> list[str]:
+    """Return the lines that say how the numbers were counted."""
     command = shlex.join(["python", "benchmarks/reliability.py", *sys.argv[1:]])
-    return [f"`{command}`", "", *machine.describe(facts, {"versions": machine.versions()}), *tables(rows, kinds)]
+    return [f"`{command}`", "", *machine.describe(facts, {"versions": machine.versions()})]
 
 
 def written(page: str, lines: list[str]) -> str:
@@ -145,21 +156,23 @@ def main() -> int:
     parser.add_argument(
         "--cluster", action="store_true", help="those marked cluster too (make test-cluster installs their needs)"
     )
-    parser.add_argument("--write", action="store_true", help="write the result into docs/reliability.md")
+    parser.add_argument("--write", action="store_true", help="write the result into the docs")
     options = parser.parse_args()
     left_out = [mark for mark in ELSEWHERE if not getattr(options, mark)]
     marks = " and ".join([f"({' or '.join(options.kinds)})", *(f"not {mark}" for mark in left_out)])
     facts, recorder = machine.facts(), Recorder(options.kinds)
     code = pytest.main(["-m", marks, "-q", "--rootdir", str(machine.ROOT), str(machine.ROOT / "tests")], [recorder])
-    lines = section(recorder.rows, options.kinds, facts)
-    print("\n" + "\n".join(lines))
+    about, rows = section(facts), recorder.rows
+    parts = {PAGE: [*about, *sums(rows, options.kinds)], DETAILS: tables(rows, options.kinds)}
+    print("\n" + "\n".join(parts[PAGE] + parts[DETAILS]))
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         print(
             f"\nthe tests did not run to their end ({pytest.ExitCode(code).name}): nothing is written", file=sys.stderr
         )
     elif options.write:
-        PAGE.write_text(written(PAGE.read_text(encoding="utf-8"), lines), encoding="utf-8")
-        print(f"\nwritten: {PAGE.relative_to(machine.ROOT)}")
+        for page, lines in parts.items():
+            page.write_text(written(page.read_text(encoding="utf-8"), lines), encoding="utf-8")
+            print(f"\nwritten: {page.relative_to(machine.ROOT)}")
     return int(code)
 
 

@@ -13,7 +13,6 @@ LONGER = {
     "code.md": "made from the code: a line for each file and each patch",
     "compatibility.md": "made from the code: a row for each technique",
     "flags.md": "made from the code: a row for each flag",
-    "reliability.md": "made by benchmarks/reliability.py: a row for each result",
     "troubleshooting.md": "a row for each symptom, found by searching",
 }
 
