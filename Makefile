@@ -113,6 +113,7 @@ STAMP := $(PREFIX)/.zerofit-installed
 DEV_STAMP := $(PREFIX)/.zerofit-dev-installed
 PEERS_STAMP := .venv-peers/.installed
 export PATH := $(abspath $(PREFIX))/bin:$(PATH)
+unexport PYTHONDONTWRITEBYTECODE  # set in many containers; each process would compile all of zerofit again: 3 s
 
 # one variable -> one flag of the same name; OUT is transformers' output_dir
 KNOBS = $(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(if $(SP),--sp_size="$$SP") $(if $(TP),--tp_size="$$TP") $(if $(PP),--pp_size="$$PP") $(if $(MODEL),--model="$$MODEL") \
@@ -235,8 +236,8 @@ lint: $(DEV_STAMP) ## ruff; the workflows by their schema, the Dockerfile by had
 	@! command -v hadolint >/dev/null || hadolint Dockerfile
 	@! command -v actionlint >/dev/null || actionlint
 
-test: $(DEV_STAMP) ## run the tests, two files at a time (real DeepSpeed on two CPU processes)
-	@$(PY) -m pytest -n 2 --dist loadfile --no-loadscope-reorder
+test: $(DEV_STAMP) ## run the tests, three files at a time: much of a test waits (real DeepSpeed on two CPU processes)
+	@$(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-gpu: $(DEV_STAMP) ## run the tests that need a GPU (one is enough; 10 minutes)
 	@ZEROFIT_TEST_GPU=1 $(PY) -m pytest
@@ -269,7 +270,7 @@ image-cpu: ## build one for machines without a GPU (IMAGE=zerofit:0.2.0-cpu ARGS
 	@set -f; docker build --target cpu $$ARGS --tag "$${IMAGE:-zerofit:$(VERSION)-cpu}" .
 
 wheelhouse: $(DEV_STAMP) ## gather the wheels of the tested set and of zerofit in wheelhouse/, to install without a network
-	@$(PIP) wheel --wheel-dir wheelhouse torch setuptools wheel && $(PIP) wheel --wheel-dir wheelhouse .
+	@$(WHEEL) torch setuptools wheel && $(WHEEL) --no-build-isolation --find-links wheelhouse .
 
 sbom: $(DEV_STAMP) ## write sbom.json (CycloneDX) of the tested set
 	@$(PREFIX)/bin/uvx --from cyclonedx-bom==7.5.0 cyclonedx-py requirements constraints.txt --output-file sbom.json
@@ -292,6 +293,7 @@ VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/zerofit/__init__.p
 # --- installation: once, and again when the pins change ---
 # DeepSpeed's sdist is pure Python here, but its setup.py would look for the CUDA toolkit wherever a GPU is visible and end
 # in MissingCUDAException on a machine that has a driver only.
+WHEEL = DS_IGNORE_CUDA_DETECTION=1 $(PY) -m pip wheel --quiet --disable-pip-version-check -c constraints.txt --wheel-dir wheelhouse
 PIP = DS_IGNORE_CUDA_DETECTION=1 $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
 
 $(STAMP): pyproject.toml constraints.txt

@@ -61,7 +61,19 @@ def pytest_configure_node(node):
         node.workerinput["fork_server"] = str(Path(fork_server().address).parent)
 
 
+# Files that take longest, begun first: else one worker of `pytest -n` runs the last of them alone.
+LONGEST = """
+    plan/test_plan.py test_readme.py train/test_preference.py train/test_training.py launch/test_own_recipe.py
+    train/test_memory_tracker.py launch/test_launch.py test_imports.py launch/test_extending.py plan/test_choices.py
+    model/test_adapters.py train/test_oracle.py export/test_export.py gpu_machine/test_decisions.py
+    train/test_checkpoint.py launch/test_coordinator.py launch/test_retry.py gpu_machine/test_choice.py
+    train/test_resume.py export/test_report.py launch/test_doctor.py
+""".split()
+
+
 def pytest_collection_modifyitems(items):
+    order = {ROOT / "tests" / file: number for number, file in enumerate(LONGEST)}
+    items.sort(key=lambda item: order.get(item.path, len(order)))
     for item in items:
         if not GPU_TESTS and item.get_closest_marker("gpu"):
             item.add_marker(pytest.mark.skip(reason="needs a GPU: make test-gpu"))

@@ -24,7 +24,8 @@ def test_commands_were_found():
 # Of two that differ in a flag, `make test` runs one.
 LONG = ["accelerate launch recipes/sft.py --config examples/my_run.yaml --zero 3",
         "deepspeed --num_gpus 2 recipes/lora.py --zero 3", "make lora GPUS=2 ZERO=2 OFFLOAD=optimizer",
-        'make lora ARGS="--preset gpu-24g"', "torchrun --nproc_per_node 2 recipes/sft.py --zero 2 --offload optimizer",
+        'make lora ARGS="--preset gpu-24g"', "make dpo",
+        "torchrun --nproc_per_node 2 recipes/sft.py --zero 2 --offload optimizer",
         'make batch-size GPUS=2 ZERO=3 ARGS="--memory_limit 0.02 --max_samples 40"',
         'make sft GPUS=1 ARGS="--memory_report true --gradient_checkpointing_policy selective"']  # fmt: skip
 

@@ -1,4 +1,4 @@
-"""docs/reliability.md and its note: how results are counted, and that the pages and the marks are there to be counted."""
+"""docs/reliability.md and its note: how results are counted, that the pages are there and tests of each kind marked."""
 
 import re
 import subprocess

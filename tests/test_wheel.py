@@ -101,3 +101,46 @@ def test_what_a_project_says_is_what_runs(installed, tmp_path):
     assert Run(project / "runs" / "a").json("deepspeed.json")["wall_clock_breakdown"] is True
     shown = run(installed, project, "make", "help")
     assert "make sft" in shown and "make test" not in shown
+
+
+@pytest.fixture(scope="module")
+def wheelhouse(tmp_path_factory):
+    """The folder that `make wheelhouse` fills, in a clone."""
+    clone = tmp_path_factory.mktemp("wheelhouse") / "clone"
+    subprocess.run(["git", "clone", "--quiet", str(ROOT), str(clone)], check=True)
+    words = [
+        "make",
+        "wheelhouse",
+        "ENV=active",
+        f"PYTHON={sys.executable}",
+        "-o",
+        f"{sys.prefix}/.zerofit-dev-installed",
+    ]
+    done = subprocess.run(words, cwd=clone, env=outside(), capture_output=True, text=True, timeout=1500)
+    assert done.returncode == 0, done.stdout + done.stderr
+    return clone / "wheelhouse"
+
+
+@pytest.mark.timeout(3000)
+@pytest.mark.parametrize("installer", ["pip", "uv"])
+def test_a_wheelhouse_installs_without_a_network(wheelhouse, tmp_path, installer):
+    """Into an empty environment, where it trains, plans and refuses as a clone does."""
+    environment = tmp_path / "environment"
+    subprocess.run([sys.executable, "-m", "venv", str(environment)], check=True, timeout=120)
+    tool = {"pip": [str(environment / "bin" / "pip"), "install"],
+            "uv": [shutil.which("uv", path=str(Path(sys.executable).parent)) or "uv", "pip", "install", "--offline",
+                   "--python", str(environment)]}[installer]  # fmt: skip
+    words = [*tool, "--quiet", "--no-index", "--find-links", str(wheelhouse), "zerofit"]
+    env = outside() | {"PIP_CONFIG_FILE": os.devnull, "PIP_NO_INDEX": "1"}
+    done = subprocess.run(words, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=900)
+    assert done.returncode == 0, done.stderr[-3000:]
+    binaries = environment / "bin"
+    run(binaries, tmp_path, "zerofit", "sft", *SHORT)
+    assert Run(next((tmp_path / "runs").iterdir())).json("result.json")["status"] == "finished"
+    planned = run(binaries, tmp_path, "zerofit", "plan", "--gpu_type", "rtx4090-24g", "--model",
+                  str(ROOT / "tests" / "configs" / "qwen2.5-0.5b"))  # fmt: skip
+    assert "run it: " in planned
+    for flags, said in ((["--zero", "7"], "--zero 7"), (["--optim", "galore_adamw"], "pip install")):
+        words = [binaries / "zerofit", "sft", *SHORT, *flags]
+        done = subprocess.run(words, cwd=tmp_path, env=outside(), capture_output=True, text=True, timeout=200)
+        assert done.returncode == 2 and said in done.stderr and "Traceback" not in done.stderr, done.stderr

@@ -94,7 +94,7 @@ def uv(*words) -> None:
 def run(python: Path, name: str, only: list[str]) -> str:
     """Run the fast suite (or some of it) and return its counts, as "4447 passed, 5 skipped"."""
     results = python.parents[1] / "results.xml"
-    words = [python, "-m", "pytest", "-q", "-n", "2", "--dist", "loadfile", "--no-loadscope-reorder"]
+    words = [python, "-m", "pytest", "-q", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
     with (python.parents[1] / "tests.log").open("w") as log:
         print(f"{name}: tests; {log.name}", flush=True)
         env = os.environ | {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}

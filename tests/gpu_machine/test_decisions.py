@@ -415,7 +415,7 @@ def test_a_login_node_does_not_choose_the_accelerator_of_the_gpu_nodes(tmp_path)
 @pytest.mark.parametrize(
     ("cards", "use_cpu", "name"),
     [
-        ([H100], True, "cpu"),
+        pytest.param([H100], True, "cpu", marks=pytest.mark.slow),
         pytest.param([H100], False, "cuda", marks=pytest.mark.slow),
         pytest.param([], True, "cpu", marks=pytest.mark.slow),
     ],

@@ -270,6 +270,7 @@ def test_another_sitecustomize_runs_too(monkeypatch, tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_deepspeed_takes_cuda(tmp_path):
     text = """
 import json

@@ -143,7 +143,11 @@ def stand_in(monkeypatch, tmp_path):
     ("code", "said"),
     [
         pytest.param("raise RuntimeError('no route to host')", "no route to host", marks=pytest.mark.slow),
-        ("import os, time; time.sleep(60) if os.environ['RANK'] == '0' else exit(int('no device 1'))", "no device 1"),
+        pytest.param(
+            "import os, time; time.sleep(60) if os.environ['RANK'] == '0' else exit(int('no device 1'))",
+            "no device 1",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "print('zerofit: error: rank 0 had no answer.'); exit(9)", "rank 0 had no answer.", marks=pytest.mark.slow
         ),
@@ -165,6 +169,7 @@ def test_processes_that_hang(monkeypatch, stand_in):
     assert level == "fail" and "exchanged nothing over gloo in 1 s" in text
 
 
+@pytest.mark.slow
 def test_what_libraries_print_is_no_failure(monkeypatch, stand_in):
     """NCCL_DEBUG=INFO, which the failure's fix proposes, has every rank print more than a pipe holds."""
     stand_in("print('NCCL INFO ' * 30000)\nprint('exchanged 1.50 GB/s')")

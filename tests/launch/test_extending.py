@@ -27,6 +27,7 @@ def stock(tmp_path_factory):
     return run_world(1, {"sft": ("sft", [*SHORT, "--zero", "0"])}, folder)["sft"]
 
 
+@pytest.mark.slow
 def test_the_loss_that_counts_all_tokens_alike_is_the_usual_one(stock, tmp_path):
     same = train("loss", tmp_path / "a", "--focal_gamma", "0")
     assert same.losses == pytest.approx(stock.losses, rel=1e-5)
@@ -55,6 +56,7 @@ def test_rows_of_the_format_are_read_and_a_bad_one_is_named(tmp_path):
     assert done.returncode == 2 and f"{rows}:1: the conversation does not end in an assistant turn" in done.stderr
 
 
+@pytest.mark.slow
 def test_the_optimizer_is_the_one_that_steps(tmp_path):
     plain = train("optimizer", tmp_path / "0", "--zero", "0", "--learning_rate", "1e-3")
     assert plain.losses[-1] < plain.losses[0] - 0.5

@@ -446,6 +446,7 @@ def test_two_ranks_resume_the_newest_checkpoint_of_their_folder(tmp_path):
     assert [m["step"] for m in Run(tmp_path / "run").metrics] == [1, 2, 3]
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_interrupt_leaves_no_process_and_says_how_to_go_on(tmp_path):
     out = tmp_path / "my run"

@@ -93,6 +93,7 @@ def test_it_is_tried_out_and_evaluated_as_itself_on_two_ranks(tmp_path):
     assert not any("eval_perplexity" in line for line in Run(folder).metrics)  # of no cross entropy
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_the_command_that_a_stopped_run_prints_resumes_it_as_itself(tmp_path):
     own, folder = own_recipe(tmp_path), tmp_path / "run"

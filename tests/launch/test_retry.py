@@ -194,6 +194,7 @@ def test_ranks_that_the_others_wait_for_are_named(tmp_path):
     assert re.match(r"rank 0 \(node 0, .*\) computes a forward \d+% slower than the others: all ", forward)
 
 
+@pytest.mark.slow
 def test_a_finished_run_that_is_extended_and_fails_is_not_called_finished(tmp_path):
     folder = tmp_path / "run"
     assert launch(folder, "--max_steps", "2").returncode == 0
@@ -850,6 +851,7 @@ def test_a_suspended_job_is_no_hang(supervised):
     assert end_of(supervised) == [137, [], 0]
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_nohup_is_heeded_and_a_closed_terminal_asks_for_a_save(supervised):
     attempt(supervised)

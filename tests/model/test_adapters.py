@@ -10,7 +10,7 @@ import math
 
 import pytest
 import torch
-from conftest import TINY, run_world, two_layers
+from conftest import TINY, run_world, runs_slow, slow_but, two_layers
 from safetensors.torch import load_file
 
 from zerofit.base.errors import UserError
@@ -47,15 +47,14 @@ def sft(stage, *more):
 PISSA = ["--init_lora_weights", "pissa", "--use_rslora", "true", "--learning_rate", "1e-3"]
 PLUS = ["--loraplus_lr_ratio", str(RATIO)]
 FAST = {
-    "pissa-0": lora("0", *PISSA),
     "pissa-3": lora("3", *PISSA),
     "4bit-3": lora("3", "--load_in_4bit", "--deepspeed", "{zero3_without_persistence}"),
     "new-2": lora("2", *NEW),
     # the first label of a row is in the loss too, as it stands behind the prompt
     "prompt-2": lora("2", "--adapter", "prompt_tuning", "--train_on", "all", "--fused_loss", "true", *FASTER),
-    "sftnew-0": sft("0", *NEW),
     "sftnew-3": sft("3", *NEW),
 }
+STAGE_0 = {"pissa-0": lora("0", *PISSA), "sftnew-0": sft("0", *NEW)}
 ONE_STEP = {f"one-{stage}": lora(stage, *PLUS, "--max_steps", "1") for stage in "03"}
 # name -> (recipe, flags, stages): the rest, for the slow matrix
 VARIANTS = {
@@ -77,14 +76,14 @@ VARIANTS = {
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("adapters")
     config = json.loads((deepspeed_json.CONFIGS / "zero3.json").read_text())
     config["zero_optimization"]["stage3_param_persistence_threshold"] = 0  # the model is so small that it all persists
     (folder / "zero3.json").write_text(json.dumps(config))
     cases = {
         name: (recipe, [f.replace("{zero3_without_persistence}", str(folder / "zero3.json")) for f in flags])
-        for name, (recipe, flags) in (FAST | ONE_STEP).items()
+        for name, (recipe, flags) in (FAST | ONE_STEP | (STAGE_0 if runs_slow(request) else {})).items()
     }
     return run_world(2, cases, folder)
 
@@ -126,19 +125,20 @@ def assert_trained(name, run):
     assert run.losses[-1] < run.losses[0], f"{name}: {run.losses}"
 
 
-@pytest.mark.parametrize("name", FAST)
+@pytest.mark.parametrize("name", slow_but([*FAST, *STAGE_0], FAST))
 def test_trains_keeps_the_base_and_reloads_on_the_original_one(runs, name):
     assert_trained(name, runs[name])
     assert_reloads(name, runs[name])
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("one", "other"), [("pissa-0", "pissa-3"), ("sftnew-0", "sftnew-3")])
 def test_stages_give_the_same_losses(runs, one, other):
     torch.testing.assert_close(torch.tensor(runs[one].losses), torch.tensor(runs[other].losses), rtol=1e-4, atol=0)
 
 
 def test_pissa_is_saved_as_a_plain_lora_of_twice_the_rank(runs):
-    for name in ("pissa-0", "pissa-3"):
+    for name in {"pissa-0", "pissa-3"} & runs.keys():
         config = runs[name].json("final/adapter_config.json")
         assert config["r"] == 32 and config["init_lora_weights"] is True
         weights = load_file(runs[name].folder / "final" / "adapter_model.safetensors")

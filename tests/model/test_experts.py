@@ -286,6 +286,7 @@ def test_nothing_is_said_of_experts_in_a_dense_model():
     assert settings.experts_implementation == "auto" and not any("experts" in said for said in settings.decisions)
 
 
+@pytest.mark.slow
 def test_qlora_says_what_stays_in_16_bits():
     settings = resolve.resolve_settings("lora", [*QWEN, "--zero", "3", "--load_in_4bit", "true", "--bf16", "true"], 2)
     resolve.resolve_for_model(settings)

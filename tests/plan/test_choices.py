@@ -8,7 +8,7 @@ import shlex
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, slow_but
 from transformers import AutoConfig
 
 from zerofit.base import hardware
@@ -168,14 +168,8 @@ EXPECTED = {
 }
 
 
-# One row on 32 GPUs: a search begins with groups within a node, of which none divides an effective batch of 1.
-REFUSED_YET = pytest.mark.xfail(strict=True, reason="groups over nodes are tried after those within one only")
-
-
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    "name", [pytest.param(name, marks=REFUSED_YET) if name == "15m-32xh100" else name for name in QUESTIONS]
-)
+@pytest.mark.parametrize("name", QUESTIONS)
 def test_the_answer_is_an_experts(name, tmp_path):
     plan = QUESTIONS[name].plan(tmp_path)
     EXPECTED[name](plan)
@@ -187,7 +181,11 @@ def test_the_answer_is_an_experts(name, tmp_path):
     ("name", "more"),
     [
         ("phi4-auto-4090", "--per_device_train_batch_size 8 --gradient_checkpointing true --activation_offload true"),
-        ("500k-1xh100", "--zero 2 --offload optimizer --gradient_checkpointing true --activation_offload true"),
+        pytest.param(
+            "500k-1xh100",
+            "--zero 2 --offload optimizer --gradient_checkpointing true --activation_offload true",
+            marks=pytest.mark.slow,
+        ),
         ("gpt2-t4", "--per_device_train_batch_size 8"),
     ],
 )
@@ -237,7 +235,7 @@ def test_what_a_plan_names_is_accepted(method, gpu, tmp_path):
         assert_accepted(Question(method, "llama3.1-8b", gpu, gpus).plan(tmp_path, price=2.0))
 
 
-@pytest.mark.parametrize("method", ["sft", "qlora"])
+@pytest.mark.parametrize("method", slow_but(["sft", "qlora"], ["sft"]))
 def test_a_disk_is_advised_only_where_it_helps(method, monkeypatch):
     """It holds states, not the inputs of layers."""
     flags = ["--model", str(CONFIGS / "llama3.2-1b"), "--per_device_train_batch_size", "1", "--max_length", "16384"]

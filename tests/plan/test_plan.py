@@ -14,7 +14,7 @@ from types import SimpleNamespace
 
 import psutil
 import pytest
-from conftest import ROOT, TINY, recipe_process, run_world
+from conftest import ROOT, TINY, recipe_process, run_world, slow_but
 from image_text_models import config_of
 from transformers import AutoConfig
 from transformers.models.auto import modeling_auto
@@ -406,6 +406,7 @@ def test_the_fastest_that_fits_is_chosen(monkeypatch, tmp_path):
     assert line in (tmp_path / "out" / "plan.md").read_text()
 
 
+@pytest.mark.slow
 def test_a_plan_for_several_nodes(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 10))
     out = tmp_path / "plan"
@@ -524,6 +525,7 @@ def test_rows_are_split_where_one_does_not_fit(monkeypatch):
     assert {(c.setting.sp, c.setting.tp) for c in few} == {(4, 1), (8, 1), (1, 4), (1, 8)}
 
 
+@pytest.mark.slow
 def test_matrices_are_split_on_request_and_in_the_search(monkeypatch):
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: None))
     flags = ["--model", str(CONFIGS / "llama3.1-8b"), "--effective_batch_size", "8", "--max_length", "2048"]
@@ -584,6 +586,7 @@ def test_nothing_fits_says_what_is_missing_and_what_would_do(monkeypatch):
     assert plan.would_do and plan.would_do > 8 and f"{plan.would_do} GPUs would do" in sentence
 
 
+@pytest.mark.slow
 def test_a_disk_is_used_when_host_memory_is_short(monkeypatch):
     """12 GiB of states fit no GPU of 8; they fit a host of 64, and with 8 GiB of host memory only a disk."""
     monkeypatch.setattr(
@@ -606,6 +609,7 @@ def test_a_disk_is_used_when_host_memory_is_short(monkeypatch):
     assert plan.chosen is None and "of a node's host memory, of 8; --offload_path" in answer_text.nothing_fits(plan)
 
 
+@pytest.mark.slow
 def test_the_copies_of_a_save_in_the_background_are_in_host_memory(monkeypatch):
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 6))
     flags = [*FLAGS_1B, "--per_device_train_batch_size", "1", "--zero", "3", "--offload", "none"]
@@ -756,6 +760,7 @@ def test_pairs_are_planned_at_the_length_of_their_longer_side(tmp_path):
     )
 
 
+@pytest.mark.slow
 def test_what_a_plan_at_the_edge_says(monkeypatch):
     """4 x RTX 4090 and 8 billion parameters: the host's memory, the checkpoints' disk, and LoRA beside full tuning."""
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: None))
@@ -820,6 +825,7 @@ def test_a_rank_without_gradients_of_its_own_is_simulated(rank):
     assert answer["total"]["step"] > 2 * 10**9
 
 
+@pytest.mark.slow
 def test_a_pipeline_is_priced_between_nodes(monkeypatch):
     """Over a slow link it is faster than what was chosen, over a fast one not; nothing is said where there is none."""
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: None))
@@ -874,6 +880,7 @@ def test_a_pipeline_waits_for_the_bubble():
         assert ratio == pytest.approx(1 / stages / busy, rel=1e-3)
 
 
+@pytest.mark.slow
 def test_rejected_settings_teach_in_a_line_each(monkeypatch, tmp_path):
     """One line for each kind, which names what takes the most."""
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: None))
@@ -922,6 +929,7 @@ def test_a_simulation_that_fails_leaves_an_estimate_and_says_so_first(monkeypatc
     assert "(by formula with a margin of 10%)" in text and "no such kernel" not in text
 
 
+@pytest.mark.slow
 def test_nothing_fits_is_said_by_a_simulation_only(monkeypatch):
     """What is far too large by formula is simulated before the plan gives up, and chosen when it fits after all."""
     asked = []
@@ -1030,6 +1038,7 @@ def test_the_share_of_offload_ratio_is_on_the_gpu(tmp_path):
     assert more / (split["parameters"] / 2) == pytest.approx(0.6 * 12, rel=0.1)
 
 
+@pytest.mark.slow
 def test_the_optimizer_of_a_deepspeed_file_is_simulated(tmp_path):
     """DeepSpeed's FusedAdam has the states of torch's; its C++ would read fake tensors."""
     auto = dict.fromkeys(("train_batch_size", "train_micro_batch_size_per_gpu"), "auto")
@@ -1082,6 +1091,7 @@ def count(trainer):
 """
 
 
+@pytest.mark.slow
 def test_the_product_of_many_rows_dequantizes_4_bit_weights(tmp_path):
     """bitsandbytes has a kernel without that for at most 1,536 rows."""
     counts = []
@@ -1137,6 +1147,7 @@ def test_pinned_blocks_are_rounded_in_a_plan(monkeypatch):
     assert 1.1 * host[0] < host[1] < 2 * host[0]
 
 
+@pytest.mark.slow
 def test_the_simulation_leaves_torch_usable_for_what_is_imported_later():
     """A function in the place of torch.Generator broke DeepSpeed's import of Muon where inductor was not loaded yet."""
     code = """
@@ -1270,7 +1281,7 @@ def test_a_decoder_of_that_class_is_planned(tmp_path):
     assert candidates.candidates("sft", job(["--model", str(tmp_path), "--zero", "2"]), 2, GPU)
 
 
-FEW_TYPES = ("llama", "qwen3_next", "gpt_oss", "deepseek_v3", "falcon_h1", "mamba2", "dots1", "hunyuan_v1_moe")
+FEW_TYPES = ("llama", "qwen3_next", "gpt_oss", "mamba2", "dots1", "hunyuan_v1_moe")
 
 
 @pytest.mark.parametrize("method", ["sft", "lora"])
@@ -1298,7 +1309,7 @@ def test_each_type_of_model_is_planned_or_refused_in_a_sentence(kind, method, tm
         assert planned.shape.parameters > 1e6 and planned.peak > planned.shape.parameters / 8
 
 
-@pytest.mark.parametrize("kind", ["falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"])
+@pytest.mark.parametrize("kind", slow_but(["falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h"], ["mamba2"]))
 def test_all_linear_leaves_out_what_peft_refuses_in_mamba_layers(kind, tmp_path):
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
     words = ["--model", str(tmp_path), "--zero", "2"]
@@ -1685,6 +1696,7 @@ def test_what_is_close_is_simulated_and_else_what_is_sure_is_taken(expandable, m
     assert "by simulation; with micro batch 8 and every layer recomputed" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_start_waits_as_long_as_the_run_would_gain(expandable, monkeypatch):
     waited = []
 
@@ -1825,6 +1837,7 @@ def test_a_launch_is_checked_with_its_longest_row(longest, flags, shorter, simul
     assert (line in capsys.readouterr().out) is shorter
 
 
+@pytest.mark.slow
 def test_a_users_micro_batch_is_kept_and_a_better_one_said(expandable, monkeypatch, capsys):
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 10))
     line = (

@@ -93,6 +93,7 @@ def test_the_step_is_not_applied_and_the_row_is_named(runs, name):
         assert ROW in facts["rows"][where[0]][where[1]] and RARE in facts["texts"][str(ROW)]
 
 
+@pytest.mark.slow
 def test_the_mean_of_several_steps_leaves_it_out(poisoned, runs, tmp_path):
     """logging_steps 3: each line is the mean of the two steps that were applied."""
     done = recipe_with_nan("sft", *flags(poisoned, "--zero", "0", "--bf16", "false", "--on_nan", "skip",

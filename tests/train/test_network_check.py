@@ -3,6 +3,8 @@
 import subprocess
 import sys
 
+import pytest
+
 from zerofit.train import network_check
 
 RANK = """
@@ -36,6 +38,7 @@ dist.barrier()
 """
 
 
+@pytest.mark.slow
 def test_ranks_exchange_numbers_in_a_group_of_their_own(tmp_path):
     """And the rank that receives a wrong number says so."""
     command = [sys.executable, "-c", RANK]

@@ -11,7 +11,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Run, python, run_python, run_world, runs_slow, two_layers
+from conftest import ROOT, TINY, Run, python, run_python, run_world, runs_slow, slow_but, two_layers
 from transformers import PreTrainedConfig, trainer_utils
 
 from zerofit.base import log_filters
@@ -59,29 +59,30 @@ def runs(tmp_path_factory, request):
     shutil.copytree(folder / "1-2" / "checkpoint-4", folder / "foreign" / "checkpoint-4")
     (folder / "foreign" / "checkpoint-4" / "zerofit.json").unlink()
     cases = {
-        "0": saving("sft", "0"), "3": saving("sft", "3"), "lora-3": saving("lora", "3"),
-        "lora-3>0": resuming(folder / "lora-3", "lora", "0"),
+        "0": saving("sft", "0"), "3": saving("sft", "3"),
         "0>3": resuming(folder / "0", "sft", "3"), "3>0": resuming(folder / "3", "sft", "0"),
-        "1-2>2": resuming(folder / "1-2", "sft", "2", *bf16),
         "1-2>foreign>3": resuming(folder / "foreign", "sft", "3", *bf16),
-        "1-2>1-offload": resuming(folder / "1-2", "sft", "1", *bf16, "--offload", "optimizer"),
-        "3>3-sp": resuming(folder / "3", "sft", "3", "--sp_size", "2"),
-        "lora-sp": saving("lora", "2", "--sp_size", "2"), "lora-sp>1": resuming(folder / "lora-sp", "lora", "1"),
         "dropout": saving("lora", "2", *dropout),
         "dropout>": resuming(folder / "dropout", "lora", "2", *dropout, "--save_strategy", "steps"),
     }  # fmt: skip
     workers = [*dropout, "--dataloader_num_workers", "2", "--dataloader_persistent_workers", "true"]
     if runs_slow(request):
         cases |= {
+            "lora-3": saving("lora", "3"), "lora-3>0": resuming(folder / "lora-3", "lora", "0"),
+            "1-2>2": resuming(folder / "1-2", "sft", "2", *bf16),
+            "1-2>1-offload": resuming(folder / "1-2", "sft", "1", *bf16, "--offload", "optimizer"),
+            "3>3-sp": resuming(folder / "3", "sft", "3", "--sp_size", "2"),
+            "lora-sp": saving("lora", "2", "--sp_size", "2"), "lora-sp>1": resuming(folder / "lora-sp", "lora", "1"),
             "workers": saving("lora", "2", *workers),
             "workers>": resuming(folder / "workers", "lora", "2", *workers),
-        }
+        }  # fmt: skip
     return one | run_world(2, cases, folder)
 
 
-@pytest.mark.parametrize("name", [
-    "0>3", "3>0", "1-2>2", "1-2>foreign>3", "1-2>1-offload", "lora-3>0",
-])  # fmt: skip
+SHORT = ("0>3", "3>0", "1-2>foreign>3")
+
+
+@pytest.mark.parametrize("name", slow_but([*SHORT, "1-2>2", "1-2>1-offload", "lora-3>0"], SHORT))
 def test_it_goes_on(runs, name):
     """Also from a checkpoint that another program might have saved, whose files alone tell stage and ranks."""
     before = runs[name.split(">")[0]]
@@ -94,6 +95,7 @@ def test_it_goes_on(runs, name):
     assert stretches in (runs[name].folder / "final" / "README.md").read_text()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", ["3>3-sp", "lora-sp>1"])
 def test_it_goes_on_at_another_sp_size(runs, name):
     check(runs[name.split(">")[0]], runs[name])

@@ -203,6 +203,7 @@ def test_a_name_that_leads_out_of_the_run_folder_is_refused(tmp_path, there):
         place.get("/run/checkpoint-3", tmp_path / "new")
 
 
+@pytest.mark.slow
 def test_a_run_goes_on_where_its_folder_is_gone(tmp_path):
     """Two ranks: the losses are those of a run that was not moved, bit for bit, and final/ is there as it is here."""
     flags = [*FLAGS, "--lr_scheduler_type", "constant"]

@@ -30,6 +30,7 @@ def waits(tmp_path, cases: dict[str, tuple[str, list[str]]]) -> dict[str, dict[s
     return json.loads(done.stdout.rsplit("WAITS ", 1)[1].splitlines()[0])
 
 
+@pytest.mark.slow
 def test_the_host_waits_for_the_norm_alone(tmp_path):
     """No loss, no count and no mask is read in a step; the batches of two micro batches come from a worker."""
     found = waits(tmp_path, {f"z{zero}": ("sft", ["--zero", str(zero)]) for zero in REASONS})

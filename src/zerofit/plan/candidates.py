@@ -423,12 +423,24 @@ def first_settings(method: str, request: Request, ranks: int, gpu, node: int):
 
 
 def _open_groups(request: Request, ranks: int, node: int) -> list[dict[str, int]]:
-    """Return each size of groups to try, as arguments; {}: as the request has them."""
+    """Return each size of groups to try, as arguments; {}: as the request has them.
+
+    Groups over nodes are among them only where those within a node leave more groups than a step has rows.
+    """
     searched = [way for way in groups.ways() if way.searched]
     if any(request.get(way.flag) is not None for way in searched):
         return [{}]
     tried = [(way.flag, size) for way in searched for size in way.searched]
-    return [{}, *({name: size} for name, size in tried if min(ranks, node) % size == 0 and ranks % size == 0)]
+    tried = [(name, size) for name, size in tried if min(ranks, node) % size == 0 and ranks % size == 0]
+    rows, largest = request.get("effective_batch_size"), max((size for _, size in tried), default=1)
+    over_nodes = groups_over_nodes(ranks, node) if rows and rows < ranks // largest else []
+    return [{}, *({name: size} for name, size in tried), *over_nodes]
+
+
+def groups_over_nodes(ranks: int, node: int) -> list[dict[str, int]]:
+    """Return the sizes of groups of all GPUs of several nodes, as arguments."""
+    sizes = [size for size in range(2 * node, ranks + 1, node) if ranks % size == 0]
+    return [{way.flag: size} for way in groups.ways() if way.whole_nodes for size in sizes]
 
 
 def _check_groups(settings, node: int) -> None:

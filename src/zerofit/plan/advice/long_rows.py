@@ -68,9 +68,7 @@ def _width(base) -> int:
 
 
 def _over_nodes(base, plan: Plan) -> list[dict[str, int]]:
-    """Return the sizes of groups of all GPUs of several nodes, as arguments, where the user has set no group."""
-    if any(candidates.is_set(base, flag) for flag in groups.flags() if flag in base.values) or plan.nodes == 1:
+    """Return the sizes of groups over several nodes, as arguments, where the user has set no group."""
+    if any(candidates.is_set(base, flag) for flag in groups.flags() if flag in base.values):
         return []
-    ways = [way for way in groups.ways() if way.whole_nodes]
-    sizes = [plan.node * count for count in range(2, plan.nodes + 1) if plan.ranks % (plan.node * count) == 0]
-    return [{way.flag: size} for way in ways for size in sizes]
+    return candidates.groups_over_nodes(plan.ranks, plan.node)
