@@ -9,6 +9,7 @@ import subprocess
 import sys
 import sysconfig
 import tomllib
+from collections import namedtuple
 from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
@@ -136,6 +137,26 @@ def stand_in(monkeypatch, tmp_path):
         monkeypatch.setattr(doctor, "EXCHANGE", "stand_in")
 
     return use
+
+
+def test_a_cache_that_is_small_or_cannot_be_written_is_named(tmp_path, monkeypatch):
+    from huggingface_hub import constants
+
+    monkeypatch.setattr(constants, "HF_HUB_CACHE", str(tmp_path / "hub"))
+    monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path / "rows"))
+    usage = namedtuple("usage", "total used free")
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage(2**40, 0, 2**40))
+    assert list(doctor.caches()) == []
+    monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage(2**34, 0, 2**33))
+    assert [f.text for f in doctor.caches()] == [f"{tmp_path / 'hub'}: 8.0 GiB free, a model of 7B in bf16 takes 14"]
+    monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
+    assert [f.fix.partition("=")[0] for f in doctor.caches()] == ["HF_HOME", "ZEROFIT_CACHE"]
+
+
+def test_few_open_files_are_named(monkeypatch):
+    monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (256, 4096))
+    (found,) = (f for f in doctor.host_memory() if f.name == "open files")
+    assert found.level == "warn" and found.text.startswith("256 files may be open")
 
 
 @pytest.mark.fault

@@ -102,6 +102,7 @@ def _checks(given) -> dict:
         "GPUs": (gpus, "none: jobs run on the CPU"),
         "host memory": (lambda: host_memory(nodes=nodes), ""),
         "disk": (lambda: disk(folder), ""),
+        "cache": (caches, "the folders of models and prepared rows can be written"),
         "network": (lambda: port(given.port), "a port is free, the host's name has an address"),
         "hub": (hub_access, ""),
         "exchange": (lambda: exchange(int(given.gpus or 0)), "one process has nothing to exchange"),
@@ -274,7 +275,7 @@ def _of_gpu(device, architectures: list[str]) -> Finding:
 
 
 def host_memory(nvme: bool = False, nodes: int = 1) -> Iterator[Finding]:
-    """Report host memory, the size of /dev/shm, and the limits on locked and pinned memory.
+    """Report host memory, the size of /dev/shm, and the limits on open files, locked and pinned memory.
 
     Args: nvme: whether --offload_path is used; nodes: nodes of the job.
     """
@@ -285,6 +286,10 @@ def host_memory(nvme: bool = False, nodes: int = 1) -> Iterator[Finding]:
     if shm.exists() and (size := shutil.disk_usage(shm).total) < GIB:
         text = f"{size / 2**20:.0f} MiB: NCCL and data workers need more"
         yield warn("/dev/shm", text, "docker run --shm-size 16g, or --ipc host")
+    files, _ = resource.getrlimit(resource.RLIMIT_NOFILE)
+    if files != resource.RLIM_INFINITY and files < 1024:
+        text = f"{files} files may be open: data workers and a checkpoint of many shards need more"
+        yield warn("open files", text, "ulimit -n 65536 (docker: --ulimit nofile=65536)")
     yield from _locked_memory(nvme, nodes)
     yield from _pinned_memory()
 
@@ -338,6 +343,21 @@ def disk(folder: Path) -> Iterator[Finding]:
     yield Finding(
         "disk", "warn" if free < 10 * GIB else "ok", text, "--save_total_limit 1, or another folder with OUT="
     )
+
+
+def caches() -> Iterator[Finding]:
+    """Warn of a cache folder (models, prepared rows) that cannot be written or holds less than a model of 7B."""
+    from huggingface_hub import constants
+
+    from zerofit.base.paths import cache_root, nearest_existing
+
+    for variable, folder in (("HF_HOME", Path(constants.HF_HUB_CACHE)), ("ZEROFIT_CACHE", cache_root())):
+        parent = nearest_existing(folder.expanduser().absolute())
+        fix = f"{variable}= of a folder on a larger disk (docker: -v /data/cache:/cache --env {variable}=/cache)"
+        if not os.access(parent, os.W_OK):
+            yield warn("cache", f"{folder}: cannot be written", fix)
+        elif variable == "HF_HOME" and (free := shutil.disk_usage(parent).free) < 16 * GIB:
+            yield warn("cache", f"{folder}: {free / GIB:.1f} GiB free, a model of 7B in bf16 takes 14", fix)
 
 
 def port(text: str) -> Iterator[Finding]:
