@@ -5,7 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
-from zerofit.base.paths import IN_WHEEL, PROJECT
+from zerofit.base.paths import IN_WHEEL, PROJECT, ROOT
 
 # Options of `zerofit launch` that stand before the recipe; among a recipe's flags they mean the same.
 PLACING = (
@@ -33,6 +33,13 @@ def next_step(verb: str, folder: Path) -> str:
     """Return the command of a verb for a run folder or checkpoint, to be typed next: of make where a Makefile is."""
     name = shlex.quote(str(folder))
     return f"zerofit {verb} {name}" if PROJECT == IN_WHEEL else f"make {verb} RUN={name}"
+
+
+def install(extra: str = "") -> str:
+    """Return the command that installs what the kit needs, or one of its extras: of make in a checkout."""
+    if (ROOT / "Makefile").is_file() and ROOT != IN_WHEEL:
+        return f"make install EXTRAS={extra}" if extra else "make install"
+    return f"pip install 'zerofit[{extra}]'" if extra else "pip install --upgrade zerofit"
 
 
 def as_typed() -> str:

@@ -22,7 +22,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from zerofit.base import allocator, hardware
+from zerofit.base import allocator, command_line, hardware
 from zerofit.base.errors import UserError
 from zerofit.base.paths import PACKAGE
 from zerofit.launch import doctor_nodes
@@ -130,7 +130,7 @@ def python_and_packages() -> Iterator[Finding]:
     try:
         requires = [Requirement(text) for text in metadata.requires("zerofit") or []]
     except metadata.PackageNotFoundError:
-        yield warn("packages", "zerofit is not installed, it runs from its folder", "make install")
+        yield warn("packages", "zerofit is not installed, it runs from its folder", command_line.install())
         return
     for requirement in requires:
         if requirement.marker and not requirement.marker.evaluate({"extra": ""}):  # of an extra or of another platform
@@ -143,7 +143,7 @@ def python_and_packages() -> Iterator[Finding]:
         if not requirement.specifier.contains(version, prereleases=True):
             bad.append(f"{requirement.name} {version} is not {requirement.specifier}")
     if bad:
-        yield fail("packages", "; ".join(bad), "make install")
+        yield fail("packages", "; ".join(bad), command_line.install())
 
 
 def _versions() -> str:

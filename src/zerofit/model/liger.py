@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from zerofit.base import distributed
+from zerofit.base import command_line, distributed
 from zerofit.base.errors import UserError
 from zerofit.base.paths import cache_root
 from zerofit.job import groups
@@ -60,7 +60,8 @@ def resolve(settings) -> None:
     if not settings.use_liger_kernel:
         return
     if importlib.util.find_spec("liger_kernel") is None:
-        raise UserError("--use_liger_kernel: liger-kernel is not installed (its wheels are for Linux): make install.")
+        why = "liger-kernel is not installed (its wheels are for Linux)"
+        raise UserError(f"--use_liger_kernel: {why}: {command_line.install()}.")
     if settings.use_cpu:
         raise UserError("--use_liger_kernel: its Triton kernels need a GPU; leave the flag out on a CPU.")
 

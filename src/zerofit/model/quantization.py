@@ -4,6 +4,7 @@ import importlib.util
 
 import torch
 
+from zerofit.base import command_line
 from zerofit.base.errors import UserError
 from zerofit.job.technique import AllBut, Conflict, Technique
 from zerofit.model import patches
@@ -24,7 +25,8 @@ def resolve(settings) -> None:
     width = bits(settings)
     if width and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(
-            f"--load_in_{width}bit: bitsandbytes is not installed (it has no wheel for Intel Macs): make install."
+            f"--load_in_{width}bit: bitsandbytes is not installed (it has no wheel for Intel Macs): "
+            f"{command_line.install()}."
         )
 
 

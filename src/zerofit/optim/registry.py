@@ -6,6 +6,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any
 
+from zerofit.base import command_line
 from zerofit.base.errors import UserError
 from zerofit.job.settings import decide, json_value, merge_json
 from zerofit.job.technique import Conflict, Technique
@@ -136,7 +137,7 @@ def resolve(settings) -> None:
 
 def _check(settings, name: str, entry: OptimizerSpec) -> None:
     if entry.module and importlib.util.find_spec(entry.module) is None:
-        install = f"make install EXTRAS={entry.extra}" if entry.extra else "make install"
+        install = command_line.install(entry.extra or "")
         raise UserError(f"--optim {name}: {entry.module} is not installed: {install}.")
     if entry.needs_cuda and settings.use_cpu:
         raise UserError(f"--optim {name}: needs a GPU; use {name.removeprefix('paged_')} or adamw_torch_fused here.")

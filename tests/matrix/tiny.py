@@ -1,0 +1,104 @@
+"""Tiny models of random weights, of every class of transformers' causal and image-text models."""
+
+import shutil
+from pathlib import Path
+
+import torch
+from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto import modeling_auto
+
+BUNDLED = Path(__file__).resolve().parents[2] / "examples" / "tiny" / "model"
+CAUSAL = tuple(modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES)
+IMAGE_TEXT = tuple(modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+LARGEST = 30_000_000  # parameters
+
+# What a size is called in configurations, and what it becomes.
+SIZES = {
+    32: "hidden_size n_embd d_model embed_dim word_embed_proj_dim dim embedding_size lru_width",
+    48: """intermediate_size ffn_dim n_inner d_ff intermediate_size_mlp encoder_ffn_dim decoder_ffn_dim ffn_hidden_size
+           feed_forward_hidden_size block_ff_dim""",
+    4: """num_attention_heads n_head num_heads n_heads encoder_attention_heads decoder_attention_heads num_experts
+          num_local_experts n_routed_experts moe_num_experts conv_kernel time_step_rank mamba_dt_rank
+          linear_num_value_heads""",
+    2: """num_hidden_layers n_layer num_layers n_layers encoder_layers decoder_layers num_blocks num_experts_per_tok
+          num_experts_per_token experts_per_token moe_topk moe_k num_selected_experts top_k_experts
+          linear_num_key_heads index_n_heads""",
+    8: """head_dim global_head_dim attention_head_dim kv_channels d_kv hidden_size_per_layer_input qk_rope_head_dim
+          qk_nope_head_dim v_head_dim state_size mamba_d_state mamba_d_head mamba_n_heads mamba_chunk_size
+          mamba_head_dim
+          mamba_num_heads mamba_state_dim ssm_state_size chunk_size linear_key_head_dim linear_value_head_dim
+          index_head_dim block_size rotary_dim""",
+    16: """moe_intermediate_size shared_expert_intermediate_size expert_intermediate_size q_lora_rank kv_lora_rank
+           moe_shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size qk_head_dim
+          sliding_window
+           index_topk attention_window_size""",
+    1: """n_group topk_group num_expert_group moe_layer_start_index first_k_dense_replace num_dense_layers
+          mamba_n_groups
+          n_groups""",
+    64: "mamba_d_ssm attention_chunk_size",
+    512: """vocab_size vocab_size_per_layer_input max_position_embeddings n_positions n_ctx max_sequence_length""",
+}
+SIZE_OF = {name: size for size, names in SIZES.items() for name in names.split()}
+HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
+KEY_HEADS = ("num_key_value_heads", "n_head_kv", "num_kv_heads", "n_kv_heads")
+KINDS_OF_LAYERS = ("layer_types", "layers_block_type", "block_types", "mlp_layer_types", "no_rope_layers")
+
+# What the rules above do not find, as arguments of the configuration class.
+MAMBA = {"layer_types": ["mamba", "attention"]}
+SPECIAL = {
+    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
+    "hunyuan_v1_dense": {"head_dim": 8}, "hunyuan_v1_moe": {"head_dim": 8}, "ministral": {"head_dim": 8},
+    "nemotron": {"head_dim": 8}, "mamba2": {"num_heads": 8, "head_dim": 8}, "dots1": {"n_routed_experts": 4},
+    "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"}, "reformer": {"is_decoder": True},
+    "granitemoehybrid": MAMBA, "bamba": {"attn_layer_indices": [1]},
+    "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
+}  # fmt: skip
+
+
+def small(config) -> dict:
+    """Return the arguments of a configuration, its sizes made small."""
+    found = config.to_dict()
+    heads = next((found[name] for name in HEADS if isinstance(found.get(name), int)), None)
+    for name, value in found.items():
+        if isinstance(value, bool):
+            continue
+        if name in KEY_HEADS and isinstance(value, int):
+            found[name] = 4 if value == heads else min(value, 2)
+        elif name in SIZE_OF and isinstance(value, int):
+            found[name] = SIZE_OF[name]
+        elif name in KINDS_OF_LAYERS and isinstance(value, (list, tuple)) and len(value) > 2:
+            found[name] = (list(dict.fromkeys(value)) + list(value))[:2]
+        elif name == "per_layer_config":
+            found[name] = None
+    ids = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
+    return found | {name: number for name, number in ids.items() if name in found}
+
+
+def config_of(kind: str):
+    """Return the configuration of a tiny model of a model type. Raises: whatever its class does."""
+    config = AutoConfig.for_model(kind)
+    found = small(config) | SPECIAL.get(kind, {})
+    for name in getattr(type(config), "sub_configs", None) or {}:
+        part = getattr(config, name, None)
+        if hasattr(part, "to_dict"):
+            found[name] = small(part)
+    return type(config).from_dict(found)
+
+
+def loader_of(kind: str):
+    """Return the Auto class of a model type."""
+    return AutoModelForImageTextToText if kind in IMAGE_TEXT else AutoModelForCausalLM
+
+
+def checkpoint(kind: str, folder: Path) -> None:
+    """Save a tiny model of random weights with the bundled tokenizer. Raises: whatever its class does; ValueError."""
+    torch.manual_seed(0)
+    loader = loader_of(kind)
+    with torch.device("meta"):
+        parameters = sum(p.numel() for p in loader.from_config(config_of(kind)).parameters())
+    if parameters > LARGEST:
+        raise ValueError(f"its smallest configuration here has {parameters:,} parameters")
+    model = loader.from_config(config_of(kind), dtype=torch.float32)
+    model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(BUNDLED / file, folder)
