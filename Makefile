@@ -80,6 +80,7 @@ READS_ledger := MODEL GPUS SEQ ARGS
 READS_plan-validate := ARGS
 READS_reliability := ARGS
 READS_test-versions := ARGS
+READS_models := ARGS
 READS_image := IMAGE
 READS_image-cpu := IMAGE ARGS
 READS_bench-peers := ARGS
@@ -218,7 +219,7 @@ data: $(STAMP) ## show what a run would train on (DATA= MODEL= ARGS=): lengths, 
 		$(if $(OUT),--output_dir="$$OUT") $(SHOW)
 
 # --- of the repository; `zerofit init` lays down what stands above ---
-.PHONY: install plan-validate ledger lint test test-gpu test-cluster test-all test-versions reliability bench-peers clean docs
+.PHONY: install plan-validate ledger lint test test-gpu test-cluster test-all test-versions models reliability bench-peers clean docs
 .PHONY: docs-serve site examples image image-cpu wheelhouse sbom audit
 install: ## install into .venv (PYTHON=python3.12) or the active environment (ENV=active); EXTRAS=dev
 	@rm -f "$(STAMP)"; $(MAKE) --no-print-directory "$(STAMP)"

@@ -8,8 +8,8 @@ PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
 SIGNS = {None: "", "": "yes"}
 HEAD = """# Which models were tried
 
-A tiny model of random weights, of each of transformers' causal and image-text classes, is trained on the CPU (`make models`). A
-class that is not here was never tried. A number leads to the reason below.
+A tiny model of random weights, of each of transformers' causal and image-text classes, is trained on the CPU
+(`make models`). A class that is not here was never tried. A number leads to the reason below.
 
 | column | holds when |
 |---|---|
