@@ -5,11 +5,13 @@ import subprocess
 import sys
 
 import pytest
+import torch
 from conftest import ROOT, TINY
+from torch._subclasses.fake_tensor import FakeTensorMode
 
 from zerofit.base import hardware
 from zerofit.config import parse
-from zerofit.plan import simulate
+from zerofit.plan import fake_operations, simulate
 
 CONFIGS = ROOT / "tests" / "configs"
 GPU = hardware.GPUS["h100-80g"]
@@ -123,3 +125,20 @@ def test_every_byte_is_that_of_torchs_own_mode(cases):
         assert answer.pop("seconds") > 0 and plain.pop("seconds") > 0
         assert answer == plain, case
         assert answer["allocator"]["allocated"] > 0
+
+
+def test_products_of_experts_in_fp32_have_a_shape():
+    """Torch computes them on a CPU; its meta kernel knows bf16 only (else `_grouped_product` is no longer needed)."""
+    sizes = {"mat_a": (6, 8), "mat_b": (2, 8, 16)}
+    with FakeTensorMode() as fake:
+        a, b = (torch.empty(size) for size in sizes.values())
+        ends = torch.empty(2, dtype=torch.int32)
+        with pytest.raises(RuntimeError, match="BF16"):
+            torch._grouped_mm(a, b, offs=ends)
+        with fake_operations.FakeOperations(fake, {}):
+            product = torch._grouped_mm(a, b, offs=ends)
+    assert product.shape == (6, 16) and product.dtype == torch.float32
+    real = torch._grouped_mm(
+        *(torch.ones(size) for size in sizes.values()), offs=torch.tensor([2, 6], dtype=torch.int32)
+    )
+    assert real.shape == product.shape and real.stride() == product.stride()

@@ -32,6 +32,8 @@ _DEVICE = torch.ops.prim.device.default
 
 _READ, _INDICES, _SELECTED = aten._local_scalar_dense.default, aten.nonzero.default, aten.index.Tensor
 
+_GROUPED = aten._grouped_mm.default  # products of experts
+
 _ALIKE, _COPY = aten.allclose.default, aten._to_copy.default
 
 
@@ -137,6 +139,8 @@ class FakeOperations(TorchDispatchMode):
             return args[0].new_empty(mask.numel(), *args[0].shape[mask.ndim :])
         if operation is _ALIKE:
             return True
+        if operation is _GROUPED and args[0].dtype != torch.bfloat16:
+            return _grouped_product(args, kwargs)
         if operation is _COPY and getattr(args[0], "constant", None) is not None:
             args[0].constant = None  # FakeTensorMode would copy the value to the device, which does not exist
         if operation.namespace == "c10d" and all(_has_no_value(value) for value in tree_iter((args, kwargs))):
@@ -177,6 +181,18 @@ class FakeOperations(TorchDispatchMode):
         else:
             for tracker in self.trackers.values():
                 tracker.see_output(output)
+
+
+def _grouped_product(args, kwargs) -> torch.Tensor:
+    """Return the product of experts in fp32 or fp16; torch 2.13 computes it, and knows its shape for bf16 only."""
+    as_bf16 = [
+        torch.empty_strided(one.shape, one.stride(), dtype=torch.bfloat16, device=one.device)
+        if isinstance(one, torch.Tensor) and one.is_floating_point()
+        else one
+        for one in args
+    ]
+    product = _GROUPED(*as_bf16, **kwargs)
+    return product.new_empty(product.shape, dtype=args[0].dtype)
 
 
 def _has_no_value(value) -> bool:
