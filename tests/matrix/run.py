@@ -7,6 +7,7 @@ make models ARGS=--page                        only the page
 
 import argparse
 import json
+import subprocess
 import sys
 import tempfile
 import time
@@ -30,6 +31,7 @@ COMMON = [
 ]  # fmt: skip
 PLAIN = ["--gradient_checkpointing", "false", "--fused_loss", "false", "--zero", "0"]
 PADDED = [*PLAIN, "--padding_free", "false"]
+LONGEST = 240  # seconds of a run
 CHUNK = 10  # types whose plans are simulated together: starting the simulation takes longest
 
 # column -> (recipe, flags, ranks, flag that a run may turn off, largest relative difference of a loss from `padded`'s)
@@ -57,17 +59,18 @@ def main() -> None:
     for first in range(0, len(wanted), CHUNK):
         with tempfile.TemporaryDirectory() as folder:
             try_all(wanted[first : first + CHUNK], Path(folder), record["kinds"])
+        record["versions"] = machine.versions()
         RESULTS.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
         print(f"{min(first + CHUNK, len(wanted))} of {len(wanted)} tried", flush=True)
     page.write(record, COLUMNS)
 
 
 def try_all(kinds: list[str], folder: Path, found: dict) -> None:
-    """Try these types and put each one's {"columns", "versions", "date"} into `found`."""
+    """Try these types and put each one's {"columns", "date"} into `found`."""
     for kind in kinds:
         began = time.time()
         columns = tried(kind, folder / kind)
-        found[kind] = {"columns": columns, "versions": machine.versions(), "date": time.strftime("%Y-%m-%d")}
+        found[kind] = {"columns": columns, "date": time.strftime("%Y-%m-%d")}
         bad = [name for name, why in columns.items() if why]
         print(f"{kind}: {f'not {chr(44).join(bad)}' if bad else 'all'} ({time.time() - began:.0f} s)", flush=True)
     trained_ones = [kind for kind in kinds if found[kind]["columns"].get("padded") == ""]
@@ -104,7 +107,10 @@ def tried(kind: str, folder: Path) -> dict[str, str]:
 def trained(recipe: str, words: list[str], ranks: int) -> str:
     """Train; return "" or why it failed: the sentence of a refusal, else the exception."""
     program = [str(ROOT / "recipes" / f"{recipe}.py"), *words, "--gpus", str(ranks)]
-    done = conftest.run_python(program, ranks=ranks if ranks > 1 else 0, timeout=240, OMP_NUM_THREADS="1")
+    try:
+        done = conftest.run_python(program, ranks=ranks if ranks > 1 else 0, timeout=LONGEST, OMP_NUM_THREADS="1")
+    except subprocess.TimeoutExpired:
+        return f"no end within {LONGEST} s"
     if done.returncode == 0:
         return ""
     lines = [line.strip() for line in (done.stdout + "\n" + done.stderr).splitlines() if line.strip()]
@@ -126,7 +132,11 @@ def compared(run, reference, flag: str | None, bound: float | None) -> str:
 
 
 def exported(run: Path, out: Path) -> str:
-    done = conftest.run_python(["-m", "zerofit", "export", str(run), "--output_dir", str(out)], timeout=240)
+    words = ["-m", "zerofit", "export", str(run), "--output_dir", str(out)]
+    try:
+        done = conftest.run_python(words, timeout=LONGEST)
+    except subprocess.TimeoutExpired:
+        return f"no end within {LONGEST} s"
     lines = [line for line in done.stderr.splitlines() if line.strip()]
     return "" if done.returncode == 0 else (lines or ["no output"])[-1][:300]
 

@@ -3,6 +3,7 @@
 import shutil
 from pathlib import Path
 
+import image_text_models
 import torch
 from transformers import AutoConfig, AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto import modeling_auto
@@ -43,16 +44,48 @@ HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
 KEY_HEADS = ("num_key_value_heads", "n_head_kv", "num_kv_heads", "n_kv_heads")
 KINDS_OF_LAYERS = ("layer_types", "layers_block_type", "block_types", "mlp_layer_types", "no_rope_layers")
 
-# What the rules above do not find, as arguments of the configuration class.
-MAMBA = {"layer_types": ["mamba", "attention"]}
+# What the rules above do not find, as arguments of the configuration class or of its part of that name.
+MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0}
 SPECIAL = {
-    "gpt_neo": {"num_layers": 2, "attention_types": [[["global", "local"], 1]]},
-    "hunyuan_v1_dense": {"head_dim": 8}, "hunyuan_v1_moe": {"head_dim": 8}, "ministral": {"head_dim": 8},
-    "nemotron": {"head_dim": 8}, "mamba2": {"num_heads": 8, "head_dim": 8}, "dots1": {"n_routed_experts": 4},
-    "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"}, "reformer": {"is_decoder": True},
-    "granitemoehybrid": MAMBA, "bamba": {"attn_layer_indices": [1]},
+    "gpt_neo": {
+        "num_layers": 2,
+        "attention_types": [[["global", "local"], 1]],
+        "attention_layers": ["global", "local"],
+    },
+    "hunyuan_v1_dense": {"head_dim": 8},
+    "hunyuan_v1_moe": {"head_dim": 8},
+    "ministral": {"head_dim": 8},
+    "nemotron": {"head_dim": 8, "num_key_value_heads": 2},
+    "mamba2": {"num_heads": 8, "head_dim": 8},
+    "dots1": {"n_routed_experts": 4, "n_shared_experts": 1, "num_experts_per_tok": 2},
+    "deepseek_v2": {"num_experts_per_tok": 2, "topk_method": "greedy"},
+    "reformer": {"is_decoder": True, "axial_pos_embds_dim": [8, 24], "axial_pos_shape": [16, 32]},
+    "granitemoehybrid": {"layer_types": ["mamba", "attention"]},
+    "bamba": {"attn_layer_indices": [1]},
     "jamba": {"attn_layer_period": 2, "attn_layer_offset": 1, "use_mamba_kernels": False},
-}  # fmt: skip
+    "gemma3n_text": {
+        "intermediate_size": [48, 48],
+        "activation_sparsity_pattern": [0.0, 0.0],
+        "num_kv_shared_layers": 0,
+    },
+    "laguna": {"num_attention_heads_per_layer": [4, 4]},
+    "lfm2_moe": {"layer_types": ["conv", "full_attention"]},
+    "nemotron_h": {"layers_block_type": ["mamba", "attention"]},
+    "zaya": {"num_experts_per_tok": 1},
+    "xlnet": {"d_head": 8},
+    "xlstm": {"qk_dim_factor": 0.5, "v_dim_factor": 1.0, "hidden_size": 128, "embedding_dim": 128},
+    "cohere_compass_text": {"layer_types": ["sliding_attention", "full_attention"]},
+    "mistral_large4": {"kv_source_layers": [0, 1]},
+    "hunyuan_vl": {"text_config": {"head_dim": 8}},
+    "glm46v": {"text_config": {"rope_parameters": MROPE}},
+    "glm4v_moe": {"text_config": {"rope_parameters": MROPE}},
+    "glm_ocr": {"text_config": {"rope_parameters": MROPE}},
+    "glmga": {"text_config": {"rope_parameters": MROPE}},
+    "paddleocr_vl": {"text_config": {"rope_parameters": MROPE}},
+    "qwen2_vl": {"text_config": {"rope_parameters": MROPE}},
+    "granite_docling": {"vision_config": {"out_hidden_size": 32}},
+    "inkling2": {"vision_config": {"text_hidden_size": 32}},
+}
 
 
 def small(config) -> dict:
@@ -70,19 +103,31 @@ def small(config) -> dict:
             found[name] = (list(dict.fromkeys(value)) + list(value))[:2]
         elif name == "per_layer_config":
             found[name] = None
+        elif name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
+            found[name] = small_rope(value)
     ids = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
     return found | {name: number for name, number in ids.items() if name in found}
 
 
+def small_rope(found: dict) -> dict:
+    """Return rotary settings for heads of 8 numbers: all of a head rotates, in sections of 1, 1 and 2 pairs."""
+    sizes = {"mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0}
+    own = {name: small_rope(value) if isinstance(value, dict) else value for name, value in found.items()}
+    return own | {name: size for name, size in sizes.items() if name in found}
+
+
 def config_of(kind: str):
     """Return the configuration of a tiny model of a model type. Raises: whatever its class does."""
-    config = AutoConfig.for_model(kind)
-    found = small(config) | SPECIAL.get(kind, {})
+    if kind in image_text_models.KINDS:
+        return image_text_models.config_of(kind)
+    config, special = AutoConfig.for_model(kind), SPECIAL.get(kind, {})
+    found = small(config)
     for name in getattr(type(config), "sub_configs", None) or {}:
         part = getattr(config, name, None)
         if hasattr(part, "to_dict"):
-            found[name] = small(part)
-    return type(config).from_dict(found)
+            found[name] = small(part) | SPECIAL.get(part.model_type, {}) | special.get(name, {})
+    own = {name: value for name, value in special.items() if not name.endswith("_config")}
+    return type(config).from_dict(found | own)
 
 
 def loader_of(kind: str):
