@@ -135,7 +135,7 @@ Two lists follow in the file and in the terminal. One has the keys without a cou
 the nearest way. The other says what differs in meaning. What needs a GPU is written as a comment, since a machine
 without one refuses it. `make show sft CONFIG=their.zerofit.yaml` shows what a run would take from the file.
 
-Refused are jobs that nothing here trains: rewards, PPO, GRPO, KTO, distillation, images.
+Refused are jobs that nothing here trains: rewards, PPO, GRPO, distillation, images.
 
 <!-- made by docs/generate.py: edit the tables in src/zerofit/convert -->
 """
