@@ -144,6 +144,8 @@ datasets:
     type: completion
     field: text
 learning_rate: 3e-5
+lr_scheduler: rex
+max_steps: 2000
 sequence_len: 8192
 sample_packing: true
 excess_length_strategy: truncate
@@ -171,11 +173,11 @@ fsdp_config:
             "packing": True, "truncation": "truncate_right", "effective_batch_size": 8, "max_grad_norm": 0.5,
             "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
             "adam_beta2": 0.95, "weight_decay": 0.1, "zero": 3, "offload": "all", "num_train_epochs": 1,
-            "optim": "adamw_torch_fused",
+            "optim": "adamw_torch_fused", "warmup_steps": 60, "max_steps": 2000,
         },
         ranks=2,
         absent=("data_config", "columns"),
-        lost=(),
+        lost=("lr_scheduler",),
         on_gpus={"use_liger_kernel": True},
     ),
     Case(

@@ -209,6 +209,7 @@ def test_it_trains_the_same(case, tmp_path):
         ("model: {_component_: torchtune.models.llama3_2_vision.llama3_2_vision_11b}\nbatch_size: 1\n", "on text"),
         ("policy_model: {_component_: a.b}\nmodel: {_component_: a.b}\n", "PPO"),
         ("model: {_component_: torchtune.models.llama3.llama3_8b}\n", "trains nothing"),
+        ("lr_scheduler: cosine_with_warmup\nnum_warmup_steps: 9\nmodel_checkpoint: a\nmodel: b\n", "before 0.1"),
     ],
 )
 def test_a_job_that_nothing_here_trains_is_refused(text, word, tmp_path):

@@ -287,6 +287,10 @@ warmup_ratio: 0.03
         """
 model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct
 dataset_name: trl-lib/kto-mix-14k
+dataset_configs: [plain]
+train_split: train[:50%]
+max_train_samples: 100
+mtp_enabled: true
 desirable_weight: 1.33
 undesirable_weight: 1.0
 per_device_train_batch_size: 4
@@ -296,7 +300,10 @@ learning_rate: 1.0e-06
         "dpo",
         "dpo",
         {"loss_type": "kto", "beta": 0.1, "desirable_weight": 1.33, "undesirable_weight": 1.0,
-         "effective_batch_size": 8, "learning_rate": 1e-6},
+         "effective_batch_size": 8, "learning_rate": 1e-6, "data": ["trl-lib/kto-mix-14k:0.5"], "max_samples": 100,
+         "data_config": "plain"},
+        absent=("data_split",),
+        lost=("mtp_enabled",),
     ),
     Case(
         "the handbook's ORPO, known by its folder",

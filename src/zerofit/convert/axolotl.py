@@ -128,17 +128,30 @@ def _sources(done: Conversion, one: dict[str, Any]) -> list[shared.Source]:
     return [shared.Source(str(path), split, one.get("name"), columns) for path in files or [one.get("path", "")]]
 
 
+SCHEDULES = ("linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt "
+             "reduce_lr_on_plateau cosine_with_min_lr warmup_stable_decay").split()  # fmt: skip
+
+
+def _warmup(done: Conversion) -> None:
+    """Convert the warm-up, whose default is 3 % of all steps and at most 100."""
+    if all(done.given.get(key) is None for key in ("warmup_steps", "warmup_ratio")):
+        if (count := number(done.given.get("max_steps") or 0)) > 0:
+            shared.warmup(done, min(int(0.03 * count), 100))
+            return
+        done.differ("warm-up: axolotl's default is 3 % of the steps and at most 100: from 3,334 steps on write "
+                    "warmup_steps: 100.")  # fmt: skip
+    shared.warmup(done, 0.03)
+
+
 def _schedule(done: Conversion) -> None:
     """Convert optimizer, epochs, warm-up and the schedule with its smallest rate."""
     given = done.take("optimizer")
     shared.optimizer(done, "optimizer" if given else None, given)
     shared.steps(done, done.named("num_epochs", 1.0))
-    if all(done.given.get(key) is None for key in ("warmup_steps", "warmup_ratio")):
-        done.differ("warm-up: axolotl's default is 3 % of the steps and at most 100; the limit is not written.")
-    shared.warmup(done, 0.03)
+    _warmup(done)
     kind, smallest = done.take("lr_scheduler", "cosine"), done.take("cosine_min_lr_ratio")
     origin = "lr_scheduler" if "lr_scheduler" in done.given else None
-    if kind in ("one_cycle", "rex"):
+    if kind not in SCHEDULES:
         done.lose("lr_scheduler", f"no schedule {kind} here, cosine is written instead")
         kind = "cosine"
     if smallest and kind == "cosine":
@@ -336,8 +349,10 @@ KIT = Kit(
         ),
         "LoRA's layers and ranks are the same everywhere": (
             "peft_layers_to_transform peft_layers_pattern lora_rank_pattern lora_alpha_pattern "
-            "lora_fan_in_fan_out peft unfrozen_parameters"
+            "lora_fan_in_fan_out peft"
         ),
+        "all weights of the language model train": "unfrozen_parameters",
+        "packing: true packs, as sample_packing did": "max_packed_sequence_len",
         "repeated rows are counted by zerofit data and limited by max_duplicate_fraction": (
             "dataset_exact_deduplication"
         ),
@@ -365,7 +380,7 @@ KIT = Kit(
         "weights of data sets: data: [a.jsonl:2]": "shuffle_merged_datasets shuffle_before_merging_datasets",
         "not needed here": (
             "strict ddp* local_rank debug device_map xformers_attention s2_attention use_otel_metrics otel_* "
-            "low_cpu_mem_usage max_packed_sequence_len save_safetensors save_first_step include_tkps is_preprocess "
+            "low_cpu_mem_usage save_safetensors save_first_step include_tkps is_preprocess "
             "gc_steps save_only_model dataset_keep_in_memory include_tokens_per_second heads_k_stride "
             "ring_attn_func trl vllm push_dataset_to_hub total_num_tokens"
         ),

@@ -24,6 +24,8 @@ SETS: dict[str, tuple[str | None, bool, dict[str, str]]] = {
     "preference_dataset": (None, False, {}),
 }  # fmt: skip
 
+FLAT = ("model_checkpoint", "tokenizer_checkpoint", "num_warmup_steps", "lora_checkpoint")  # of 0.0, without sections
+
 CLASSES = {
     "AlpacaDataset": "alpaca_dataset",
     "SamsumDataset": "samsum_dataset",
@@ -40,6 +42,8 @@ OPTIMIZERS = {"AdamW": "adamw_torch", "Adam": "adamw_torch", "AdamW8bit": "adamw
 
 def _recipe(done: Conversion) -> None:
     """Choose the recipe: by the loss (DPO), and by the model's builder (lora_..., qlora_...)."""
+    if key := next((key for key in FLAT if key in done.given), None):
+        done.refuse(key, "is of torchtune before 0.1, whose files have no sections and are not read here")
     model, loss = str(done.take("model._component_", "")), str(done.take("loss._component_", ""))
     for key, what in (("teacher_model._component_", "distillation"), ("quantizer._component_", "quantized training"),
                       ("policy_model._component_", "PPO"), ("tasks", "evaluation")):  # fmt: skip
@@ -237,7 +241,7 @@ KIT = Kit(
     version="0.6.1",
     marks=(
         "model._component_", "tokenizer._component_", "checkpointer._component_", "dataset._component_",
-        "optimizer._component_", "metric_logger._component_", "loss._component_",
+        "optimizer._component_", "metric_logger._component_", "loss._component_", *FLAT,
     ),
     keys={
         "output_dir": Key("output_dir"),

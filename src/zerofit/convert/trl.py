@@ -119,7 +119,9 @@ def _listed(done: Conversion) -> tuple[str, list[shared.Source]]:
             for path, weight in mixer.items()
         ]
     name = done.take("dataset_name")
-    split, config = done.take("dataset_train_split"), done.take("dataset_config")
+    split, config = done.first("dataset_train_split", "train_split")[1], done.take("dataset_config")
+    if name and not config:  # the handbook's and open-r1's spelling, a list
+        config = next(iter(words(done.take("dataset_configs", []))), None)
     done.unread -= {"dataset_test_split"}  # a hub set's own eval split is used by itself
     return "dataset_name", [shared.Source(name, split, config)] if name else []
 
@@ -215,6 +217,7 @@ KEYS = {key: value for key, value in shared.TRAINING.items() if key != "learning
     "use_rslora": Key("use_rslora", values={False: None}),
     "dataset_num_proc": Key("preprocessing_num_workers"),
     "preprocessing_num_workers": Key("preprocessing_num_workers"),
+    "max_train_samples": Key("max_samples"),
     "dataset_streaming": Key("streaming", values={False: None}),
     "gradient_checkpointing": Key("gradient_checkpointing"),
 }
@@ -244,6 +247,7 @@ LOST = shared.NO_COUNTERPART | {
         "callbacks benchmarks push_to_hub_revision overwrite_hub_revision"
     ),
     "the system turn is a turn of the rows": "system_prompt",
+    "no method of this kind": "mtp_*",
 }
 
 RULES = (
