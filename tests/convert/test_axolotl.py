@@ -144,6 +144,8 @@ datasets:
     type: completion
     field: text
 learning_rate: 3e-5
+lr_scheduler: rex
+max_steps: 2000
 sequence_len: 8192
 sample_packing: true
 excess_length_strategy: truncate
@@ -171,12 +173,68 @@ fsdp_config:
             "packing": True, "truncation": "truncate_right", "effective_batch_size": 8, "max_grad_norm": 0.5,
             "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
             "adam_beta2": 0.95, "weight_decay": 0.1, "zero": 3, "offload": "all", "num_train_epochs": 1,
-            "optim": "adamw_torch_fused",
+            "optim": "adamw_torch_fused", "warmup_steps": 60, "max_steps": 2000,
         },
         ranks=2,
         absent=("data_config", "columns"),
-        lost=(),
+        lost=("lr_scheduler",),
         on_gpus={"use_liger_kernel": True},
+    ),
+    Case(
+        "LoRA on the experts too, a part of a split, several GPUs a row",
+        """
+base_model: Qwen/Qwen3-30B-A3B
+plugins: [axolotl.integrations.kernels.KernelsPlugin]
+use_sonicmoe: true
+nvfp4_merge_aware: true
+chat_template_jinja: "{{ messages[0]['content'] }}"
+datasets:
+  - path: mlabonne/FineTome-100k
+    type: chat_template
+    split: train[10%:30%]
+sequence_len: 32768
+adapter: lora
+lora_r: 16
+lora_alpha: 32
+lora_target_modules: [q_proj, v_proj]
+lora_target_parameters: [experts.gate_up_proj, experts.down_proj]
+context_parallel: {size: 4, backend: auto}
+micro_batch_size: 2
+gradient_accumulation_steps: 3
+learning_rate: 1e-5
+warmup_steps: 10
+adam_eps: 1e-9
+lr_quadratic_warmup: true
+use_dynamic_finetuning: true
+cls_model_config: AutoConfig
+""",
+        "lora",
+        "lora GPUS=4",
+        {
+            "data": ["mlabonne/FineTome-100k:0.2"], "sp_size": 4, "effective_batch_size": 12, "max_length": 32768,
+            "lora_target_modules": ["q_proj", "v_proj"], "chat_template": "ours.jinja", "adam_epsilon": 1e-8,
+            "adapter_config": ["target_parameters=[experts.gate_up_proj, experts.down_proj]"],
+        },
+        ranks=8,
+        absent=("data_split", "max_samples"),
+        lost=("plugins: axolotl.integrations.kernels.KernelsPlugin", "adam_eps", "lr_quadratic_warmup",
+              "use_dynamic_finetuning", "cls_model_config", "nvfp4_merge_aware"),
+    ),
+    Case(
+        "a layer over all GPUs",
+        """
+base_model: NousResearch/Meta-Llama-3.1-8B
+datasets: [{path: a.jsonl, split: "train[:500]"}]
+tensor_parallel: 'auto'
+micro_batch_size: 1
+gradient_accumulation_steps: 8
+learning_rate: 2e-5
+""",
+        "sft",
+        "sft GPUS=4",
+        {"tp_size": 4, "effective_batch_size": 8, "max_samples": 500},
+        ranks=4,
+        gpus=4,
     ),
     Case(
         "ORPO",

@@ -10,7 +10,7 @@ from zerofit.base.errors import UserError
 from zerofit.cli import LIGHT, USAGE, VERBS
 from zerofit.commands import convert
 from zerofit.config import parse, synonyms
-from zerofit.convert import kits
+from zerofit.convert import kits, page
 from zerofit.convert.conversion import Conversion, number
 from zerofit.convert.page import written
 
@@ -55,6 +55,34 @@ def test_the_file_and_the_terminal_say_the_same(theirs, tmp_path, capsys):
         assert f"\n# {line}" in text and f"\n  {line}" in said
     assert "group_by_length" not in text  # it is off, and off here
     assert said.endswith("next: make lora CONFIG=qlora.zerofit.yaml\n")
+
+
+def test_a_template_becomes_a_file_beside_the_converted_one(theirs, tmp_path, capsys):
+    theirs.write_text(
+        QLORA + 'chat_template: jinja\nchat_template_jinja: "{% for m in messages %}\\n{{ m }}{% endfor %}"\n'
+    )
+    (tmp_path / "sub").mkdir()
+    convert.main([str(theirs), "--output", "sub/mine.yaml"])
+    assert yaml.safe_load((tmp_path / "sub" / "mine.yaml").read_text())["chat_template"] == "sub/mine.jinja"
+    assert (tmp_path / "sub" / "mine.jinja").read_text() == "{% for m in messages %}\n{{ m }}{% endfor %}\n"
+    (tmp_path / "qlora.zerofit.jinja").write_text("mine")
+    with pytest.raises(UserError, match=r"qlora\.zerofit\.jinja: is there already"):
+        convert.main([str(theirs)])
+    assert not (tmp_path / "qlora.zerofit.yaml").exists()
+    capsys.readouterr()
+    convert.main([str(theirs), "--output", "-"])
+    assert "chat_template_jinja: {% for m in messages %}" in capsys.readouterr().out
+
+
+def test_keys_of_a_section_are_one_line(tmp_path):
+    file = tmp_path / "tune.yaml"
+    file.write_text(
+        "model: {_component_: torchtune.models.llama3.llama3_8b}\ndataset: {_component_: torchtune.datasets.x}"
+        "\noptimizer: {_component_: torch.optim.AdamW}\nprofiler: {enabled: false, cpu: true, cuda: true}\n"
+    )
+    done = convert.of_files([str(file)])
+    lines = [line for line in page.text(done, "make sft").splitlines() if "profiler" in line]
+    assert lines == ["# - profiler: cpu, cuda -- memory_report: true records a step"]
 
 
 def test_the_terminal_alone(theirs, tmp_path, capsys):

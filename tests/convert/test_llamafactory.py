@@ -187,6 +187,40 @@ lr_scheduler_type: cosine
         absent=("train_on",),
     ),
     Case(
+        "several GPUs a row, on Gaudi, with keys that forks have added",
+        """
+model_name_or_path: Qwen/Qwen3-8B
+stage: sft
+finetuning_type: full
+dataset: traces
+template: qwen
+cutoff_len: 196608
+attn: fa2
+use_liger_kernel: true
+rope_scaling: linear
+sequence_parallel_size: 4
+sequence_parallel_mode: deepspeed-alst
+alst_ulysses_degree: 4
+pad_to_multiple_of: 64
+include_mfu: true
+enable_qat: true
+qat_group_size: 32
+use_habana: true
+dataset_concatenation: true
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 4
+label_smoothing_factor: 0.05
+""",
+        "sft",
+        "sft GPUS=4",
+        {"sp_size": 4, "effective_batch_size": 8, "packing": True, "max_length": 196608,
+         "label_smoothing_factor": 0.05, "chat_template": "qwen2.5"},
+        ranks=8,
+        lost=("rope_scaling", "sequence_parallel_mode", "alst_ulysses_degree", "pad_to_multiple_of", "include_mfu",
+              "enable_qat", "qat_group_size", "use_habana"),
+        on_gpus={"attn_implementation": "flash_attention_2", "use_liger_kernel": True},
+    ),
+    Case(
         "further pretraining",
         """
 model_name_or_path: Qwen/Qwen2.5-0.5B
@@ -228,6 +262,7 @@ def test_names_of_data_sets_are_looked_up(tmp_path):
     file.write_text("stage: sft\nfinetuning_type: lora\nmodel_name_or_path: a/b\ndataset: hubs\n")
     lines = convert.of_files([str(file)]).lines
     assert lines["data"].value == ["org/set"] and lines["data_config"].value == "en"
+    assert lines["max_samples"].value == 1000 and "data_split" not in lines
 
 
 @pytest.mark.bad_input

@@ -74,6 +74,22 @@ deepspeed: zero2_offload
         on_gpus={"use_liger_kernel": True},
     ),
     Case(
+        "no length: a row too long ends the run",
+        """
+model: Qwen/Qwen2.5-7B-Instruct
+train_type: lora
+target_modules: [q_proj, k_proj, v_proj, o_proj]
+dataset: rows.jsonl
+per_device_train_batch_size: 1
+gradient_accumulation_steps: 8
+""",
+        "lora",
+        "lora",
+        {"truncation": "error", "effective_batch_size": 8, "lora_r": 8,
+         "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"]},
+        absent=("max_length",),
+    ),
+    Case(
         "the batch left out on 8 GPUs",
         "model: Qwen/Qwen3-8B\ntuner_type: lora\ndataset: a.jsonl\nmax_length: 1024\nper_device_train_batch_size: 4\n",
         "lora",

@@ -129,7 +129,7 @@ epochs: 2
         "lora",
         {"load_in_4bit": True, "use_dora": True, "lora_r": 16, "lora_alpha": 32, "optim": "adamw_8bit",
          "lora_target_modules": ["q_proj", "k_proj"], "columns": ["prompt=question", "completion=answer"],
-         "effective_batch_size": 4, "weight_decay": 0.01},
+         "effective_batch_size": 4, "weight_decay": 0.01, "data": ["org/tasks:0.1"]},
         on_gpus={"optim": "paged_adamw_8bit"},
     ),
     Case(
@@ -156,6 +156,25 @@ gradient_accumulation_steps: 8
         {"adapter": "lora", "beta": 0.2, "label_smoothing": 0.1, "loss_type": "sigmoid", "effective_batch_size": 64,
          "data": ["lvwerra/stack-exchange-paired"], "lora_target_modules": ["q_proj", "v_proj"],
          "columns": ["prompt=question", "chosen=response_j", "rejected=response_k"], "learning_rate": 5e-4},
+        ranks=2,
+    ),
+    Case(
+        "an early version, no length: a row too long ends the run, SGD without decay",
+        """
+model: {_component_: torchtune.models.llama2.llama2_7b}
+dataset: {_component_: torchtune.datasets.AlpacaDataset, train_on_input: True}
+batch_size: 2
+epochs: 3
+optimizer: {_component_: torch.optim.SGD, lr: 2e-5}
+run_generation: 1
+enable_fsdp: True
+cpu_offload: True
+""" + REST.replace("max_seq_len: 4096", "max_seq_len: null"),
+        "sft",
+        "sft",
+        {"data": ["tatsu-lab/alpaca"], "train_on": "all", "truncation": "error", "optim": "sgd", "weight_decay": 0.0,
+         "zero": 3, "offload": "all", "effective_batch_size": 4, "num_train_epochs": 3},
+        absent=("max_length",),
         ranks=2,
     ),
     Case(
@@ -190,6 +209,7 @@ def test_it_trains_the_same(case, tmp_path):
         ("model: {_component_: torchtune.models.llama3_2_vision.llama3_2_vision_11b}\nbatch_size: 1\n", "on text"),
         ("policy_model: {_component_: a.b}\nmodel: {_component_: a.b}\n", "PPO"),
         ("model: {_component_: torchtune.models.llama3.llama3_8b}\n", "trains nothing"),
+        ("lr_scheduler: cosine_with_warmup\nnum_warmup_steps: 9\nmodel_checkpoint: a\nmodel: b\n", "before 0.1"),
     ],
 )
 def test_a_job_that_nothing_here_trains_is_refused(text, word, tmp_path):

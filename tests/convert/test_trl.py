@@ -161,11 +161,12 @@ warmup_ratio: 0.1
             "effective_batch_size": 128, "num_train_epochs": 1, "max_length": 2048, "warmup_steps": 0.1,
             "lr_scheduler_type": "cosine", "learning_rate": 2e-5, "save_steps": 100, "save_total_limit": 1,
             "train_on": "all", "push_to_hub": True, "hub_strategy": "every_save", "logging_steps": 5,
+            "packing": True, "chat_template": "ours.jinja",
         },
         ranks=8,
         gpus=8,
         file="recipes/zephyr/sft/config_full.yaml",
-        lost=("chat_template", "report_to", "gradient_checkpointing_kwargs"),
+        lost=("report_to", "gradient_checkpointing_kwargs"),
         on_gpus={"attn_implementation": "flash_attention_2"},
     ),
     Case(
@@ -236,10 +237,60 @@ num_train_epochs: 1
          "lora_target_modules": ["q_proj", "k_proj", "v_proj", "o_proj"], "data_split": "train_sft"},
     ),
     Case(
+        "open-r1's SFT on a mixture, with a count of rows to evaluate on and jobs that follow",
+        """
+model_name_or_path: Qwen/Qwen2.5-Math-7B
+attn_implementation: flash_attention_2
+dataset_mixture:
+  datasets:
+    - id: org/maths
+      config: all
+      split: train[:25%]
+      columns: [messages]
+      weight: 1.0
+    - id: org/code
+      config: cpp
+      split: train
+      columns: [messages]
+      weight: 0.5
+  test_split_size: 1000
+  seed: 0
+system_prompt: Think first.
+eos_token: <|im_end|>
+callbacks: [push_to_hub_revision]
+benchmarks: [aime24]
+eval_strategy: epoch
+gradient_accumulation_steps: 8
+lr_scheduler_type: cosine_with_min_lr
+lr_scheduler_kwargs: {min_lr_rate: 0.1}
+packing: false
+max_grad_norm: 0.2
+max_length: 32768
+num_train_epochs: 5
+per_device_train_batch_size: 2
+use_liger: true
+warmup_ratio: 0.03
+""",
+        "sft",
+        "sft",
+        {
+            "data": ['{"path": "org/maths", "config": "all", "weight": "0.25"}',
+                     '{"path": "org/code", "config": "cpp", "weight": "0.5"}'],
+            "eval_strategy": "no", "effective_batch_size": 16, "packing": False, "max_length": 32768,
+            "lr_scheduler_type": "cosine_with_min_lr", "lr_scheduler_kwargs": {"min_lr_rate": 0.1},
+        },
+        lost=("eval_strategy", "dataset_mixture: test_split_size", "callbacks", "benchmarks", "system_prompt"),
+        on_gpus={"attn_implementation": "flash_attention_2", "use_liger_kernel": True},
+    ),
+    Case(
         "KTO, known by its keys",
         """
 model_name_or_path: Qwen/Qwen2.5-0.5B-Instruct
 dataset_name: trl-lib/kto-mix-14k
+dataset_configs: [plain]
+train_split: train[:50%]
+max_train_samples: 100
+mtp_enabled: true
 desirable_weight: 1.33
 undesirable_weight: 1.0
 per_device_train_batch_size: 4
@@ -249,7 +300,10 @@ learning_rate: 1.0e-06
         "dpo",
         "dpo",
         {"loss_type": "kto", "beta": 0.1, "desirable_weight": 1.33, "undesirable_weight": 1.0,
-         "effective_batch_size": 8, "learning_rate": 1e-6},
+         "effective_batch_size": 8, "learning_rate": 1e-6, "data": ["trl-lib/kto-mix-14k:0.5"], "max_samples": 100,
+         "data_config": "plain"},
+        absent=("data_split",),
+        lost=("mtp_enabled",),
     ),
     Case(
         "the handbook's ORPO, known by its folder",
@@ -265,6 +319,7 @@ max_prompt_length: 1792
 num_train_epochs: 3
 optim: adamw_bnb_8bit
 per_device_train_batch_size: 4
+use_flash_attention_2: true
 warmup_steps: 100
 """,
         "dpo",
@@ -272,6 +327,8 @@ warmup_steps: 100
         {"loss_type": "orpo", "beta": 0.05, "lr_scheduler_type": "inverse_sqrt", "optim": "adamw_8bit",
          "warmup_steps": 100, "effective_batch_size": 4},
         file="recipes/zephyr-141b/orpo/config_full.yaml",
+        absent=("packing",),
+        on_gpus={"attn_implementation": "flash_attention_2"},
     ),
 ]  # fmt: skip
 

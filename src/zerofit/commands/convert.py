@@ -37,20 +37,46 @@ def main(argv: list[str]) -> None:
     files = [part for word in args.files for part in ([word] if Path(word).exists() else word.split() or [word])]
     done = of_files(files, args.kit, args.recipe, args.gpus)
     output = args.output or f"{done.file.stem}.zerofit.yaml"
+    beside = name_texts(done, output)
     command = _command(done, "FILE" if output == "-" else output)
     text = page.text(done, command)
     check(done, text)
     if output == "-":
         print(text, end="")
         return
-    try:
-        with Path(output).expanduser().open("x", encoding="utf-8") as file:
-            file.write(text)
-    except FileExistsError:
-        raise UserError(f"{output}: is there already; remove it, or name another with --output.") from None
-    except OSError as error:
-        raise UserError(f"{output}: cannot be written: {error.strerror}.") from None
+    _write({output: text} | beside)
     print(page.summary(done, output, command))
+
+
+def name_texts(done: Conversion, output: str) -> dict[str, str]:
+    """Name the files beside the output for the texts that arguments take from a file; return {file: text}.
+
+    In the terminal (`-`) they are listed as without a counterpart.
+    """
+    files = {}
+    for name, (key, text) in done.texts.items():
+        if output == "-":
+            done.lose(key, f"write its text to a file and name it: {name}: FILE.jinja")
+            continue
+        file = str(Path(output).with_suffix(".jinja"))
+        files[file] = text if text.endswith("\n") else f"{text}\n"
+        done.put(name, file, f"{key}, whose text is in that file")
+    return files
+
+
+def _write(files: dict[str, str]) -> None:
+    """Write new files, all or, where one is there already, none.
+
+    Raises: UserError for one that is there already or cannot be written.
+    """
+    for name in files:
+        if Path(name).expanduser().exists():
+            raise UserError(f"{name}: is there already; remove it, or name another with --output.")
+    for name, content in files.items():
+        try:
+            Path(name).expanduser().write_text(content, encoding="utf-8")
+        except OSError as error:
+            raise UserError(f"{name}: cannot be written: {error.strerror}.") from None
 
 
 def of_files(files: list[str], kit: str = "", recipe: str = "", gpus: int | None = None) -> Conversion:

@@ -4,7 +4,7 @@ from typing import Any
 
 from zerofit.convert import sharding, shared
 from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, number, words
-from zerofit.convert.templates import arguments, template
+from zerofit.convert.templates import arguments, file_or_text, template
 
 PREFERENCE = {"dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
 
@@ -64,6 +64,7 @@ def _adapter(done: Conversion) -> None:
         done.put("lora_target_modules", ["all-linear"], "lora_target_linear")
     elif named:
         shared.targets(done, "lora_target_modules", named, None)
+    shared.parameters(done)
     for theirs, ours in (
         ("lora_modules_to_save", "modules_to_save"),
         ("peft_use_dora", "use_dora"),
@@ -122,12 +123,24 @@ def _sources(done: Conversion, one: dict[str, Any]) -> list[shared.Source]:
             done.lose(f"datasets: {one.get('path')}: {name}", "rows are read by their columns (docs/data.md)")
     if one.get("chat_template") and not done.given.get("chat_template"):
         template(done, "datasets: chat_template", one["chat_template"])
-    split = one.get("split")
-    if split and "[" in str(split):
-        done.differ(f"datasets: split {split}: a part of a split; max_samples takes the first rows of all sets.")
-        split = str(split).partition("[")[0]
+    split = str(one["split"]) if one.get("split") else None
     files = words(one["data_files"]) if one.get("data_files") else []
     return [shared.Source(str(path), split, one.get("name"), columns) for path in files or [one.get("path", "")]]
+
+
+SCHEDULES = ("linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt "
+             "reduce_lr_on_plateau cosine_with_min_lr warmup_stable_decay").split()  # fmt: skip
+
+
+def _warmup(done: Conversion) -> None:
+    """Convert the warm-up, whose default is 3 % of all steps and at most 100."""
+    if all(done.given.get(key) is None for key in ("warmup_steps", "warmup_ratio")):
+        if (count := number(done.given.get("max_steps") or 0)) > 0:
+            shared.warmup(done, min(int(0.03 * count), 100))
+            return
+        done.differ("warm-up: axolotl's default is 3 % of the steps and at most 100: from 3,334 steps on write "
+                    "warmup_steps: 100.")  # fmt: skip
+    shared.warmup(done, 0.03)
 
 
 def _schedule(done: Conversion) -> None:
@@ -135,12 +148,10 @@ def _schedule(done: Conversion) -> None:
     given = done.take("optimizer")
     shared.optimizer(done, "optimizer" if given else None, given)
     shared.steps(done, done.named("num_epochs", 1.0))
-    if all(done.given.get(key) is None for key in ("warmup_steps", "warmup_ratio")):
-        done.differ("warm-up: axolotl's default is 3 % of the steps and at most 100; the limit is not written.")
-    shared.warmup(done, 0.03)
+    _warmup(done)
     kind, smallest = done.take("lr_scheduler", "cosine"), done.take("cosine_min_lr_ratio")
     origin = "lr_scheduler" if "lr_scheduler" in done.given else None
-    if kind in ("one_cycle", "rex"):
+    if kind not in SCHEDULES:
         done.lose("lr_scheduler", f"no schedule {kind} here, cosine is written instead")
         kind = "cosine"
     if smallest and kind == "cosine":
@@ -156,12 +167,15 @@ def _batch(done: Conversion) -> None:
     accumulation = done.take("gradient_accumulation_steps")
     if whole and not accumulation:
         accumulation = max(1, number(whole) // number(micro or 1))
-    key, size = done.first("context_parallel_size", "sequence_parallel_degree")
+    key, size = done.first("context_parallel_size", "sequence_parallel_degree", "context_parallel")
+    size = number(size.get("size", 1)) if isinstance(size, dict) else size
     if size and size > 1:
         done.put("sp_size", size, key)
         done.differ(f"{key}: heads are exchanged (Ulysses), not a ring: it must divide the model's attention heads.")
-    if (width := done.take("tensor_parallel_size", 1)) > 1:
-        done.put("tp_size", width, "tensor_parallel_size")
+    if (width := _tensor_parallel(done)) > 1:
+        done.put(
+            "tp_size", width, "tensor_parallel_size" if "tensor_parallel_size" in done.given else "tensor_parallel"
+        )
         if done.lines.pop("sp_size", None):
             done.lose(str(key), "rows are split over GPUs or layers are, not both: tp_size is written")
     shared.batch(
@@ -169,6 +183,14 @@ def _batch(done: Conversion) -> None:
         ("micro_batch_size" if micro else None, micro, 1),
         ("gradient_accumulation_steps" if accumulation else None, accumulation, 1),
     )
+
+
+def _tensor_parallel(done: Conversion) -> int:
+    """Return over how many GPUs a layer is split; `tensor_parallel: auto` means all of the job."""
+    whole, width = done.take("tensor_parallel"), done.take("tensor_parallel_size", 1)
+    if whole and not done.gpus:
+        done.lose("tensor_parallel", "over all GPUs, which share each row: give their number, --gpus N, for tp_size")
+    return done.gpus if whole and done.gpus else width
 
 
 def _times(done: Conversion) -> None:
@@ -231,10 +253,7 @@ def _machine(done: Conversion) -> None:
 def _template(done: Conversion) -> None:
     value, text = done.take("chat_template"), done.take("chat_template_jinja")
     if value == "jinja" or text:
-        if text and str(text).endswith((".jinja", ".j2")):
-            done.put("chat_template", text, "chat_template_jinja")
-        else:
-            done.lose("chat_template_jinja", "write its text to a file and name it: chat_template: FILE.jinja")
+        file_or_text(done, "chat_template_jinja", text)
     else:
         template(done, "chat_template", str(value).removeprefix("tokenizer_default_fallback_") if value else None)
     arguments(done, "chat_template_kwargs", done.take("chat_template_kwargs"))
@@ -257,7 +276,8 @@ KIT = Kit(
         "sequence_len": Key("max_length", default=512),
         "excess_length_strategy": Key("truncation", default="drop",
                                       values={"truncate": "truncate_right", "raise": "error"}),
-        "sample_packing": Key("packing", default=False),
+        "sample_packing": Key("packing", default=False, note="as many packs of sequence_len tokens as the micro batch "
+                              "has rows; there bins of micro_batch_size x sequence_len"),
         "pretraining_sample_concatenation": Key("packing"),
         "tokens": Key("new_tokens"),
         "learning_rate": Key("learning_rate"),
@@ -329,18 +349,21 @@ KIT = Kit(
         ),
         "LoRA's layers and ranks are the same everywhere": (
             "peft_layers_to_transform peft_layers_pattern lora_rank_pattern lora_alpha_pattern "
-            "lora_target_parameters lora_fan_in_fan_out peft unfrozen_parameters"
+            "lora_fan_in_fan_out peft"
         ),
+        "all weights of the language model train": "unfrozen_parameters",
+        "packing: true packs, as sample_packing did": "max_packed_sequence_len",
         "repeated rows are counted by zerofit data and limited by max_duplicate_fraction": (
             "dataset_exact_deduplication"
         ),
         "one learning rate for all weights (loraplus_lr_ratio aside); optim_args as text: a=1,b=2": (
-            "embedding_lr* lr_groups optim_args optim_target_modules lr_quadratic_warmup cosine_constant_lr_ratio "
-            "eta_min adam_eps loraplus_lr_embedding"
+            "embedding_lr* lr_groups optim_args optim_target_modules eta_min loraplus_lr_embedding"
         ),
+        "the rate rises in a straight line, and falls to the end": "lr_quadratic_warmup cosine_constant_lr_ratio",
+        "axolotl reads adam_epsilon": "adam_eps",
         "no method of this kind": (
             "qat quantization gptq fp8* relora* lisa_* use_onebitllms jagged_restart_* use_pose pose_* use_eaft "
-            "eaft_* llmcompressor"
+            "eaft_* llmcompressor use_dynamic_finetuning nvfp4_* torchdistx_path gptq_*"
         ),
         "zero: 3 shards experts and all other weights": (
             "expert_parallel_* dp_shard_size dp_replicate_size quantize_moe_experts use_scattermoe use_sonicmoe "
@@ -348,7 +371,7 @@ KIT = Kit(
         ),
         "the model's config.json decides": (
             "model_config model_quantization_config* bnb_config_kwargs ple_cpu_offload base_model_ignore_patterns "
-            "tokenizer_use_mistral_common experimental_skip_move_to_device"
+            "tokenizer_use_mistral_common experimental_skip_move_to_device cls_model_config"
         ),
         "images are not trained": (
             "skip_prepare_dataset remove_unused_columns image_size image_resize_algorithm freeze_mm_modules"
@@ -357,14 +380,12 @@ KIT = Kit(
         "weights of data sets: data: [a.jsonl:2]": "shuffle_merged_datasets shuffle_before_merging_datasets",
         "not needed here": (
             "strict ddp* local_rank debug device_map xformers_attention s2_attention use_otel_metrics otel_* "
-            "low_cpu_mem_usage max_packed_sequence_len save_safetensors save_first_step include_tkps is_preprocess "
+            "low_cpu_mem_usage save_safetensors save_first_step include_tkps is_preprocess "
             "gc_steps save_only_model dataset_keep_in_memory include_tokens_per_second heads_k_stride "
-            "ring_attn_func trl vllm"
+            "ring_attn_func trl vllm push_dataset_to_hub total_num_tokens"
         ),
     },
     meaning=(
-        "packing: bins of micro_batch_size x sequence_len tokens there; here as many packs of max_length tokens as the "
-        "micro batch has, so a step has as many tokens.",
         "loss: mean over the trained tokens of the whole step on all GPUs; axolotl averages the GPUs' means.",
     ),
 )  # fmt: skip

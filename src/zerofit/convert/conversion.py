@@ -89,6 +89,7 @@ class Conversion:
         self.on_gpus: dict[str, Line] = {}  # what a machine without a GPU would refuse
         self.lost: dict[str, str] = {}
         self.differs: list[str] = []
+        self.texts: dict[str, tuple[str, str]] = {}  # argument -> (their key, the text of a file that it names)
         self.unread = {key for key, value in self.given.items() if value is not None}
 
     def take(self, key: str, default: Any = None) -> Any:
@@ -164,7 +165,7 @@ def _direct(done: Conversion, theirs: str, key: Key) -> None:
         if value is None:
             return
     done.put(key.ours, value, origin)
-    if key.note and origin:
+    if key.note and origin and value:
         done.differ(f"{theirs}: {key.note}.")
 
 

@@ -140,6 +140,10 @@ def _source(done: Conversion, name: str, entry: dict | None, folder: str) -> sha
 
 def _training(done: Conversion) -> None:
     """Convert batch, epochs, warm-up, evaluation, saving and the optimizer."""
+    key, size = done.first("sequence_parallel_size", "context_parallel_size")
+    if size and number(size) > 1:
+        done.put("sp_size", size, key)
+        done.differ(f"{key}: heads are exchanged (Ulysses), not a ring: it must divide the model's attention heads.")
     shared.batch(
         done,
         done.named("per_device_train_batch_size", 8),
@@ -161,10 +165,10 @@ def _training(done: Conversion) -> None:
 
 
 def _packing(done: Conversion) -> None:
-    neat, packing = done.take("neat_packing"), done.take("packing")
+    neat, (key, packing) = done.take("neat_packing"), done.first("packing", "dataset_concatenation")
     is_text = done.given.get("stage") == "pt"
     on = bool(neat or (is_text if packing is None else packing))
-    done.put("packing", on, "neat_packing" if neat else "packing" if packing is not None else None)
+    done.put("packing", on, "neat_packing" if neat else key)
     if on and not neat:
         done.differ(
             "packing: rows of a pack do not see each other here, as with neat_packing; LLaMA-Factory's do without it"
@@ -176,8 +180,10 @@ def _machine(done: Conversion) -> None:
     """Convert precision, attention, kernels, sharding and trackers."""
     shared.precision(done)
     shared.tf32(done)
-    shared.attention(done, "flash_attn", done.take("flash_attn"))
+    key, value = done.first("flash_attn", "attn")
+    shared.attention(done, str(key), value)
     shared.liger(done, "enable_liger_kernel")
+    shared.liger(done, "use_liger_kernel")
     sharding.deepspeed(done, "deepspeed")
     sharding.fsdp(done, "fsdp", "fsdp_config")
     shared.report(done, "report_to", words(done.take("report_to", [])))
@@ -231,6 +237,7 @@ KIT = Kit(
         Rule("packing neat_packing", "packing", _packing, "rows of a pack never see each other"),
         Rule("template enable_thinking", "chat_template, chat_template_kwargs"),
         Rule("deepspeed fsdp", "zero, offload", note=sharding.FSDP_NOTE),
+        Rule("sequence_parallel_size", "sp_size", note="heads are exchanged (Ulysses), not a ring"),
         Rule("bf16 fp16 flash_attn enable_liger_kernel report_to disable_gradient_checkpointing",
              "bf16, fp16, attn_implementation, use_liger_kernel, report_to", _machine),
         Rule(shared.SAME, "the same"),
@@ -242,7 +249,14 @@ KIT = Kit(
         "the recipe trains; rows to evaluate on are eval_data or eval_fraction": (
             "do_train do_eval do_predict predict_with_generate compute_accuracy eval_on_each_dataset eval_num_beams"
         ),
-        "the position embeddings are the model's own": "rope_scaling shift_attn mixture_of_depths",
+        "the position embeddings are the model's own: rope_parameters in its config.json": "rope_scaling",
+        "sp_size exchanges heads (Ulysses); tiled_mlp: auto computes the MLP in parts": "sequence_parallel_* alst_*",
+        "rows are padded to the longest of a batch, or not at all (padding_free)": "pad_to_multiple_of",
+        "report.html and metrics.jsonl have the speed of each run": "include_mfu",
+        "of Gaudi: the kernels and the precision of GPUs are chosen here": (
+            "use_habana use_lazy_mode use_hpu_graphs* gaudi_config_name throughput_warmup_steps use_flash_attention "
+            "flash_attention_* attn_softmax_bf16 pipelining_fwd_bwd"
+        ),
         "galore_adamw and apollo_adamw are optimizers here, with optim_args: rank=16": (
             "use_galore galore_* use_apollo apollo_*"
         ),
@@ -254,7 +268,7 @@ KIT = Kit(
         "no optimizer or method of this kind": (
             "use_badam badam_* use_adam_mini use_llama_pro freeze_trainable_* freeze_extra_modules use_dft_loss "
             "use_asft_loss asft_alpha use_eaft_loss eaft_alpha use_kt kt_* use_hyper_parallel hyper_parallel_args "
-            "ld_alpha pref_bco_weight early_stopping_steps"
+            "ld_alpha pref_bco_weight early_stopping_steps shift_attn mixture_of_depths enable_qat qat_* fake_quant_*"
         ),
         "images, videos and audios are not trained": (
             "image_* video_* freeze_vision_tower media_dir crop_to_patches freeze_multi_modal_projector "

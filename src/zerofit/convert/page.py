@@ -30,7 +30,7 @@ def text(done: Conversion, command: str) -> str:
         parts += ["# " + _line(name, line) for name, line in done.on_gpus.items()]
     if done.lost:
         parts += ["", "# Without a counterpart:"]
-        parts += [f"# - {_lost(done, key, why)}" for key, why in done.lost.items()]
+        parts += [f"# - {line}" for line in _losses(done)]
     if done.differs:
         parts += ["", "# What differs in meaning:"]
         parts += [f"# - {sentence}" for sentence in done.differs]
@@ -47,6 +47,20 @@ def written(value: Any) -> str:
     return dumped.removesuffix("...\n").strip()
 
 
+def _losses(done: Conversion) -> list[str]:
+    """Return a line for each key without a counterpart; keys of a section with the same reason share one."""
+    groups: dict[tuple[str, str], list[str]] = {}
+    for key, why in done.lost.items():
+        group = key.partition(".")[0] if done.kit.nested else key
+        groups.setdefault((group, why), []).append(key)
+    return [
+        _lost(done, keys[0], why)
+        if len(keys) == 1
+        else f"{group}: {', '.join(k[len(group) + 1 :] for k in keys)} -- {why}"
+        for (group, why), keys in groups.items()
+    ]
+
+
 def _lost(done: Conversion, key: str, why: str) -> str:
     value = done.given.get(key)
     shown = "" if value is None or isinstance(value, list | dict) else f": {' '.join(str(value).split())}"
@@ -60,7 +74,7 @@ def summary(done: Conversion, path: str, command: str) -> str:
     ]
     if done.lost:
         lines += ["without a counterpart"]
-        lines += [f"  - {_lost(done, key, why)}" for key, why in done.lost.items()]
+        lines += [f"  - {line}" for line in _losses(done)]
     if done.differs:
         lines += ["what differs in meaning"]
         lines += [f"  - {sentence}" for sentence in done.differs]

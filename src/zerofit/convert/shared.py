@@ -1,6 +1,7 @@
 """Convert what several kits have in common: batches, schedules, evaluation, adapters, data."""
 
 import importlib.util
+import re
 from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
@@ -115,6 +116,15 @@ OPTIMIZERS = {name: name for name in OPTIMIZERS} | {
 }
 
 
+def uncut(done: Conversion, theirs: str) -> None:
+    """Let a row longer than max_length end the run, for a file that names no length. theirs: what the kit does then."""
+    done.put("truncation", "error")
+    done.differ(
+        f"max_length: {theirs}; here a row of more than 2048 tokens ends the run (truncation: error), so that none is "
+        "changed: write the longest row's length as max_length."
+    )
+
+
 def optimizer(done: Conversion, key: str | None, value: str | None, default: str = "adamw_torch_fused") -> None:
     """Write the optimizer; a paged one is for GPUs, and its update that of the one without pages."""
     name = str(value or default)
@@ -210,6 +220,12 @@ def targets(done: Conversion, key: str | None, value: Any, default: Any) -> None
     done.put("lora_target_modules", listed, key if value not in (None, "", []) else None)
 
 
+def parameters(done: Conversion) -> None:
+    """Write the parameters that get an adapter beside the modules: those of fused experts."""
+    if names := words(done.take("lora_target_parameters", [])):
+        done.put("adapter_config", [f"target_parameters=[{', '.join(names)}]"], "lora_target_parameters")
+
+
 @dataclass(frozen=True)
 class Source:
     """A data set of the original."""
@@ -225,6 +241,7 @@ def data(done: Conversion, sources: list[Source], key: str, name: str = "data") 
     """Write the data sets: what all of them have in common as arguments, the rest as a mapping of each."""
     if not sources:
         return
+    sources = [_whole_split(done, source, key, alone=name == "data" and len(sources) == 1) for source in sources]
     sources = [replace(source, split=None) if source.split == "train" else source for source in sources]
     several = [of for of in OF_A_SET if len({str(getattr(source, of)) for source in sources}) > 1]
     apart = several if name == "data" else []
@@ -241,6 +258,23 @@ def data(done: Conversion, sources: list[Source], key: str, name: str = "data") 
 
 
 OF_A_SET = ("split", "config", "columns")
+
+
+def _whole_split(done: Conversion, source: Source, key: str, alone: bool) -> Source:
+    """Return a source of a part such as train[:10%] as one of the whole split that gives an epoch as many rows."""
+    split, bracket, rest = (source.split or "").partition("[")
+    if not bracket:
+        return source
+    part = re.fullmatch(r"(\d*)(%?):(\d*)(%?)\]", rest)
+    start, end = (int(part[1] or 0), int(part[3] or 100)) if part else (0, 0)
+    if part and "%" in rest and 0 <= start < end <= 100:
+        done.differ(f"{key}: {source.split}: an epoch takes as many rows of the split (weight), not always the same.")
+        return replace(source, split=split, weight=source.weight * (end - start) / 100)
+    if part and alone and not start and part[3]:
+        done.put("max_samples", end, f"{key}: {source.split}")
+    else:
+        done.differ(f"{key}: {source.split}: rows of the whole split are used; cut its file, or weigh the set.")
+    return replace(source, split=split)
 
 
 def _renamed(columns: dict[str, str]) -> dict[str, str]:

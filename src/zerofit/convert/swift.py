@@ -170,12 +170,14 @@ def _length(done: Conversion) -> None:
         done.put("max_length", whole, "packing_length")
     elif length:
         done.put("max_length", length, "max_length")
-    else:
-        done.lose("max_length", "ms-swift takes the model's own limit; here it is 2048 unless the file says more")
+    elif on:
+        done.lose("max_length", "ms-swift packs up to the model's own limit; here to 2048 unless the file says more")
     strategy = done.take("truncation_strategy", "delete")
     names = {"delete": "drop", "left": "truncate_left", "right": "truncate_right"}
     done.put("truncation", names.get(strategy, "truncate_right"),
              "truncation_strategy" if "truncation_strategy" in done.given else None)  # fmt: skip
+    if not length and not on:
+        shared.uncut(done, "ms-swift takes the model's own limit")
     if strategy == "split":
         done.differ("truncation_strategy: split cuts a text into several rows there; here the rest is cut off.")
 

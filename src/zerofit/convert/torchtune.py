@@ -24,6 +24,17 @@ SETS: dict[str, tuple[str | None, bool, dict[str, str]]] = {
     "preference_dataset": (None, False, {}),
 }  # fmt: skip
 
+FLAT = ("model_checkpoint", "tokenizer_checkpoint", "num_warmup_steps", "lora_checkpoint")  # of 0.0, without sections
+
+CLASSES = {
+    "AlpacaDataset": "alpaca_dataset",
+    "SamsumDataset": "samsum_dataset",
+    "SlimOrcaDataset": "slimorca_dataset",
+    "GrammarDataset": "grammar_dataset",
+}  # of versions before 0.1
+
+DECAYS = ("AdamW", "AdamW8bit", "PagedAdamW8bit", "PagedAdamW", "AdamW4bit")  # by 0.01 where the file says nothing
+
 OPTIMIZERS = {"AdamW": "adamw_torch", "Adam": "adamw_torch", "AdamW8bit": "adamw_8bit", "PagedAdamW8bit":
               "paged_adamw_8bit", "PagedAdamW": "paged_adamw_32bit", "SGD": "sgd",
               "AdamW4bit": "adamw_torch_4bit"}  # fmt: skip
@@ -31,6 +42,8 @@ OPTIMIZERS = {"AdamW": "adamw_torch", "Adam": "adamw_torch", "AdamW8bit": "adamw
 
 def _recipe(done: Conversion) -> None:
     """Choose the recipe: by the loss (DPO), and by the model's builder (lora_..., qlora_...)."""
+    if key := next((key for key in FLAT if key in done.given), None):
+        done.refuse(key, "is of torchtune before 0.1, whose files have no sections and are not read here")
     model, loss = str(done.take("model._component_", "")), str(done.take("loss._component_", ""))
     for key, what in (("teacher_model._component_", "distillation"), ("quantizer._component_", "quantized training"),
                       ("policy_model._component_", "PPO"), ("tasks", "evaluation")):  # fmt: skip
@@ -117,6 +130,7 @@ def _data(done: Conversion) -> None:
 
 def _source(done: Conversion, one: dict[str, Any]) -> tuple[shared.Source, bool]:
     builder = str(one.get("_component_", "")).rpartition(".")[2]
+    builder = CLASSES.get(builder, builder)
     source, on_prompt, columns = SETS.get(builder, (None, False, {}))
     if builder not in SETS:
         done.lose(f"dataset: {builder}", "a data set of your own: name its files in data (docs/data.md)")
@@ -132,9 +146,6 @@ def _source(done: Conversion, one: dict[str, Any]) -> tuple[shared.Source, bool]
         if one.get(key) and one[key] not in ("conversations", "messages", "text"):
             mapped[ours] = one[key]
     split = str(one.get("split") or "train")
-    if "[" in split:
-        done.differ(f"dataset.split: {split}: a part of a split; max_samples takes the first rows of all sets.")
-        split = split.partition("[")[0]
     for key in ("new_system_prompt", "prompt_template", "filter_fn", "image_tag", "image_dir"):
         if one.get(key):
             done.lose(f"dataset.{key}", "rows go through the chat template as they are")
@@ -153,8 +164,9 @@ def _training(done: Conversion) -> None:
         done.differ("max_steps_per_epoch: so many steps are made here even where an epoch has fewer.")
     kind = str(done.take("optimizer._component_", "torch.optim.AdamW")).rpartition(".")[2]
     shared.optimizer(done, "optimizer", OPTIMIZERS.get(kind, kind))
+    decay = 0.01 if kind in DECAYS else 0.0
     for theirs, ours, default in (("optimizer.lr", "learning_rate", 1e-3), ("optimizer.eps", "adam_epsilon", None),
-                                  ("optimizer.weight_decay", "weight_decay", 0.01)):  # fmt: skip
+                                  ("optimizer.weight_decay", "weight_decay", decay)):  # fmt: skip
         key, value, _ = done.named(theirs)
         if value is not None or default is not None:
             done.put(ours, default if value is None else value, key)
@@ -192,7 +204,7 @@ def _machine(done: Conversion) -> None:
     if length:
         done.put("max_length", length, "tokenizer.max_seq_len")
     else:
-        done.lose("tokenizer.max_seq_len", "torchtune cuts no row; here max_length is 2048 unless the file says more")
+        shared.uncut(done, "torchtune cuts no row")
     dtype = done.take("dtype", "bf16")
     if dtype == "bf16":
         if done.recipe == "sft":
@@ -206,9 +218,12 @@ def _machine(done: Conversion) -> None:
     if checkpointing is not None:
         done.put("gradient_checkpointing", checkpointing or "activation_offload" in done.lines,
                  "enable_activation_checkpointing")  # fmt: skip
-    if done.take("fsdp_cpu_offload"):
-        done.put("zero", 3, "fsdp_cpu_offload")
-        done.put("offload", "all", "fsdp_cpu_offload")
+    if done.take("enable_fsdp"):
+        done.put("zero", 3, "enable_fsdp")
+    key, offloads = done.first("fsdp_cpu_offload", "cpu_offload")
+    if offloads:
+        done.put("zero", 3, key)
+        done.put("offload", "all", key)
     if (size := done.take("tensor_parallel_dim", 1)) > 1:
         done.put("tp_size", size, "tensor_parallel_dim")
     logger = str(done.take("metric_logger._component_", ""))
@@ -226,7 +241,7 @@ KIT = Kit(
     version="0.6.1",
     marks=(
         "model._component_", "tokenizer._component_", "checkpointer._component_", "dataset._component_",
-        "optimizer._component_", "metric_logger._component_", "loss._component_",
+        "optimizer._component_", "metric_logger._component_", "loss._component_", *FLAT,
     ),
     keys={
         "output_dir": Key("output_dir"),
@@ -258,7 +273,7 @@ KIT = Kit(
         "not needed here": (
             "device log_peak_memory_stats log_level custom_sharded_layers fsdp_reshard_after_forward "
             "optimizer_in_bwd cudnn_deterministic_mode metric_logger ac_mode ac_option memory_efficient_fsdp_wrap "
-            "tensor_parallel_plan quantizer run_val_every_n_steps batch_size_val base_dir model_dir"
+            "run_generation tensor_parallel_plan quantizer run_val_every_n_steps batch_size_val base_dir model_dir"
         ),
         "memory_report: true records a step": "profiler",
     },

@@ -4,7 +4,7 @@ from typing import Any
 
 from zerofit.convert import sharding, shared
 from zerofit.convert.conversion import Conversion, Key, Kit, Rule, as_object, number, words
-from zerofit.convert.templates import TOKENIZER
+from zerofit.convert.templates import TOKENIZER, file_or_text
 
 PREFERENCE_KEYS = ("beta", "max_prompt_length", "precompute_ref_log_probs", "rpo_alpha", "label_smoothing",
                    "reference_free", "simpo_gamma", "cpo_alpha", "f_divergence_type", "sync_ref_model", "use_weighting",
@@ -78,6 +78,7 @@ def _adapter(done: Conversion) -> None:
     if key is None:
         done.differ("lora_target_modules: peft's default for the model is q_proj and v_proj for Llama and its kin; "
                     "another family may have others.")  # fmt: skip
+    shared.parameters(done)
     if value := done.take("lora_modules_to_save"):
         done.put("modules_to_save", words(value), "lora_modules_to_save")
     for bits in ("4", "8"):
@@ -118,7 +119,9 @@ def _listed(done: Conversion) -> tuple[str, list[shared.Source]]:
             for path, weight in mixer.items()
         ]
     name = done.take("dataset_name")
-    split, config = done.take("dataset_train_split"), done.take("dataset_config")
+    split, config = done.first("dataset_train_split", "train_split")[1], done.take("dataset_config")
+    if name and not config:  # the handbook's and open-r1's spelling, a list
+        config = next(iter(words(done.take("dataset_configs", []))), None)
     done.unread -= {"dataset_test_split"}  # a hub set's own eval split is used by itself
     return "dataset_name", [shared.Source(name, split, config)] if name else []
 
@@ -155,7 +158,8 @@ def _training(done: Conversion) -> None:
     shared.schedule_arguments(done)
     given = done.take("optim")
     shared.optimizer(done, given and "optim", given)
-    by_itself = not done.given.get("dataset_splits") and done.given.get("dataset_test_split", "test") in EVAL_SPLITS
+    listed = done.given.get("dataset_splits") or done.given.get("dataset_mixture")
+    by_itself = not listed and done.given.get("dataset_test_split", "test") in EVAL_SPLITS
     asked = done.given.get("eval_strategy", done.given.get("evaluation_strategy"))
     shared.evaluation(done, asked not in (None, False, "no") and (by_itself or "eval_fraction" in done.lines))
     shared.saving(done)
@@ -167,8 +171,10 @@ def _length(done: Conversion) -> None:
     if done.recipe == "dpo":
         done.unread -= {"truncation_mode"}
         return
-    packing = done.take("packing", False)
+    packing = done.take("packing", bool(done.given.get("dataset_mixer")))
     done.put("packing", packing, "packing" if "packing" in done.given else None)
+    if packing and "packing" not in done.given:
+        done.differ("packing: the handbook packs in its script where the file has a dataset_mixer (until 2025).")
     strategy = done.take("packing_strategy", "bfd")
     if packing and strategy == "wrapped":
         done.differ("packing_strategy: wrapped cuts rows at max_length there; here rows are packed whole.")
@@ -184,6 +190,8 @@ def _machine(done: Conversion) -> None:
     shared.precision(done)
     shared.tf32(done)
     shared.attention(done, "attn_implementation", done.take("attn_implementation"))
+    if done.take("use_flash_attention_2"):
+        shared.attention(done, "use_flash_attention_2", "flash_attention_2")
     shared.liger(done, "use_liger_kernel")
     shared.liger(done, "use_liger")
     if done.take("activation_offloading"):
@@ -192,11 +200,7 @@ def _machine(done: Conversion) -> None:
     sharding.fsdp(done, "fsdp", "fsdp_config")
     shared.report(done, "report_to", words(done.take("report_to", [])))
     if text := done.take("chat_template"):
-        is_file = str(text).endswith((".jinja", ".j2"))
-        if is_file:
-            done.put("chat_template", text, "chat_template")
-        else:
-            done.lose("chat_template", "write its text to a file and name it: chat_template: FILE.jinja")
+        file_or_text(done, "chat_template", text)
     if path := done.take("chat_template_path"):
         if str(path).endswith((".jinja", ".j2")):
             done.put("chat_template", path, "chat_template_path")
@@ -213,6 +217,7 @@ KEYS = {key: value for key, value in shared.TRAINING.items() if key != "learning
     "use_rslora": Key("use_rslora", values={False: None}),
     "dataset_num_proc": Key("preprocessing_num_workers"),
     "preprocessing_num_workers": Key("preprocessing_num_workers"),
+    "max_train_samples": Key("max_samples"),
     "dataset_streaming": Key("streaming", values={False: None}),
     "gradient_checkpointing": Key("gradient_checkpointing"),
 }
@@ -236,8 +241,13 @@ LOST = shared.NO_COUNTERPART | {
         "ld_alpha f_divergence_type f_alpha_divergence_coef use_weighting loss_weights discopop_tau loss_type "
         "router_aux_loss_coef"
     ),
-    "the adapter is for all ranks and layers alike": "lora_target_parameters lora_task_type lora_bias",
+    "the adapter is for all ranks and layers alike": "lora_task_type lora_bias",
     "the base model of an adapter is its model": "base_model_revision",
+    "what follows a training is started by hand: zerofit export, zerofit chat": (
+        "callbacks benchmarks push_to_hub_revision overwrite_hub_revision"
+    ),
+    "the system turn is a turn of the rows": "system_prompt",
+    "no method of this kind": "mtp_*",
 }
 
 RULES = (
