@@ -33,6 +33,7 @@ USAGE = """usage: zerofit sft|lora|dpo|pipeline [--gpus N] [--show] [flags]     
        zerofit export runs/<run> [--merge] [--dtype bf16]            write a plain Hugging Face folder
        zerofit report runs/<run> [runs/<other> ...]                  write a page with its plots; runs side by side
        zerofit chat runs/<run>                                       chat with the trained model in the terminal
+       zerofit eval runs/<run> --tasks gsm8k,my_tasks/               score it and its base by lm-evaluation-harness
        zerofit replay runs/<run>                                     repeat a step whose loss was not finite
        zerofit --version"""
 
@@ -50,6 +51,7 @@ VERBS = {
     "resume": "commands.resume",
     "export": "export.export",
     "chat": "commands.chat",
+    "eval": "scores.evaluate",
     "report": "report.run_page",
     "hosts": "commands.hostfile",
     "join": "commands.hostfile:join",

@@ -11,7 +11,7 @@ from pathlib import Path
 from zerofit.base import command_line, paths
 from zerofit.base.errors import Diverged, UserError, printable
 from zerofit.checkpoint.facts import step_of
-from zerofit.job import run_folder, stretches
+from zerofit.job import run_folder, scores, stretches
 from zerofit.report import plots
 from zerofit.report.plots import Line
 from zerofit.train import model_card
@@ -146,6 +146,7 @@ def of_one(run: Run) -> str:
         memory=_memory(run),
         sample_head=sample_head,
         samples=samples,
+        scores=scores.table(scores.of_folder(run.folder)),
         checkpoints=_checkpoints(run.folder),
         next=next_steps(run.folder),
         **_what_was_run(run),
