@@ -108,12 +108,14 @@ def _check_and_import(verb: str, *words: str) -> None:
         from zerofit.launch import prepare
 
         prepare.launch_arguments([*words])
-    if verb in STARTS_RANKS:
+    if verb in (*STARTS_RANKS, "eval"):
         os.environ.update(distributed.thread_waiting())  # read when torch is imported
-        if os.environ.get("ZEROFIT_FORK") == "1":
-            # Libraries that look for a GPU as they are imported then do not initialize CUDA, after which the
-            # ranks could not be forks (launch/standby.py).
-            os.environ.setdefault(hardware.NVML_CHECK, "1")
+    if verb == "eval" and not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_MININTERVAL", "60")  # of the harness's progress bars; read when tqdm is imported
+    if verb in STARTS_RANKS and os.environ.get("ZEROFIT_FORK") == "1":
+        # Libraries that look for a GPU as they are imported then do not initialize CUDA, after which the
+        # ranks could not be forks (launch/standby.py).
+        os.environ.setdefault(hardware.NVML_CHECK, "1")
     log_filters.libraries()
     if verb in WITHOUT_ADAPTERS:
         process.load_peft_on_use()

@@ -54,6 +54,7 @@ def score(asked: dict) -> dict:
 def _of_model(model: models.Model, found: list[tasks.Found], asked: dict) -> tuple[dict | None, bool, int]:
     """Return the harness's results (None on ranks but 0), whether prompts had a chat template, and the ranks."""
     from lm_eval import simple_evaluate
+    from lm_eval.tasks import TaskManager
 
     templated = bool(asked["chat_template"] and model.tokenizer().chat_template)
     if _rank() == 0:
@@ -66,6 +67,7 @@ def _of_model(model: models.Model, found: list[tasks.Found], asked: dict) -> tup
         results = simple_evaluate(
             model=lm,
             tasks=tasks.build(found, asked["unsafe"]),  # anew: a task keeps what the model before has answered
+            task_manager=TaskManager(include_defaults=False),  # they are built: else it reads 14,000 files again
             num_fewshot=asked["num_fewshot"],
             batch_size=asked["batch_size"],
             limit=asked["limit"],
