@@ -8,7 +8,6 @@ import subprocess
 import sys
 import tempfile
 import time
-from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
@@ -123,7 +122,7 @@ def record(given: argparse.Namespace, saved: source.Saved, answer: dict) -> dict
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "weights": saved.folder.name,
-        "harness": metadata.version("lm_eval"),
+        "harness": answer["harness"],
         "processes": answer["processes"],
         "chat_template": answer["chat_template"],
         **{name: getattr(given, name) for name in asked},

@@ -4,7 +4,7 @@ import os
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from zerofit.base import hub
+from zerofit.base import distributed, hub
 from zerofit.base.errors import UserError
 from zerofit.export import source
 from zerofit.model import attention
@@ -96,7 +96,7 @@ def for_harness(model: Model, batch_size: str, template_arguments: dict):
 
     on_gpu = torch.cuda.is_available()
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if on_gpu else "cpu"
-    together = Accelerator(cpu=not on_gpu) if int(os.environ.get("WORLD_SIZE", "1")) > 1 else None
+    together = Accelerator(cpu=not on_gpu) if distributed.size() > 1 else None
     found = Shared(
         model.load(device),
         backend="causal",

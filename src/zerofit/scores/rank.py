@@ -6,8 +6,8 @@ python -m zerofit.scores.rank QUESTION.json     writes answer.json, or error-<ra
 import gc
 import json
 import logging
-import os
 import sys
+from importlib import metadata
 from pathlib import Path
 
 from zerofit.base import process
@@ -15,7 +15,7 @@ from zerofit.base import process
 if __name__ == "__main__":
     process.begin()  # before anything imports torch
 
-from zerofit.base import log_filters, rank_status
+from zerofit.base import distributed, log_filters, rank_status
 from zerofit.base.errors import OutOfMemory, UserError
 from zerofit.scores import models, tasks
 
@@ -27,28 +27,28 @@ def main() -> None:
         answer = score(json.loads(question.read_text(encoding="utf-8")))
     except UserError as error:
         said = {"error": str(error), "exit_code": error.exit_code}
-        question.with_name(f"error-{_rank()}.json").write_text(json.dumps(said), encoding="utf-8")
+        question.with_name(f"error-{distributed.rank()}.json").write_text(json.dumps(said), encoding="utf-8")
         sys.exit(error.exit_code)
     if answer:
         question.with_name("answer.json").write_text(json.dumps(answer, default=str), encoding="utf-8")
 
 
 def score(asked: dict) -> dict:
-    """Return {"scores": {title: job.scores.Scores}, ...} on rank 0, {} on others.
+    """Return {"scores": {"base", "tuned": job.scores.Scores}, ...} on rank 0, {} on others.
 
     Args: asked: as `evaluate.question` makes it. Raises: UserError for tasks that cannot be built, and OutOfMemory.
     """
     _quiet()
     found = tasks.find(asked["tasks"])
     _check_rows(tasks.rows_of(tasks.build(found, asked["unsafe"])), asked["limit"])
-    answer = {"scores": {}, "chat_template": {}, "samples": {}, "processes": 1}
+    answer = {"scores": {}, "chat_template": {}, "samples": {}, "harness": metadata.version("lm_eval"), "processes": 1}
     for model in map(models.Model.of_json, asked["models"]):
         results, answer["chat_template"][model.title], size = _of_model(model, found, asked)
         answer["processes"] = size
         if results:
             answer["scores"][model.title] = numbers(results)
             answer["samples"][model.title] = results.get("samples", {})
-    return answer if _rank() == 0 else {}
+    return answer if distributed.rank() == 0 else {}
 
 
 def _of_model(model: models.Model, found: list[tasks.Found], asked: dict) -> tuple[dict | None, bool, int]:
@@ -57,7 +57,7 @@ def _of_model(model: models.Model, found: list[tasks.Found], asked: dict) -> tup
     from lm_eval.tasks import TaskManager
 
     templated = bool(asked["chat_template"] and model.tokenizer().chat_template)
-    if _rank() == 0:
+    if distributed.rank() == 0:
         print(
             f"{model.title}: {_name(model)}, prompts {'by its chat template' if templated else 'as plain text'}",
             flush=True,
@@ -104,7 +104,7 @@ def _empty_cache() -> None:
 
 def _check_rows(rows: dict[str, int], limit: int | None) -> None:
     """Refuse more processes than a task has rows: the harness fails in a process without any. Raises: UserError."""
-    size = int(os.environ.get("WORLD_SIZE", "1"))
+    size = distributed.size()
     for task, count in rows.items():
         if min(count, limit or count) < size:
             raise UserError(
@@ -130,14 +130,10 @@ def numbers(results: dict) -> dict[str, dict[str, dict]]:
     return found
 
 
-def _rank() -> int:
-    return int(os.environ.get("RANK", "0"))
-
-
 def _quiet() -> None:
     """Let the harness warn on rank 0 only, and not of what this kit does on purpose."""
     harness = logging.getLogger("lm_eval")
-    harness.setLevel(logging.WARNING if _rank() == 0 else logging.ERROR)
+    harness.setLevel(logging.WARNING if distributed.rank() == 0 else logging.ERROR)
     known = ("`pretrained` model kwarg is not of type `str`", "Passed an already-initialized model")
     logging.getLogger("lm_eval.models.huggingface").addFilter(lambda record: not record.getMessage().startswith(known))
 

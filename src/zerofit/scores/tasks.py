@@ -7,6 +7,7 @@ import logging
 from dataclasses import dataclass
 from pathlib import Path
 
+from zerofit.base import distributed
 from zerofit.base.errors import Unavailable, UserError, first_line
 
 _OFFLINE = ("OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectError", "ConnectTimeout", "ConnectionError")
@@ -82,7 +83,7 @@ def _manager(folder: Path | None, own: bool):
     """Return the manager of a folder's tasks. Args: own: with the harness's own, whose 14,000 files take a minute."""
     from lm_eval.tasks import TaskManager
 
-    if own:
+    if own and distributed.rank() == 0:
         print("reading the list of lm-evaluation-harness's tasks (about a minute)", flush=True)
     return TaskManager(include_path=str(folder) if folder else None, include_defaults=own)
 
@@ -143,7 +144,7 @@ def _refused(folder: Path):
                 file, _, why = text.removeprefix("Skip ").partition(" (")
                 said.append(f"{file}: cannot be read: {' '.join(why.rstrip(')').split())[:300]}.")
             elif text.startswith("Duplicate "):
-                said.append(f"{folder}: {' '.join(text.split())}")
+                said.append(f"{folder}: {' '.join(text.split())}; rename one.")
 
     logger, listens = logging.getLogger("lm_eval.tasks._index"), Listens()
     before, propagates = logger.level, logger.propagate
