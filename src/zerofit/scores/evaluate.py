@@ -51,24 +51,31 @@ def parsed(argv: list[str]) -> argparse.Namespace:
     """Return the arguments. Raises: UserError for values that mean nothing."""
     parser = argparse.ArgumentParser(
         prog="zerofit eval", allow_abbrev=False, description=__doc__, epilog=EXAMPLES,
+        usage="zerofit eval RUN --tasks NAME|FOLDER [...] [flags]",
         formatter_class=argparse.RawDescriptionHelpFormatter,
     )  # fmt: skip
-    parser.add_argument("run", help="a run folder, one of its checkpoints, its final/, or an export")
-    parser.add_argument("--tasks", nargs="+", required=True, help="names of tasks; folders or files of own ones")
-    parser.add_argument("--gpus", type=int, default=1, help="processes that share the rows, each with a whole model")
-    parser.add_argument("--batch_size", default="8", help="rows at a time (8); auto: as many as fit")
-    parser.add_argument("--limit", type=int, help="only the first rows of each task: a trial, no score")
-    parser.add_argument("--num_fewshot", type=int, help="examples before each question; default: the task's own")
-    parser.add_argument("--gen_kwargs", default="", help="of generation, such as max_gen_toks=2048")
-    parser.add_argument("--system_instruction", default="", help="a system message")
+    parser.add_argument("run", metavar="RUN", help="a run folder, one of its checkpoints, its final/, or an export")
+    parser.add_argument(
+        "--tasks", nargs="+", required=True, metavar="T", help="names of tasks; folders or files of own ones"
+    )
+    parser.add_argument(
+        "--gpus", type=int, default=1, metavar="N", help="processes that share the rows, each with a whole model"
+    )
+    parser.add_argument("--batch_size", default="8", metavar="N", help="rows at a time (8); auto: as many as fit")
+    parser.add_argument("--limit", type=int, metavar="N", help="only the first rows of each task: a trial, no score")
+    parser.add_argument(
+        "--num_fewshot", type=int, metavar="N", help="examples before each question; default: the task's own"
+    )
+    parser.add_argument("--gen_kwargs", default="", metavar="K=V,..", help="of generation, such as max_gen_toks=2048")
+    parser.add_argument("--system_instruction", default="", metavar="TEXT", help="a system message")
     parser.add_argument("--no_chat_template", dest="chat_template", action="store_false",
                         help="prompts as plain text, also for a tokenizer with a chat template")  # fmt: skip
-    parser.add_argument(arguments.FLAG, help="a JSON object; default: what the model was trained with")
+    parser.add_argument(arguments.FLAG, metavar="JSON", help="a JSON object; default: what the model was trained with")
     parser.add_argument("--log_samples", action="store_true", help="write each row's answer into the run folder")
     parser.add_argument("--skip_base", action="store_true", help="score the tuned model only")
-    parser.add_argument("--base", default="", help="the base, where it has moved")
+    parser.add_argument("--base", default="", metavar="DIR", help="the base, where it has moved")
     parser.add_argument("--confirm_run_unsafe_code", action="store_true", help="tasks that run the model's code may")
-    parser.add_argument("--trust_remote_code", action="store_true")
+    parser.add_argument("--trust_remote_code", action="store_true", help="run code that is in the model's folder")
     given = parser.parse_args(argv)
     given.tasks = tasks.words(given.tasks)
     if not given.tasks:
