@@ -202,6 +202,7 @@ def test_changing_gpus_keeps_the_effective_batch():
     ("flags", "says"),
     [
         (["--lerning_rate", "1"], "unknown flag --lerning_rate; did you mean --learning_rate"),
+        (["--eval_tasks", "gsm8k"], "did you mean `zerofit eval RUN/checkpoint-N --tasks ...` beside the run"),
         (["--warmup_ratio", "0.1"], "--warmup_steps"),
         (["--model_name_or_path", "x"], "did you mean --model"),
         (["--lora_r", "4"], "recipes/lora.py"),

@@ -55,17 +55,19 @@ def answers(run, weights="final", title="tuned", task="bundled_answers"):
 
 
 def own_answers(folder):
-    """Return the greedy answers of transformers' generate to the bundled questions, one at a time."""
+    """Return the greedy answers of transformers' generate to the bundled questions."""
     saved = source.find(str(folder))
     model, tokenizer = source.load(saved), source.tokenizer(saved)
     texts = []
-    for question, _ in ROWS:
+    for batch in (ROWS[:100], ROWS[100:]):
         inputs = tokenizer.apply_chat_template(
-            [question], add_generation_prompt=True, return_tensors="pt", return_dict=True
-        )
+            [[question] for question, _ in batch], add_generation_prompt=True, return_tensors="pt", return_dict=True,
+            padding=True, tokenizer_kwargs={"padding_side": "left"},
+        )  # fmt: skip
         with torch.no_grad():
             output = model.generate(**inputs, max_new_tokens=48, do_sample=False)
-        texts.append(tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip())
+        new = output[:, inputs["input_ids"].shape[1] :]
+        texts += [text.strip() for text in tokenizer.batch_decode(new, skip_special_tokens=True)]
     return texts
 
 
@@ -89,12 +91,12 @@ def test_the_score_is_the_kits_own_to_the_row(trained):
 
 
 def test_two_processes_give_the_same_answers_from_another_folder(trained, tmp_path):
-    """From a folder without the data: its path in the YAML file counts from there. 199 rows do not divide evenly."""
-    given = [trained.folder, "--tasks", TASKS, "--log_samples", "--limit", "199"]
+    """From a folder without the data: its path in the YAML file counts from there. 41 rows do not divide evenly."""
+    given = [trained.folder, "--tasks", TASKS, "--log_samples", "--limit", "41"]
     printed = command(*given, "--gpus", "2", cwd=tmp_path)
-    assert "first 199" in printed
+    assert "first 41" in printed
     kept = scores.of_folder(trained.folder)[-1]
-    assert (kept["processes"], kept["limit"]) == (2, 199)
+    assert (kept["processes"], kept["limit"]) == (2, 41)
     shared = {title: answers(trained, title=title) for title in ("base", "tuned")}
     evaluate.main(list(map(str, given)))
     alone = scores.of_folder(trained.folder)[-1]
@@ -110,7 +112,7 @@ def test_an_adapter_is_scored_as_the_harness_loads_it(trained):
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    evaluate.main([str(trained.folder), "--tasks", str(TASKS), "--log_samples"])
+    evaluate.main([str(trained.folder), "--tasks", str(TASKS), "--log_samples", "--batch_size", "64", "--skip_base"])
     final = trained.folder / "final"
     theirs = simple_evaluate(
         model="hf",
@@ -118,7 +120,7 @@ def test_an_adapter_is_scored_as_the_harness_loads_it(trained):
         tasks=tasks.build(tasks.find([str(TASKS)]), unsafe=False),
         task_manager=TaskManager(include_defaults=False),
         device="cpu",
-        batch_size=8,
+        batch_size=64,
         apply_chat_template=True,
     )
     rows = sorted(theirs["samples"]["bundled_answers"], key=lambda row: row["doc_id"])
@@ -131,7 +133,7 @@ def test_a_checkpoint_of_a_run_that_still_trains(trained, tmp_path):
     shutil.copytree(trained.folder, running.folder, ignore=shutil.ignore_patterns("final", "scores*", "re*"))
     step = STEPS["lora" if "lora" in trained.folder.name else "sft"]
     checkpoint = running.folder / f"checkpoint-{step}"
-    evaluate.main([str(checkpoint), "--tasks", str(TASKS), "--log_samples", "--skip_base"])
+    evaluate.main([str(checkpoint), "--tasks", str(TASKS), "--log_samples", "--skip_base", "--batch_size", "64"])
     (kept,) = scores.of_folder(running.folder)
     assert (kept["weights"], list(kept["scores"])) == (checkpoint.name, ["tuned"])
     assert answers(running, checkpoint.name)[0] == own_answers(trained.folder / "final")

@@ -25,7 +25,10 @@ HARNESS = {  # as simple_evaluate returns it
             "exact_match_stderr,strict-match": 0.012, "exact_match,flexible-extract": 0.5,
             "exact_match_stderr,flexible-extract": 0.0137,
         },
-        "wiki": {"alias": "wiki", "sample_len": 62, "word_perplexity,none": 11.5, "word_perplexity_stderr,none": "N/A"},
+        "wiki": {
+            "alias": "wiki", "sample_len": 62, "word_perplexity,none": 11.5, "word_perplexity_stderr,none": "N/A",
+            "bypass,none": None,
+        },
     },
 }  # fmt: skip
 
@@ -47,7 +50,7 @@ def run(tmp_path):
     shutil.copytree(TINY / "model", folder / "final")
     facts = {"recipe": "sft", "arguments": {"model": {"value": str(TINY / "model"), "source": "command line"}}}
     (folder / "run.json").write_text(json.dumps(facts))
-    (folder / "result.json").write_text(json.dumps({"status": "finished"}))
+    (folder / "result.json").write_text(json.dumps({"status": "finished", "steps": 3}))
     made = model_card.Card(facts, "run", "LlamaForCausalLM", None, 3, "", "float32")
     (folder / "final" / "README.md").write_text(model_card.text(made))
     (folder / run_page.FILE).write_text("an older page")
@@ -121,7 +124,7 @@ def test_the_scores_are_in_the_run_folder_its_page_and_its_card(run, answered, c
     assert tuned.saved == source.find(str(run))
     (kept,) = scores.of_folder(run)
     assert kept["scores"]["tuned"]["mine"]["acc"] == one(0.5)
-    assert (kept["weights"], kept["harness"], kept["processes"]) == ("final", "0.4.13", 1)
+    assert (kept["weights"], kept["harness"], kept["processes"]) == ("final (step 3)", "0.4.13", 1)
     assert json.loads((run / "scores" / "final-tuned-mine.jsonl").read_text())["resps"] == [["tuned"]]
     page = (run / run_page.FILE).read_text()
     assert "<h2>Scores</h2>" in page and "<td>0.5000 ± 0.0300</td>" in page
@@ -130,6 +133,8 @@ def test_the_scores_are_in_the_run_folder_its_page_and_its_card(run, answered, c
     assert row in text and text.index(row) < text.index("## Use")
     report = {"dtype": "float32", "masters": False, "merged": False, "ends": False, "agreement": None, "notes": []}
     assert row in card.text(tuned.saved, report)  # of a later export
+    (run / "result.json").write_text(json.dumps({"status": "finished", "steps": 6}))
+    assert "## Scores" not in card.text(tuned.saved, report)  # after a resume: the weights are others
 
 
 def test_a_card_has_the_newest_scores_once(run, answered):
@@ -141,7 +146,7 @@ def test_a_card_has_the_newest_scores_once(run, answered):
     start, end = (file.read_text().index(mark) for mark in (model_card.SCORES, model_card.END_OF_SCORES))
     after = file.read_text()[:start] + file.read_text()[end + len(model_card.END_OF_SCORES) :].lstrip("\n")
     assert after == before  # what else stands in it is as it was
-    own = model_card.with_scores("# Mine\n", scores.of_folder(run), "final")
+    own = model_card.with_scores("# Mine\n", scores.of_folder(run), "final (step 3)")
     assert own.startswith(f"# Mine\n\n{model_card.SCORES}\n## Scores")
     assert model_card.with_scores("# Mine\n", scores.of_folder(run), "checkpoint-5") == "# Mine\n"
 

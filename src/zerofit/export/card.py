@@ -25,7 +25,7 @@ def text(saved, report: dict) -> str:
         body=[_agreement(report), *(["\n".join(notes)] if (notes := _notes(saved, report)) else [])],
     )
     evaluations = scores.of_folder(saved.run) if saved.run else []
-    return model_card.with_scores(model_card.text(card), evaluations, saved.folder.name)
+    return model_card.with_scores(model_card.text(card), evaluations, saved.label)
 
 
 def _architecture(saved) -> str:

@@ -28,7 +28,7 @@ def table(evaluations: list[dict], weights: str = "") -> tuple[list[str], list[l
     """Return the head and the rows of a table with the newest score of each task; ([], []) without scores.
 
     A trial on the first rows only (--limit) stands where there is no score on all of them.
-    Args: weights: those of this name only, such as "final"; "": of all, each row with its name.
+    Args: weights: those of this name only, such as "checkpoint-50"; "": of all, each row with its name.
     """
     chosen = {}
     for one in evaluations:

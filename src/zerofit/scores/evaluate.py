@@ -128,7 +128,7 @@ def record(given: argparse.Namespace, saved: source.Saved, answer: dict) -> dict
     asked = ("limit", "num_fewshot", "batch_size", "gen_kwargs", "system_instruction")
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "weights": saved.folder.name,
+        "weights": saved.label,
         "harness": answer["harness"],
         "processes": answer["processes"],
         "chat_template": answer["chat_template"],
@@ -144,7 +144,7 @@ def keep(saved: source.Saved, evaluation: dict, samples: dict[str, dict[str, lis
     print(f"scores: {file}", flush=True)
     for title, tasks_ in samples.items():
         for task, rows in tasks_.items():
-            place = run / "scores" / f"{evaluation['weights']}-{title}-{NOT_OF_NAMES.sub('_', task)}.jsonl"
+            place = run / "scores" / f"{saved.folder.name}-{title}-{NOT_OF_NAMES.sub('_', task)}.jsonl"
             place.parent.mkdir(exist_ok=True)
             paths.write_text(place, "".join(json.dumps(row, default=str) + "\n" for row in rows))
             print(f"answers: {place}", flush=True)

@@ -2,6 +2,7 @@
 
 import os
 from dataclasses import asdict, dataclass
+from datetime import timedelta
 from pathlib import Path
 
 from zerofit.base import distributed, hub
@@ -77,7 +78,7 @@ def _base(saved: source.Saved, given: str) -> Model | None:
 def for_harness(model: Model, batch_size: str, template_arguments: dict):
     """Load a model and return it as the harness's, on this process's device and among the processes of this job."""
     import torch
-    from accelerate import Accelerator
+    from accelerate import Accelerator, InitProcessGroupKwargs
     from lm_eval.models.huggingface import HFLM
 
     class Shared(HFLM):
@@ -96,7 +97,8 @@ def for_harness(model: Model, batch_size: str, template_arguments: dict):
 
     on_gpu = torch.cuda.is_available()
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if on_gpu else "cpu"
-    together = Accelerator(cpu=not on_gpu) if distributed.size() > 1 else None
+    forever = InitProcessGroupKwargs(timeout=timedelta(weeks=52))  # as the harness: a rank may have the longest answers
+    together = Accelerator(cpu=not on_gpu, kwargs_handlers=[forever]) if distributed.size() > 1 else None
     found = Shared(
         model.load(device),
         backend="causal",

@@ -8,6 +8,7 @@ import json
 import logging
 import sys
 from importlib import metadata
+from numbers import Real
 from pathlib import Path
 
 from zerofit.base import process
@@ -16,7 +17,7 @@ if __name__ == "__main__":
     process.begin()  # before anything imports torch
 
 from zerofit.base import distributed, log_filters, rank_status
-from zerofit.base.errors import OutOfMemory, UserError
+from zerofit.base.errors import OutOfMemory, UserError, first_line
 from zerofit.scores import models, tasks
 
 
@@ -40,10 +41,13 @@ def score(asked: dict) -> dict:
     """
     _quiet()
     found = tasks.find(asked["tasks"])
-    _check_rows(tasks.rows_of(tasks.build(found, asked["unsafe"])), asked["limit"])
+    built = tasks.build(found, asked["unsafe"])  # before a model is loaded: what is missing is said at once
+    _check_rows(tasks.rows_of(built), asked["limit"])
     answer = {"scores": {}, "chat_template": {}, "samples": {}, "harness": metadata.version("lm_eval"), "processes": 1}
     for model in map(models.Model.of_json, asked["models"]):
-        results, answer["chat_template"][model.title], size = _of_model(model, found, asked)
+        built = built or tasks.build(found, asked["unsafe"])  # anew: a task keeps what the model before has answered
+        results, answer["chat_template"][model.title], size = _of_model(model, built, asked)
+        built = None
         answer["processes"] = size
         if results:
             answer["scores"][model.title] = numbers(results)
@@ -51,7 +55,7 @@ def score(asked: dict) -> dict:
     return answer if distributed.rank() == 0 else {}
 
 
-def _of_model(model: models.Model, found: list[tasks.Found], asked: dict) -> tuple[dict | None, bool, int]:
+def _of_model(model: models.Model, built: list, asked: dict) -> tuple[dict | None, bool, int]:
     """Return the harness's results (None on ranks but 0), whether prompts had a chat template, and the ranks."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
@@ -66,7 +70,7 @@ def _of_model(model: models.Model, found: list[tasks.Found], asked: dict) -> tup
         lm = models.for_harness(model, asked["batch_size"], asked["template_arguments"])
         results = simple_evaluate(
             model=lm,
-            tasks=tasks.build(found, asked["unsafe"]),  # anew: a task keeps what the model before has answered
+            tasks=built,
             task_manager=TaskManager(include_defaults=False),  # they are built: else it reads 14,000 files again
             num_fewshot=asked["num_fewshot"],
             batch_size=asked["batch_size"],
@@ -78,6 +82,10 @@ def _of_model(model: models.Model, found: list[tasks.Found], asked: dict) -> tup
             confirm_run_unsafe_code=asked["unsafe"],
         )
         size = lm.world_size
+    except AssertionError as error:  # of a task that asks for more tokens than the model has positions
+        raise UserError(
+            f"{model.title}: lm-evaluation-harness: {first_line(error)} (--gen_kwargs max_gen_toks=N)."
+        ) from error
     except (RuntimeError, MemoryError) as error:
         if not (rank_status.gpu_is_full(error) or rank_status.host_is_full(error)):
             raise
@@ -119,12 +127,13 @@ def numbers(results: dict) -> dict[str, dict[str, dict]]:
     """
     found = {}
     for task, values in results["results"].items():
-        keys = [key for key in values if "," in key and not key.partition(",")[0].endswith("_stderr")]
+        keys = [key for key, value in values.items() if "," in key and isinstance(value, Real)]
+        keys = [key for key in keys if not key.partition(",")[0].endswith("_stderr")]
         several = len({key.partition(",")[2] for key in keys}) > 1
         for key in keys:
             metric, _, way = key.partition(",")
             error = values.get(f"{metric}_stderr,{way}")
-            one = {"value": float(values[key]), "stderr": None if isinstance(error, str | None) else float(error)}
+            one = {"value": float(values[key]), "stderr": float(error) if isinstance(error, Real) else None}
             one["rows"] = int(values.get("sample_len") or 0)
             found.setdefault(task, {})[f"{metric} ({way})" if several else metric] = one
     return found

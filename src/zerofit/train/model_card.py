@@ -83,7 +83,7 @@ def text(card: Card) -> str:
 def with_scores(card: str, evaluations: list[dict], weights: str) -> str:
     """Return the text of a card with the newest scores of its weights, in place of those that it has.
 
-    Args: evaluations: of scores.json; weights: the name of the folder that was scored.
+    Args: evaluations: of scores.json; weights: their name there.
     """
     head, rows = scores.table(evaluations, weights)
     if not rows:
