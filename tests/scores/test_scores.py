@@ -151,6 +151,14 @@ def test_a_card_has_the_newest_scores_once(run, answered):
     assert model_card.with_scores("# Mine\n", scores.of_folder(run), "checkpoint-5") == "# Mine\n"
 
 
+def test_two_runs_side_by_side(run, tmp_path):
+    other = shutil.copytree(run, tmp_path / "other")
+    scores.add(run, evaluation(one(0.2), one(0.5), weights="final (step 3)"))
+    scores.add(other, evaluation(one(0.2), one(0.6), weights="final (step 3)"))
+    page = run_page.of_several([run_page.Run(run), run_page.Run(other)])
+    assert "<td>mine, acc</td><td>0.5000 ± 0.0300</td><td>0.6000 ± 0.0300</td>" in page
+
+
 def test_names_of_tasks_stay_text(run):
     scores.add(run, evaluation(one(0.2), one(0.5), task="<script>|\x1b[2J"))
     page = run_page.of_one(run_page.Run(run))
