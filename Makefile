@@ -40,10 +40,11 @@ INCLUDE ?=
 EXCLUDE ?=
 NODES ?=
 RUN ?=
+TASKS ?=
 FILE ?=
 MERGE ?=
 DTYPE ?=
-VARIABLES := NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP SETUP IMAGE RUN FILE MERGE DTYPE GPUS ZERO OFFLOAD SP TP PP MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU_TYPE METHOD HOST_MEMORY RECIPE
+VARIABLES := NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP SETUP IMAGE RUN TASKS FILE MERGE DTYPE GPUS ZERO OFFLOAD SP TP PP MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU_TYPE METHOD HOST_MEMORY RECIPE
 ON_COMMAND_LINE := $(foreach v,$(.VARIABLES),$(if $(filter command%,$(origin $v)),$v))
 # taken literally: a $ in a value stays a $
 $(foreach v,$(VARIABLES),$(eval override $(v) := $$(value $(v))))
@@ -64,6 +65,7 @@ READS_launch := $(READS_sft) RECIPE
 READS_resume := RUN GPUS RECIPE ZERO OFFLOAD SP TP PP ARGS PORT LAUNCHER $(OF_NODES)
 READS_export := RUN MERGE DTYPE OUT ARGS
 READS_chat := RUN ARGS
+READS_eval := RUN TASKS GPUS ARGS
 READS_convert := FILE OUT ARGS
 READS_report := RUN ARGS
 READS_slurm := $(OF_RECIPE) RECIPE GPUS NODES SBATCH SWEEP SETUP IMAGE JOIN_TIMEOUT INTERFACE PORT
@@ -131,7 +133,7 @@ PLACE = $(if $(HOSTS),launchers/hostfile.sh --hosts="$$HOSTS" $(if $(INCLUDE),--
 	launchers/local.sh) --gpus="$$GPUS" --launcher="$$LAUNCHER")
 LAUNCH = PYTHON="$(PY)" $(PLACE) --port="$$PORT" --args="$$ARGS" $(SHOW)
 
-.PHONY: help sft lora dpo pipeline launch convert resume export chat report slurm status cancel show doctor plan calibrate batch-size data
+.PHONY: help sft lora dpo pipeline launch convert resume export chat eval report slurm status cancel show doctor plan calibrate batch-size data
 help: ## this list
 	@echo 'zerofit: fine-tune language models with Accelerate and DeepSpeed ZeRO'
 	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -177,6 +179,11 @@ export: $(STAMP) ## write RUN=runs/x as a Hugging Face folder, compared with wha
 chat: $(STAMP) ## chat with RUN=runs/x in the terminal (ARGS="--temperature 0.7")
 	@test -n "$$RUN" || { echo 'zerofit: error: make chat: name what to talk to with RUN=runs/...' >&2; exit 2; }
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit chat $$ARGS "$$RUN"
+
+eval: $(STAMP) ## score RUN=runs/x and its base by lm-evaluation-harness: TASKS=gsm8k,my_tasks/ (GPUS=, EXTRAS=eval installs it)
+	@test -n "$$RUN" -a -n "$$TASKS" || { echo 'zerofit: error: make eval: name RUN=runs/... and TASKS=..., names or folders' >&2; exit 2; }
+	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit eval "$$RUN" --tasks="$$TASKS" \
+		$(if $(GIVEN_GPUS),--gpus="$$GPUS") $$ARGS
 
 report: $(STAMP) ## write report.html of RUN=runs/x, or of several side by side: RUN="runs/a runs/b"
 	@test -n "$$RUN" || { echo 'zerofit: error: make report: name the run folders with RUN="runs/..."' >&2; exit 2; }

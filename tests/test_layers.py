@@ -10,7 +10,7 @@ SRC = ROOT / "src" / "zerofit"
 FILES = sorted(SRC.rglob("*.py"))
 ORDER = [
     *("base", "job", "data", "model", "parallel", "optim", "convert", "config", "certificate", "checkpoint", "train"),
-    *("report", "plan", "export", "launch", "commands", ""),
+    *("report", "plan", "export", "launch", "scores", "commands", ""),
 ]
 LAST = ["entrypoint", "recipe", "cli", "__main__", "__init__"]  # files of the package that may import all folders
 

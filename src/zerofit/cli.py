@@ -33,6 +33,7 @@ USAGE = """usage: zerofit sft|lora|dpo|pipeline [--gpus N] [--show] [flags]     
        zerofit export runs/<run> [--merge] [--dtype bf16]            write a plain Hugging Face folder
        zerofit report runs/<run> [runs/<other> ...]                  write a page with its plots; runs side by side
        zerofit chat runs/<run>                                       chat with the trained model in the terminal
+       zerofit eval runs/<run> --tasks gsm8k,my_tasks/               score it and its base by lm-evaluation-harness
        zerofit replay runs/<run>                                     repeat a step whose loss was not finite
        zerofit --version"""
 
@@ -50,6 +51,7 @@ VERBS = {
     "resume": "commands.resume",
     "export": "export.export",
     "chat": "commands.chat",
+    "eval": "scores.evaluate",
     "report": "report.run_page",
     "hosts": "commands.hostfile",
     "join": "commands.hostfile:join",
@@ -106,12 +108,14 @@ def _check_and_import(verb: str, *words: str) -> None:
         from zerofit.launch import prepare
 
         prepare.launch_arguments([*words])
-    if verb in STARTS_RANKS:
+    if verb in (*STARTS_RANKS, "eval"):
         os.environ.update(distributed.thread_waiting())  # read when torch is imported
-        if os.environ.get("ZEROFIT_FORK") == "1":
-            # Libraries that look for a GPU as they are imported then do not initialize CUDA, after which the
-            # ranks could not be forks (launch/standby.py).
-            os.environ.setdefault(hardware.NVML_CHECK, "1")
+    if verb == "eval" and not sys.stderr.isatty():
+        os.environ.setdefault("TQDM_MININTERVAL", "60")  # of the harness's progress bars; read when tqdm is imported
+    if verb in STARTS_RANKS and os.environ.get("ZEROFIT_FORK") == "1":
+        # Libraries that look for a GPU as they are imported then do not initialize CUDA, after which the
+        # ranks could not be forks (launch/standby.py).
+        os.environ.setdefault(hardware.NVML_CHECK, "1")
     log_filters.libraries()
     if verb in WITHOUT_ADAPTERS:
         process.load_peft_on_use()

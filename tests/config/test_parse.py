@@ -202,6 +202,7 @@ def test_changing_gpus_keeps_the_effective_batch():
     ("flags", "says"),
     [
         (["--lerning_rate", "1"], "unknown flag --lerning_rate; did you mean --learning_rate"),
+        (["--eval_tasks", "gsm8k"], "did you mean `zerofit eval RUN/checkpoint-N --tasks ...` beside the run"),
         (["--warmup_ratio", "0.1"], "--warmup_steps"),
         (["--model_name_or_path", "x"], "did you mean --model"),
         (["--lora_r", "4"], "recipes/lora.py"),
@@ -343,7 +344,9 @@ def test_every_synonym_names_an_argument_that_exists():
         if meant.startswith('"'):  # a key of the DeepSpeed JSON
             assert meant.split('"')[1] in {key.rpartition(".")[2] for key in OF_STAGE_3}
         else:
-            assert meant.startswith(("recipes/", "launchers/")) or meant.split()[0].strip("-,") in names, meant
+            assert meant.startswith(("recipes/", "launchers/", "`zerofit ")) or meant.split()[0].strip("-,") in names, (
+                meant
+            )
 
 
 @pytest.mark.bad_input

@@ -77,6 +77,7 @@ _ELSEWHERE = {
     "recipes/lora.py": "use_peft",
     "recipes/lora.py, or recipes/sft.py for all weights": "finetuning_type",
     "--lora_r": "lora_rank",
+    "`zerofit eval RUN/checkpoint-N --tasks ...` beside the run (plans reserve no memory for tasks)": "eval_tasks",
     "--initial_adapter": "adapter_name_or_path lora_model_dir",
     "--lora_target_modules": "lora_target target_modules",
     "--lora_target_modules all-linear": "lora_target_linear",

@@ -4,6 +4,7 @@ import json
 from pathlib import Path
 
 from zerofit.export import compare
+from zerofit.job import scores
 from zerofit.train import model_card
 
 
@@ -23,7 +24,8 @@ def text(saved, report: dict) -> str:
         own_ends=bool(report["ends"]),
         body=[_agreement(report), *(["\n".join(notes)] if (notes := _notes(saved, report)) else [])],
     )
-    return model_card.text(card)
+    evaluations = scores.of_folder(saved.run) if saved.run else []
+    return model_card.with_scores(model_card.text(card), evaluations, saved.label)
 
 
 def _architecture(saved) -> str:

@@ -39,6 +39,12 @@ class Saved:
         return self.facts.get("arguments", {}).get(name, {}).get("value")
 
     @property
+    def label(self) -> str:
+        """Return the name of the weights in their run: "checkpoint-50", "final (step 174)"; a resume changes final/."""
+        steps = run_folder.read_json(self.run / "result.json").get("steps") if self.run else None
+        return f"final (step {steps})" if self.folder.name == "final" and steps is not None else self.folder.name
+
+    @property
     def bits(self) -> int | None:
         """Return 4 or 8 for an adapter that was trained on a base quantized to so many bits, else None."""
         return 4 if self.argument("load_in_4bit") else 8 if self.argument("load_in_8bit") else None

@@ -50,6 +50,10 @@ RECORDS = {
     },
     "report.json": dict.fromkeys(("status", "cause", "try"), TEXT),
     "memory.json": {"peak": _BYTES_BY_PHASE},
+    "scores.json": {"evaluations": [{
+        "weights": TEXT, "limit": FINITE, "num_fewshot": WHOLE,
+        "scores": {...: {...: {...: {"value": NUMBER, "stderr": NUMBER, "rows": WHOLE}}}},
+    }]},
     "step.json": {"recipe": TEXT, "flags": [TEXT], "world_size": WHOLE, "rows": [[[WHOLE]]], "texts": {...: TEXT}},
     "next.json": {"started_by": [TEXT], "change": TEXT, "decided": {}},
     "slurm.json": {"job_id": TEXT, "cluster": TEXT, "jobs": WHOLE},

@@ -11,7 +11,7 @@ from pathlib import Path
 from zerofit.base import command_line, paths
 from zerofit.base.errors import Diverged, UserError, printable
 from zerofit.checkpoint.facts import step_of
-from zerofit.job import run_folder, stretches
+from zerofit.job import run_folder, scores, stretches
 from zerofit.report import plots
 from zerofit.report.plots import Line
 from zerofit.train import model_card
@@ -146,6 +146,7 @@ def of_one(run: Run) -> str:
         memory=_memory(run),
         sample_head=sample_head,
         samples=samples,
+        scores=scores.table(scores.of_folder(run.folder)),
         checkpoints=_checkpoints(run.folder),
         next=next_steps(run.folder),
         **_what_was_run(run),
@@ -302,7 +303,7 @@ def _stretches(run: Run) -> list[list[str]]:
 
 def of_several(runs: list[Run]) -> str:
     """Return the page of runs side by side: figures, differing settings, charts."""
-    figures = [summary(run) for run in runs]
+    figures = [summary(run) | _scores(run) for run in runs]
     names = list(dict.fromkeys(name for of in figures for name in of))
     rows = [["status", *(run.status for run in runs)]]
     rows += [[name, *(of.get(name) or "" for of in figures)] for name in names if any(of.get(name) for of in figures)]
@@ -315,6 +316,13 @@ def of_several(runs: list[Run]) -> str:
         training=_charts(runs),
         next=[command for run in runs for command in next_steps(run.folder)],
     )
+
+
+def _scores(run: Run) -> dict[str, str]:
+    """Return the scores of the run's final weights by task and metric."""
+    head, rows = scores.table(scores.of_folder(run.folder))
+    of_final = [dict(zip(head, row, strict=True)) for row in rows if row[0].startswith("final")]
+    return {f"{row['task']}, {row['metric']}": row.get("tuned") or "" for row in of_final}
 
 
 def differences(runs: list[Run]) -> list[list[str]]:

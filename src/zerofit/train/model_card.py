@@ -5,11 +5,14 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 from zerofit import __version__
-from zerofit.job import program
+from zerofit.job import program, scores
 
 # Names of zerofit's own folders, which are shown with the run folder's; and names that say nothing of a model.
 OWN_FOLDERS = r"final|export|export-merged|checkpoint-\d+"
 NO_NAMES = ("model", "base", "weights", "snapshot")
+
+# What stands around the scores in a card, so that new ones take their place.
+SCORES, END_OF_SCORES = "<!-- written by zerofit eval -->", "<!-- end of the scores -->"
 
 
 @dataclass
@@ -75,6 +78,23 @@ def text(card: Card) -> str:
         f"{body}## Use\n\n```python\nfrom {library} import {loader}\nfrom transformers import {names}\n\n"
         f'model = {loader}.from_pretrained(".")\n{more}tokenizer = AutoTokenizer.from_pretrained(".")\n```\n'
     )
+
+
+def with_scores(card: str, evaluations: list[dict], weights: str) -> str:
+    """Return the text of a card with the newest scores of its weights, in place of those that it has.
+
+    Args: evaluations: of scores.json; weights: their name there.
+    """
+    head, rows = scores.table(evaluations, weights)
+    if not rows:
+        return card
+    said = f"By lm-evaluation-harness {evaluations[-1].get('harness', '')}; ± is the standard error."
+    section = f"{SCORES}\n## Scores\n\n{said}\n\n{scores.as_markdown(head, rows)}\n{END_OF_SCORES}\n\n"
+    before, found, after = card.partition(SCORES)
+    if found and END_OF_SCORES in after:
+        return before + section + after.partition(END_OF_SCORES)[2].lstrip("\n")
+    before, found, after = card.partition("## Use\n")
+    return f"{before if found else before.rstrip() + chr(10) * 2}{section}{found}{after}"
 
 
 def _rows(card: Card):

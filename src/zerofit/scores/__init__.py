@@ -1,0 +1,1 @@
+"""Score a trained model and its base by lm-evaluation-harness."""
