@@ -2,6 +2,7 @@
 
 import json
 import re
+import shlex
 import subprocess
 import sys
 from datetime import datetime
@@ -19,6 +20,7 @@ from zerofit.job import data_entry
 from zerofit.model.load import load_tokenizer
 
 sys.path.append(str(ROOT / "examples" / "reproduce"))
+import plans
 import run
 import sample
 
@@ -201,6 +203,47 @@ def test_the_run_s_own_evaluations_are_read_last_best_and_first_below(tmp_path):
 def test_an_unknown_recipe_is_refused_with_the_names(name):
     with pytest.raises(UserError, match=r"one of llama2-70b-lora-mlperf, .*zephyr-sft"):
         run.published(name)
+
+
+def test_dry_prints_the_commands_of_the_chain_and_starts_nothing(monkeypatch, capsys):
+    monkeypatch.setattr(sys, "argv", ["run.py", "tulu3-8b-sft", "--gpus", "8", "--dry", "--max_steps", "9"])
+    monkeypatch.setattr(run.subprocess, "run", None)
+    run.main()
+    train, score = map(shlex.split, capsys.readouterr().out.splitlines())
+    assert train[:4] == ["zerofit", "launch", "--gpus", "8"] and train[-2:] == ["--max_steps", "9"]
+    assert train[4] == str(ROOT / "recipes" / "sft.py") and str(FOLDER / "tulu3-8b-sft" / "config.yaml") in train
+    assert score == ["zerofit", "eval", "runs/reproduce/tulu3-8b-sft", "--tasks", "gsm8k_cot,ifeval"]
+
+
+def test_the_tables_have_a_row_for_each_machine_and_score():
+    text = plans.README.read_text()
+    planned = [f"| [{name}]({name}/) | {machine} |" for name in RECIPES for machine in published(name)["machines"]]
+    found = [line for line in text.splitlines() if re.match(r"\| \[[\w.-]+\]\([\w.-]+/\) \| \d", line)]
+    assert [any(line.startswith(start) for line in found) for start in planned] == [True] * len(found)
+    assert all(line.endswith("| not run by us |") for line in found)
+    assert [row for row in plans.score_rows(plans.published()) if row not in text] == []
+
+
+def test_a_row_says_what_the_plan_says():
+    chosen = {"label": "sft ZeRO-3, micro batch 4", "nvidia_smi_bytes": 40 * 2**30}
+    price = {"hours": 20.4, "gpu_hours": 163.2, "dollars": 408.0}
+    found = {"gpu": {"memory_gib": 79.6}, "chosen": chosen, "cost": price}
+    result = {"at_most": True}
+    assert plans.row("x", result, "8 x h100-80g", found) == (
+        "| [x](x/) | 8 x h100-80g | ZeRO-3, micro batch 4 | 40.0 of 79.6 GiB | at most 20 h | 160 | $410 "
+        "| not run by us |"
+    )
+    found |= {"chosen": None, "nearest": chosen}
+    assert plans.row("x", result, "8 x h100-80g", found) == (
+        "| [x](x/) | 8 x h100-80g | **nothing fits**; nearest: sft ZeRO-3, micro batch 4 | 40.0 of 79.6 GiB |  |  |  "
+        "| not run by us |"
+    )
+
+
+@pytest.mark.slow
+def test_the_plan_is_the_row_of_the_table(monkeypatch):
+    monkeypatch.chdir(ROOT)
+    assert plans.plan("zephyr-sft", published("zephyr-sft"), "8 x h100-80g") in plans.README.read_text().splitlines()
 
 
 @pytest.mark.parametrize("name", slow_but(RECIPES, []))
