@@ -34,12 +34,13 @@ def published(name: str) -> dict:
 
 
 def of_harness(score: dict, folder: Path) -> tuple[float, float] | None:
-    """Return (value, standard error) of the newest evaluation in scores.json; None without one."""
+    """Return (value, standard error) of the newest whole evaluation of final/ in scores.json; None without one."""
     file = folder / "scores.json"
     found = json.loads(file.read_text(encoding="utf-8"))["evaluations"] if file.is_file() else []
-    for evaluation in reversed(found):
+    whole = [one for one in found if one.get("weights", "final") == "final" and one.get("limit") is None]
+    for evaluation in reversed(whole):
         metrics = evaluation["scores"].get("tuned", {}).get(score["task"], {})
-        if values := metrics.get(score["metric"]) or metrics.get(score["metric"].partition(",")[0]):
+        if values := metrics.get(score["metric"]):
             return values["value"], values.get("stderr") or 0.0
     return None
 
@@ -88,7 +89,7 @@ def main() -> None:
     config = HERE / args.recipe / "config.yaml"
     more = sample.flags(config, result["model_config"], folder) if args.sample and not args.dry else []
     train = ["launch", "--gpus", args.gpus, program, "--config", config, "--output_dir", folder, *more, *flags]
-    score = ["eval", folder, "--tasks", ",".join(tasks)]
+    score = ["eval", folder, "--tasks", ",".join(tasks), "--gpus", args.gpus]
     if args.dry:
         print("\n".join(shlex.join(["zerofit", *map(str, words)]) for words in ([train, score] if tasks else [train])))
         return

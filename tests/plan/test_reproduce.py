@@ -168,17 +168,24 @@ def test_tokens_of_mlperf_keep_their_labels(tmp_path, monkeypatch):
         assert text.partition(" ### Summary:\n")[2] == learned + "<|end|>"
 
 
-SCORES = {"evaluations": [
-    {"scores": {"base": {"gsm8k_cot": {"exact_match,flexible-extract": {"value": 0.5, "stderr": 0.1, "rows": 9}}},
-                "tuned": {"gsm8k_cot": {"exact_match,flexible-extract": {"value": 0.75, "stderr": 0.012, "rows": 9}}}}},
-]}  # fmt: skip
+def evaluation(value, stderr, **more):
+    """As scores.json has one: the base and the tuned model beside each other."""
+    metric = {"exact_match (flexible-extract)": {"value": value, "stderr": stderr, "rows": 1319}}
+    base = {"exact_match (flexible-extract)": {"value": 0.5, "stderr": 0.1, "rows": 1319}}
+    return {
+        "weights": "final",
+        "limit": None,
+        "scores": {"base": {"gsm8k_cot": base}, "tuned": {"gsm8k_cot": metric}},
+    } | more
 
 
 def test_the_table_has_published_ours_and_the_difference_with_the_noise_of_both(tmp_path):
-    (tmp_path / "scores.json").write_text(json.dumps(SCORES))
+    trials = [evaluation(0.9, 0.2, limit=4), evaluation(0.8, 0.2, weights="checkpoint-2")]
+    scores = {"evaluations": [evaluation(0.1, 0.2), evaluation(0.75, 0.012), *trials]}
+    (tmp_path / "scores.json").write_text(json.dumps(scores))
     table = run.compare(published("tulu3-8b-sft"), tmp_path, of_sample=False)
     # sqrt(0.0117^2 + 0.012^2) = 0.01676
-    assert table[4] == "| gsm8k_cot, exact_match,flexible-extract | 0.762 | 0.75 | -0.012 | 0.017 |"
+    assert table[4] == "| gsm8k_cot, exact_match (flexible-extract) | 0.762 | 0.75 | -0.012 | 0.017 |"
     assert table[5] == "| ifeval, prompt_level_loose_acc | 0.728 | not scored |  | 0.019 |"
 
 
@@ -212,7 +219,7 @@ def test_dry_prints_the_commands_of_the_chain_and_starts_nothing(monkeypatch, ca
     train, score = map(shlex.split, capsys.readouterr().out.splitlines())
     assert train[:4] == ["zerofit", "launch", "--gpus", "8"] and train[-2:] == ["--max_steps", "9"]
     assert train[4] == str(ROOT / "recipes" / "sft.py") and str(FOLDER / "tulu3-8b-sft" / "config.yaml") in train
-    assert score == ["zerofit", "eval", "runs/reproduce/tulu3-8b-sft", "--tasks", "gsm8k_cot,ifeval"]
+    assert score == ["zerofit", "eval", "runs/reproduce/tulu3-8b-sft", "--tasks", "gsm8k_cot,ifeval", "--gpus", "8"]
 
 
 def test_the_tables_have_a_row_for_each_machine_and_score():
