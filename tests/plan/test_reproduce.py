@@ -60,8 +60,7 @@ def test_each_setting_names_its_source_and_is_resolved_as_it_stands(name, monkey
     for key, value in config(name).items():
         found = getattr(settings, key)
         if key in ("data", "eval_data"):
-            assert [json.loads(entry) for entry in found] == value
-            assert all(data_entry.parse(entry).path for entry in found)
+            assert [*map(data_entry.parse, found)] == [data_entry.parse(json.dumps(entry)) for entry in value]
         elif key != "zero" or value != "auto":  # auto: the launch decides
             assert (json.loads(found) if isinstance(value, dict) else found) == value, key
     # A batch of their GPUs, as the comments say it.
