@@ -21,7 +21,6 @@ from zerofit import entrypoint
 from zerofit.base.errors import UserError
 
 HERE = Path(__file__).resolve().parent
-ZEROFIT = [sys.executable, "-m", "zerofit"]
 
 
 def published(name: str) -> dict:
@@ -73,6 +72,12 @@ def compare(result: dict, folder: Path, of_sample: bool) -> list[str]:
     return [*lines, "", *dict.fromkeys(f"published: {score['source']}" for score in result["scores"])]
 
 
+def start(words: list) -> None:
+    """Run a command of zerofit; if it fails, which it has explained, end with its exit code."""
+    if code := subprocess.run([sys.executable, "-m", "zerofit", *map(str, words)]).returncode:
+        raise SystemExit(code)
+
+
 def main() -> None:
     """Run the chain. Raises: UserError for an unknown recipe."""
     parser = argparse.ArgumentParser(allow_abbrev=False, description=__doc__.partition("\n")[0])
@@ -94,9 +99,14 @@ def main() -> None:
         print("\n".join(shlex.join(["zerofit", *map(str, words)]) for words in ([train, score] if tasks else [train])))
         return
     if not (folder / "result.json").is_file():
-        subprocess.run([*ZEROFIT, *train], check=True)
-    if tasks and not args.sample and importlib.util.find_spec("lm_eval"):
-        subprocess.run([*ZEROFIT, *score], check=True)
+        start(train)
+    if tasks and not args.sample:
+        if importlib.util.find_spec("lm_eval"):
+            start(score)
+        else:
+            print(
+                "tasks are not scored without lm-evaluation-harness: make install EXTRAS=eval, then this command again"
+            )
     table = "\n".join(compare(result, folder, args.sample))
     (folder / "reproduction.md").write_text(table + "\n", encoding="utf-8")
     print(f"\n{table}\nwritten: {folder / 'reproduction.md'}", flush=True)

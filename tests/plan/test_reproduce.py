@@ -213,7 +213,7 @@ def test_an_unknown_recipe_is_refused_with_the_names(name):
 
 def test_dry_prints_the_commands_of_the_chain_and_starts_nothing(monkeypatch, capsys):
     monkeypatch.setattr(sys, "argv", ["run.py", "tulu3-8b-sft", "--gpus", "8", "--dry", "--max_steps", "9"])
-    monkeypatch.setattr(run.subprocess, "run", None)
+    monkeypatch.setattr(run, "start", None)
     run.main()
     train, score = map(shlex.split, capsys.readouterr().out.splitlines())
     assert train[:4] == ["zerofit", "launch", "--gpus", "8"] and train[-2:] == ["--max_steps", "9"]
