@@ -77,6 +77,7 @@ READS_doctor := GPUS NODES PORT OUT ARGS
 READS_plan := $(OF_RECIPE) RECIPE GPUS NODES GPU_TYPE METHOD HOST_MEMORY
 READS_batch-size := $(OF_RECIPE) RECIPE GPUS
 READS_data := RECIPE MODEL DATA CONFIG OUT ARGS
+READS_reproduce := RECIPE GPUS OUT ARGS
 READS_install := EXTRAS
 READS_ledger := MODEL GPUS SEQ ARGS
 READS_plan-validate := ARGS
@@ -227,7 +228,7 @@ data: $(STAMP) ## show what a run would train on (DATA= MODEL= ARGS=): lengths, 
 
 # --- of the repository; `zerofit init` lays down what stands above ---
 .PHONY: install plan-validate ledger lint test test-gpu test-cluster test-all test-versions models reliability bench-peers clean docs
-.PHONY: docs-serve site examples image image-cpu wheelhouse sbom audit
+.PHONY: docs-serve site examples reproduce image image-cpu wheelhouse sbom audit
 install: ## install into .venv (PYTHON=python3.12) or the active environment (ENV=active); EXTRAS=dev
 	@rm -f "$(STAMP)"; $(MAKE) --no-print-directory "$(STAMP)"
 
@@ -262,8 +263,12 @@ reliability: $(DEV_STAMP) ## count faults, bad inputs and attacks that the tests
 docs: $(STAMP) ## write the pages that are made from the code (docs/flags.md, docs/code.md)
 	@$(PY) docs/generate.py
 
-examples: $(STAMP) ## plan every file of examples/ and write the table of examples/README.md
-	@$(PY) examples/generate.py
+examples: $(STAMP) ## plan every file of examples/ and write the tables of its README.md and of reproduce/
+	@$(PY) examples/generate.py && $(PY) examples/reproduce/plans.py
+
+reproduce: $(STAMP) ## train and score a published recipe, beside its published scores: RECIPE=zephyr-sft (GPUS= ARGS=--dry)
+	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) examples/reproduce/run.py --gpus="$$GPUS" \
+		$(if $(OUT),--output_dir="$$OUT") $$ARGS "$$RECIPE"
 
 docs-serve: $(DEV_STAMP) ## serve the pages at http://127.0.0.1:8000
 	@$(PY) docs/generate.py && $(PY) -m mkdocs serve
