@@ -66,6 +66,7 @@ READS_export := RUN MERGE DTYPE OUT ARGS
 READS_chat := RUN ARGS
 READS_convert := FILE OUT ARGS
 READS_report := RUN ARGS
+READS_watch := RUN ARGS
 READS_slurm := $(OF_RECIPE) RECIPE GPUS NODES SBATCH SWEEP SETUP IMAGE JOIN_TIMEOUT INTERFACE PORT
 READS_status := RUN
 READS_cancel := RUN ARGS
@@ -129,7 +130,7 @@ PLACE = $(if $(HOSTS),launchers/hostfile.sh --hosts="$$HOSTS" $(if $(INCLUDE),--
 	launchers/local.sh) --gpus="$$GPUS" --launcher="$$LAUNCHER")
 LAUNCH = PYTHON="$(PY)" $(PLACE) --port="$$PORT" --args="$$ARGS" $(SHOW)
 
-.PHONY: help sft lora dpo pipeline launch convert resume export chat report slurm status cancel show doctor plan calibrate batch-size data
+.PHONY: help sft lora dpo pipeline launch convert resume export chat report watch slurm status cancel show doctor plan calibrate batch-size data
 help: ## this list
 	@echo 'zerofit: fine-tune language models with Accelerate and DeepSpeed ZeRO'
 	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -176,9 +177,13 @@ chat: $(STAMP) ## chat with RUN=runs/x in the terminal (ARGS="--temperature 0.7"
 	@test -n "$$RUN" || { echo 'zerofit: error: make chat: name what to talk to with RUN=runs/...' >&2; exit 2; }
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit chat $$ARGS "$$RUN"
 
-report: $(STAMP) ## write report.html of RUN=runs/x, or of several side by side: RUN="runs/a runs/b"
+report: $(STAMP) ## write report.html of RUN=runs/x, or of several side by side: RUN="runs/a runs/b" (ARGS="--every 30")
 	@test -n "$$RUN" || { echo 'zerofit: error: make report: name the run folders with RUN="runs/..."' >&2; exit 2; }
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit report $$ARGS "$$RUN"
+
+watch: $(STAMP) ## show RUN=runs/x in the terminal while it trains: loss, speed, memory, what broke
+	@test -n "$$RUN" || { echo 'zerofit: error: make watch: name the run folder with RUN=runs/...' >&2; exit 2; }
+	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit watch $$ARGS "$$RUN"
 
 slurm: $(STAMP) ## submit a SLURM job that saves, is requeued and resumes (NODES=4 GPUS=8 RECIPE= SBATCH="--partition=x" SWEEP=file)
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit slurm --nodes="$${NODES:-1}" --gpus="$$GPUS" \

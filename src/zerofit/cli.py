@@ -32,6 +32,7 @@ USAGE = """usage: zerofit sft|lora|dpo|pipeline [--gpus N] [--show] [flags]     
        zerofit resume runs/<run> [--gpus N] [flags]                  resume from the latest valid checkpoint
        zerofit export runs/<run> [--merge] [--dtype bf16]            write a plain Hugging Face folder
        zerofit report runs/<run> [runs/<other> ...]                  write a page with its plots; runs side by side
+       zerofit watch runs/<run>                                      the same in the terminal while it trains
        zerofit chat runs/<run>                                       chat with the trained model in the terminal
        zerofit replay runs/<run>                                     repeat a step whose loss was not finite
        zerofit --version"""
@@ -51,6 +52,7 @@ VERBS = {
     "export": "export.export",
     "chat": "commands.chat",
     "report": "report.run_page",
+    "watch": "report.watch",
     "hosts": "commands.hostfile",
     "join": "commands.hostfile:join",
     "kubernetes": "commands.kubernetes",
@@ -61,7 +63,7 @@ VERBS = {
 }
 
 
-LIGHT = ("status", "cancel", "init", "convert")  # verbs that must start fast and need no torch
+LIGHT = ("status", "cancel", "init", "convert", "report", "watch")  # verbs that must start fast and need no torch
 
 STARTS_RANKS = ("launch", "resume")
 

@@ -16,10 +16,10 @@ from zerofit.base.errors import UserError
 from zerofit.checkpoint import integrity, resumable
 from zerofit.checkpoint.facts import FACTS
 from zerofit.commands import status
+from zerofit.job import memory_figure
 from zerofit.report import plots, run_page
 from zerofit.report.plots import Line
 from zerofit.report.run_page import Run
-from zerofit.train import memory_report
 
 VOID = {"meta", "br", "img"}
 SHORT = ["--data", str(TINY / "train.jsonl"), "--eval_data", str(TINY / "eval.jsonl"), "--max_samples", "48",
@@ -244,8 +244,8 @@ def test_odd_numbers_have_charts():
         lines = [Line("a", [(1, value), (2**62, 1.0), (3, value)], 0), Line("b", [(1, 1.0)], 1)]
         assert b"<svg" in drawn(plots.chart("", lines, from_zero=True))
     peak = {"a$5_$6%": {"buffers": 2**62, "c": -1.5}, "": {}}
-    assert b"<svg" in drawn(plots.picture(memory_report.figure(peak, "", None)))
-    assert b"<svg" in drawn(plots.picture(memory_report.figure({"a": {}}, "", None)))
+    assert b"<svg" in drawn(plots.picture(memory_figure.figure(peak, "", None)))
+    assert b"<svg" in drawn(plots.picture(memory_figure.figure({"a": {}}, "", None)))
 
 
 def test_names_are_no_formulas(tmp_path):
