@@ -308,15 +308,17 @@ def test_the_supervisor_writes_it_too(tmp_path):
     assert Page((tmp_path / "a" / "report.html").read_text()).has("finished")
 
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSERS = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
-@pytest.mark.parametrize("width", [1200, 400])
-def test_a_browser_shows_it(tmp_path, width):
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_browser_shows_it(tmp_path, width, training):
     """Nothing is wider than the window, every chart has a size, and nothing is loaded."""
     folder = make_run(tmp_path / "a", status="finished", error="")
-    text = run_page.of_one(Run(folder))
+    text = run_page.of([Run(folder, training)], 15)
     probe = (
         "<script>addEventListener('load', () => { const sizes = [...document.querySelectorAll('img')].map("
         "s => s.getBoundingClientRect()); document.title = JSON.stringify([document.documentElement.scrollWidth, "

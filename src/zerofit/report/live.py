@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+FILE = "report.html"
+
 OFF = "ZEROFIT_PAGE"  # environment variable; 0: the page is written at the end only
 
 EVERY_SECONDS = 10.0  # between two pages, at least
@@ -36,6 +38,7 @@ class Page:
                 command, env=os.environ | alone, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
+            print(f"page: {folder / FILE}, written again while the run trains", flush=True)
 
     def stop(self) -> None:
         """End the process; whoever calls this writes the last page."""
@@ -81,7 +84,7 @@ def _write(folder: Path, training: bool) -> bool:
 
         run = Run(folder, training)
         if run.facts:
-            paths.write_text(folder / run_page.FILE, run_page.of([run], reload=run_page.RELOAD_SECONDS))
+            paths.write_text(folder / FILE, run_page.of([run], reload=run_page.RELOAD_SECONDS))
         return True
     return False
 

@@ -12,11 +12,10 @@ from zerofit.base.errors import Diverged, UserError, printable
 from zerofit.checkpoint.facts import step_of
 from zerofit.job import memory_figure, run_folder, stretches
 from zerofit.report import plots, run
+from zerofit.report.live import FILE
 from zerofit.report.plots import Line
 from zerofit.report.run import Run, as_text, duration
 from zerofit.train import model_card
-
-FILE = "report.html"
 
 RELOAD_SECONDS = 15  # of a page whose run trains
 
@@ -175,7 +174,8 @@ def summary(one: Run) -> dict[str, str | None]:
         "last training loss": None if loss is None else f"{loss:.4f}",
         "evaluation loss": None if held_out is None else f"{held_out:.4f}",
         "optimizer steps": None if steps is None else f"{steps:,}",
-        "tokens a second": None if not speed else f"{speed:,.0f}" + (f" (planned {planned:,.0f})" if planned else ""),
+        "tokens a second": None if not speed else f"{speed:,.0f}",
+        "tokens a second, planned": None if not planned else f"{planned:,.0f}",
         f"peak memory, {result.get('peak_memory_of', 'of a rank')}": None if not peak else _size(peak),
         "training time": None if seconds is None else _time(seconds, before),
         "trained parameters": _trained(result),
@@ -309,7 +309,7 @@ def of_several(runs: list[Run], reload: int = 0) -> str:
     figures = [summary(one) for one in runs]
     names = list(dict.fromkeys(name for of in figures for name in of))
     how_far = [progress(one) or {"words": ""} for one in runs]
-    rows = [["status", *(one.status for one in runs)], ["", *(far["words"] for far in how_far)]]
+    rows = [["status", *(one.status for one in runs)], ["progress", *(far["words"] for far in how_far)]]
     rows += [[name, *(of.get(name) or "" for of in figures)] for name in names]
     return _page(
         title=" and ".join(one.name for one in runs) if len(runs) == 2 else f"{len(runs)} runs",

@@ -6,6 +6,7 @@ import os
 import re
 import shutil
 import sys
+import textwrap
 import time
 import unicodedata
 from collections.abc import Iterator
@@ -75,9 +76,9 @@ def _draw(lines: list[str]) -> None:
 def frame(one: Run, width: int, levels: str = BLOCKS) -> Iterator[str]:
     """Yield the lines of a frame, none of them wider than `width` columns."""
     blocks = (_head(one, width), _figures(one, width), _loss(one, width, levels), _small_charts(one, width, levels),
-              _memory(one), _sentences("evaluation", _evaluations(one)),
-              _sentences("what broke, and what was tried", run.broke(one)[-MOST_LINES:]),
-              _sentences("decided", one.facts.get("decisions", [])[-MOST_LINES:]), _next(one))  # fmt: skip
+              _memory(one), _sentences("evaluation", _evaluations(one), width),
+              _sentences("what broke, and what was tried", run.broke(one)[-MOST_LINES:], width),
+              _sentences("decided", one.facts.get("decisions", [])[-MOST_LINES:], width), _next(one))  # fmt: skip
     for number, lines in enumerate(filter(None, map(list, blocks))):
         if number:
             yield ""
@@ -130,8 +131,9 @@ def _small_charts(one: Run, width: int, levels: str) -> Iterator[str]:
         points = _finite(one.points(metric))
         if len(points) > 1:
             values = _resampled(points, max(1, width - LABEL - 1))
-            high = max(values) or 1
-            yield f"{name:>{LABEL}} {''.join(levels[round(8 * max(0, value) / high)] for value in values)}".rstrip()
+            low, high = min(values), max(values)
+            bars = (levels[1 + round(7 * (value - low) / ((high - low) or 1))] for value in values)
+            yield f"{name:>{LABEL}} {''.join(bars)}"
 
 
 def _memory(one: Run) -> Iterator[str]:
@@ -147,14 +149,16 @@ def _evaluations(one: Run) -> list[str]:
     return [f"step {step:,}: loss {value:.4f}" for step, value in one.points("eval_loss")[-3:]]
 
 
-def _sentences(title: str, sentences: list[str]) -> Iterator[str]:
+def _sentences(title: str, sentences: list[str], width: int) -> Iterator[str]:
     if sentences:
         yield title
-        yield from (f"  {sentence}" for sentence in sentences)
+    for sentence in sentences:
+        yield from textwrap.wrap(sentence, width, initial_indent="  ", subsequent_indent="    ", max_lines=3)
 
 
 def _next(one: Run) -> list[str]:
-    return [f"next: {command}" for command in run_page.next_steps(one.folder, one.training)]
+    commands = run_page.next_steps(one.folder, one.training)
+    return [f"next: {command}" for command in (commands[1:] if one.training else commands)]  # the first is this view
 
 
 def _finite(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
