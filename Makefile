@@ -43,7 +43,9 @@ RUN ?=
 FILE ?=
 MERGE ?=
 DTYPE ?=
-VARIABLES := NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP SETUP IMAGE RUN FILE MERGE DTYPE GPUS ZERO OFFLOAD SP TP PP MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU_TYPE METHOD HOST_MEMORY RECIPE
+FOR ?=
+LLAMA_CPP ?=
+VARIABLES := NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP SETUP IMAGE RUN FILE MERGE DTYPE FOR LLAMA_CPP GPUS ZERO OFFLOAD SP TP PP MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU_TYPE METHOD HOST_MEMORY RECIPE
 ON_COMMAND_LINE := $(foreach v,$(.VARIABLES),$(if $(filter command%,$(origin $v)),$v))
 # taken literally: a $ in a value stays a $
 $(foreach v,$(VARIABLES),$(eval override $(v) := $$(value $(v))))
@@ -62,7 +64,7 @@ READS_dpo := $(READS_sft)
 READS_pipeline := $(READS_sft)
 READS_launch := $(READS_sft) RECIPE
 READS_resume := RUN GPUS RECIPE ZERO OFFLOAD SP TP PP ARGS PORT LAUNCHER $(OF_NODES)
-READS_export := RUN MERGE DTYPE OUT ARGS
+READS_export := RUN MERGE DTYPE FOR LLAMA_CPP OUT ARGS
 READS_chat := RUN ARGS
 READS_convert := FILE OUT ARGS
 READS_report := RUN ARGS
@@ -168,10 +170,10 @@ convert: $(STAMP) ## write FILE=theirs.yaml of axolotl, LLaMA-Factory, ms-swift,
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit convert $(if $(OUT),--output="$$OUT") \
 		$$ARGS "$$FILE"
 
-export: $(STAMP) ## write RUN=runs/x as a Hugging Face folder, compared with what was trained (MERGE=1 DTYPE=bf16 OUT=)
+export: $(STAMP) ## write RUN=runs/x as a Hugging Face folder, compared with what was trained (MERGE=1 DTYPE=bf16 FOR=vllm OUT=)
 	@test -n "$$RUN" || { echo 'zerofit: error: make export: name what to export with RUN=runs/...' >&2; exit 2; }
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit export $(if $(filter-out 0,$(MERGE)),--merge) \
-		$(if $(DTYPE),--dtype="$$DTYPE") $(if $(OUT),--output_dir="$$OUT") $$ARGS "$$RUN"
+		$(if $(DTYPE),--dtype="$$DTYPE") $(if $(FOR),--for="$$FOR") $(if $(LLAMA_CPP),--llama_cpp="$$LLAMA_CPP") $(if $(OUT),--output_dir="$$OUT") $$ARGS "$$RUN"
 
 chat: $(STAMP) ## chat with RUN=runs/x in the terminal (ARGS="--temperature 0.7")
 	@test -n "$$RUN" || { echo 'zerofit: error: make chat: name what to talk to with RUN=runs/...' >&2; exit 2; }

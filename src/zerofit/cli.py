@@ -30,7 +30,7 @@ USAGE = """usage: zerofit sft|lora|dpo|pipeline [--gpus N] [--show] [flags]     
        zerofit calibrate                                             measure this GPU's rates, which plans then use
        zerofit doctor [--json]                                       check what would break or slow down a run here
        zerofit resume runs/<run> [--gpus N] [flags]                  resume from the latest valid checkpoint
-       zerofit export runs/<run> [--merge] [--dtype bf16]            write a plain Hugging Face folder
+       zerofit export runs/<run> [--merge] [--for vllm]              write a Hugging Face folder, or what a server reads
        zerofit report runs/<run> [runs/<other> ...]                  write a page with its plots; runs side by side
        zerofit watch runs/<run>                                      the same in the terminal while it trains
        zerofit chat runs/<run>                                       chat with the trained model in the terminal

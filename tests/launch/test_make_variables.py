@@ -113,7 +113,10 @@ def with_package():
     ("words", "says"),
     [
         ("plan SEQ=4096", 'SEQ=4096: make plan does not read it; it is a flag: ARGS="--max_length N".'),
-        ("sft RUN=x", "RUN=x: make sft does not read it; make cancel, chat, export, report, resume, status read it."),
+        (
+            "sft RUN=x",
+            "RUN=x: make sft does not read it; make cancel, chat, export, report, resume, status, watch read",
+        ),
         ("show lora RECIPE=x", "RECIPE=x: make show lora does not read it; make batch-size, data, launch, plan"),
         ("slurm NODES=2 NODE_RANK=1", "NODE_RANK=1: make slurm does not read it; make dpo, launch,"),
         ("lora MASTER_ADDR=a", "MASTER_ADDR=a: make lora does not read it; it is read only with NODES=."),

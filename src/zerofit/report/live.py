@@ -11,7 +11,7 @@ import sys
 import time
 from pathlib import Path
 
-FILE = "report.html"
+from zerofit.report.run import FILE, Run
 
 OFF = "ZEROFIT_PAGE"  # environment variable; 0: the page is written at the end only
 
@@ -80,7 +80,6 @@ def _write(folder: Path, training: bool) -> bool:
     with contextlib.suppress(Exception):
         from zerofit.base import paths
         from zerofit.report import run_page
-        from zerofit.report.run import Run
 
         run = Run(folder, training)
         if run.facts:

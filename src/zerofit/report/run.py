@@ -10,6 +10,8 @@ from pathlib import Path
 from zerofit.base.errors import UserError
 from zerofit.job import memory_figure, run_folder, run_lock, stretches
 
+FILE = "report.html"  # the page, in the run folder
+
 THE_REST = "all else"  # memory that is known in one sum only
 
 

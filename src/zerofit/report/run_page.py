@@ -12,9 +12,8 @@ from zerofit.base.errors import Diverged, UserError, printable
 from zerofit.checkpoint.facts import step_of
 from zerofit.job import memory_figure, run_folder, stretches
 from zerofit.report import plots, run
-from zerofit.report.live import FILE
 from zerofit.report.plots import Line
-from zerofit.report.run import Run, as_text, duration
+from zerofit.report.run import FILE, Run, as_text, duration
 from zerofit.train import model_card
 
 RELOAD_SECONDS = 15  # of a page whose run trains

@@ -102,8 +102,11 @@ def _end_where_answers_end(folder: Path) -> None:
 
 def _pre_tokenizer(folder: Path) -> str:
     """Return llama.cpp's name of how the tokenizer cuts a text; "" where none is known to do the same."""
-    with contextlib.suppress(OSError, ValueError, AttributeError):
-        found = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))["pre_tokenizer"]
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        whole = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        found = whole["pre_tokenizer"]
+        if (whole.get("normalizer") or {"type": "NFC"})["type"] != "NFC":
+            return ""
         parts = found["pretokenizers"] if found["type"] == "Sequence" else [found]
         cuts = [part["pattern"]["Regex"] for part in parts if part["type"] == "Split"]
         if [part["type"] for part in parts] == ["ByteLevel"] and parts[0].get("use_regex", True):
@@ -116,8 +119,11 @@ def _pre_tokenizer(folder: Path) -> str:
 # --- asking a file ---
 
 
-def prove(file: Path, kind: str, tokenizer, asked: list[Prompt]) -> list[Check]:
-    """Ask a GGUF file by llama-cpp-python what the trained model was asked; return what holds."""
+def prove(file: Path, kind: str, asked: list[Prompt], rounded: float) -> list[Check]:
+    """Ask a GGUF file by llama-cpp-python what the trained model was asked; return what holds.
+
+    Args: rounded: the coarsest rounding between what was trained and the model that was converted.
+    """
     where = f"{kind}, by llama-cpp-python"
     try:
         import llama_cpp
@@ -136,7 +142,7 @@ def prove(file: Path, kind: str, tokenizer, asked: list[Prompt]) -> list[Check]:
     error, deviation, agree = _logit_error(model, asked)
     vocab = llama_cpp.llama_model_get_vocab(model.model)
     answers = [_greedy(llama_cpp, model, vocab, one.ids) for one in asked]
-    checks.append(_logits_check(model, kind, error, deviation, agree, where))
+    checks.append(_logits_check(model, max(UNIT[kind], rounded), error, deviation, agree, where))
     checks.append(reference.compared(asked, [ids for ids, _ in answers], error, where))
     checks.append(reference.ends(asked, [ended for _, ended in answers], where))
     model.close()
@@ -170,10 +176,10 @@ def _logit_error(model, asked: list[Prompt]) -> tuple[float, float, float]:
     return largest, float(torch.cat(all_logits).std()), agree / count
 
 
-def _logits_check(model, kind: str, error: float, deviation: float, agree: float, where: str) -> Check:
+def _logits_check(model, unit: float, error: float, deviation: float, agree: float, where: str) -> Check:
     """Return whether logits differ by no more than roundings add up to (export/compare.py has the reasons)."""
     layers = next(int(value) for name, value in model.metadata.items() if name.endswith(".block_count"))
-    bound = 20 * UNIT[kind] * math.sqrt(2 * layers) * deviation
+    bound = 20 * unit * math.sqrt(2 * layers) * deviation
     said = f"largest difference {error:.3g}, bound {bound:.3g} (the logits' deviation is {deviation:.3g})"
     return Check("logits", error <= bound, f"{said}; {agree:.1%} of the likeliest tokens the same, {where}")
 

@@ -89,9 +89,7 @@ def parts_of(tokenizer) -> Parts | None:
         system_before = system_after = user_before
         has_system = False
     bos = tokenizer.bos_token or ""
-    adds = tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id] and bool(
-        bos
-    )  # the file says so, and ollama does
+    adds = bool(bos) and tokenizer("x")["input_ids"][:1] == [tokenizer.bos_token_id]  # ollama then adds it too
     begin = first.removesuffix(user_before)
     return Parts(
         begin.removeprefix(bos) if adds else begin,
@@ -123,6 +121,7 @@ def text(model: str, tokenizer, asked: list[Prompt], stops: list[str], sampling:
         says = f"the same text as the chat template of {names} (computed here, not by ollama)"
         check = Check(what, True, says)
     lines += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops]
-    lines += [f"PARAMETER {name} {sampling[name]}" for name in SAMPLING if sampling.get(name) is not None]
+    given = {name: sampling.get(name) for name in SAMPLING}  # of a file that others may have written
+    lines += [f"PARAMETER {name} {value}" for name, value in given.items() if isinstance(value, int | float)]
     tools = Check("tools", None, "the Modelfile's template has no tools")
     return "\n".join(lines) + "\n", [check, tools]

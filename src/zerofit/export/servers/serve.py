@@ -8,7 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerofit.base.errors import UserError
-from zerofit.export import ends, source
+from zerofit.export import compare, ends, source
 from zerofit.export.servers import gguf, http, modelfile, reference
 from zerofit.export.servers.check import Check
 from zerofit.export.servers.reference import Prompt
@@ -143,10 +143,7 @@ def finish(given, saved: source.Saved, folder: Path, out: Path, done: dict) -> N
     tokenizer = source.tokenizer(saved)
     asked, checks = reference.prompts(tokenizer, ends.samples(saved, tokenizer)) if tokenizer is not None else ([], [])
     if asked and given.check == "true":
-        model = source.load(saved, given.device)
-        model.config.use_cache = True
-        reference.answer(model, tokenizer, asked)
-        del model
+        reference.answer(_loaded(saved, given, server.is_gguf or not _is_exact(done)), tokenizer, asked)
     checks += _gguf_files(export, tokenizer, asked) if server.is_gguf else _folder(export, tokenizer, asked)
     checks.append(Check(given.server, None, f"not run here: {server.unproven}"))
     for check in checks:
@@ -187,16 +184,30 @@ def _folder(export: Export, tokenizer, asked: list[Prompt]) -> list[Check]:
     wrong = [one.name for one, own in zip(rendered, ids, strict=True) if own != one.ids]
     says = f"{len(rendered) - len(wrong)} of {len(rendered)} the same, by transformers from the exported folder"
     checks = [Check("token ids of rendered prompts", not wrong, "; ".join([says, *wrong]))] if rendered else []
-    model = source.load(written, export.given.device)
-    model.config.use_cache = True
-    own = [Prompt(one.name, one.ids) for one in asked]
-    reference.answer(model, theirs, own)
-    error = (export.done.get("agreement") or {}).get("max", 0.0)
+    as_served, own = ([Prompt(one.name, one.ids) for one in asked] for _ in range(2))
+    model = _loaded(written, export.given)
+    reference.answer(model, theirs, as_served)
+    if not _is_exact(export.done):
+        reference.answer(model.float() if not written.bits else model, theirs, own)
+    own = as_served if _is_exact(export.done) else own
+    error = export.done["agreement"]["max"]
     checks.append(reference.compared(asked, [one.answer for one in own], error, "by transformers' generate"))
     checks.append(reference.ends(asked, [one.ended for one in own], "by transformers' generate"))
     if export.given.server == "transformers":
-        checks += http.prove(export.folder, theirs, asked, [one.answer for one in own])
+        checks += http.prove(export.folder, theirs, asked, [one.answer for one in as_served])
     return checks
+
+
+def _is_exact(done: dict) -> bool:
+    """Return whether the export's logits are those of what was trained, bit for bit."""
+    return bool(done["agreement"] and done["agreement"]["exact"])
+
+
+def _loaded(saved: source.Saved, given, in_fp32: bool = False):
+    """Load a model to generate with. in_fp32: where another type is compared with it, as export/compare.py does."""
+    model = source.load(saved, given.device)
+    model.config.get_text_config().use_cache = True
+    return model.float() if in_fp32 and not saved.bits else model
 
 
 # --- GGUF files ---
@@ -221,6 +232,7 @@ def _gguf_files(export: Export, tokenizer, asked: list[Prompt]) -> list[Check]:
         (export.folder / modelfile.FILE).write_text(text, encoding="utf-8")
     if not asked or not asked[0].answer:
         return [*checks, Check("answers", None, "not compared with what was trained (--check false)")]
+    rounded = compare.rounding(export.given, export.saved, export.done)
     for kind, file in files.items():
-        checks += gguf.prove(file, kind, tokenizer, asked)
+        checks += gguf.prove(file, kind, asked, rounded)
     return checks
