@@ -117,9 +117,11 @@ def test_another_token_is_the_same_answer_only_within_the_error_of_the_logits():
 
 
 def test_an_end_that_the_trained_model_has_not_is_not_asked_of_a_server():
-    asked = [Prompt("a", [], ended=True), Prompt("b", [], ended=False)]
-    assert reference.ends(asked, [True, False], "x").holds and reference.ends(asked, [False, True], "x").holds is False
-    assert reference.ends(asked[1:], [False], "x").holds is None
+    asked, same = [Prompt("a", [], answer=[5], ended=True), Prompt("b", [], answer=[5])], [[5], [5, 6]]
+    assert reference.ends(asked, same, [True, False], "x").holds
+    assert reference.ends(asked, [[5, 7], [5]], [False, True], "x").holds is False
+    assert reference.ends(asked[1:], same[1:], [False], "x").holds is None
+    assert reference.ends(asked, [[6], [5]], [False, False], "x").holds is None  # it says something else
 
 
 def test_what_a_template_does_not_render_is_said():

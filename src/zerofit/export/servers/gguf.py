@@ -143,8 +143,8 @@ def prove(file: Path, kind: str, asked: list[Prompt], rounded: float) -> list[Ch
     vocab = llama_cpp.llama_model_get_vocab(model.model)
     answers = [_greedy(llama_cpp, model, vocab, one.ids) for one in asked]
     checks.append(_logits_check(model, max(UNIT[kind], rounded), error, deviation, agree, where))
-    checks.append(reference.compared(asked, [ids for ids, _ in answers], error, where))
-    checks.append(reference.ends(asked, [ended for _, ended in answers], where))
+    texts, endings = zip(*answers, strict=True)
+    checks += [reference.compared(asked, texts, error, where), reference.ends(asked, texts, endings, where)]
     model.close()
     return checks
 

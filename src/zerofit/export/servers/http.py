@@ -23,16 +23,15 @@ START_SECONDS, ANSWER_SECONDS = 300.0, 300.0
 NEEDS = ("fastapi", "uvicorn", "openai", "starlette", "rich")  # transformers' extra `serving`
 
 
-def prove(folder: Path, tokenizer, asked: list[Prompt], own: list[list[int]]) -> list[Check]:
-    """Ask `transformers serve`. Args: own: the export's answers in this process, of which the server gives the text."""
+def prove(folder: Path, tokenizer, asked: list[Prompt]) -> list[Check]:
+    """Ask `transformers serve`. Args: asked: with the export's answers in this process, whose text the server gives."""
     what, where = "`transformers serve` over HTTP", "finish_reason is `stop`, by `transformers serve`"
     asked_by_turns = [one for one in asked if one.messages and not one.tools]
     if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
         return [Check(what, None, f"{', '.join(missing)} not installed here (pip install 'transformers[serving]')")]
     if not asked_by_turns:
         return [Check(what, None, "the tokenizer has no chat template")]
-    texts = [tokenizer.decode(answer, skip_special_tokens=True) for answer in own]
-    wanted = dict(zip((one.name for one in asked), texts, strict=True))
+    wanted = {one.name: tokenizer.decode(one.answer, skip_special_tokens=True) for one in asked}
     wrong, late = [], []
     try:
         with _server(folder) as address:

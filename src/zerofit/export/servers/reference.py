@@ -42,6 +42,11 @@ class Prompt:
     logits: torch.Tensor | None = None  # [token of the answer, vocabulary]
     ended: bool = False
 
+    @property
+    def as_asked(self) -> tuple:
+        """Return the fields of the prompt itself."""
+        return self.name, self.ids, self.text, self.messages, self.tools
+
 
 def prompts(tokenizer, rows: list[tuple[list[int], list[int]]]) -> tuple[list[Prompt], list[Check]]:
     """Return the prompts that the chat template renders, with rows of the run's data, and what it does not render."""
@@ -62,8 +67,12 @@ def prompts(tokenizer, rows: list[tuple[list[int], list[int]]]) -> tuple[list[Pr
     return found, left
 
 
-def answer(model, tokenizer, asked: list[Prompt]) -> None:
-    """Generate the greedy answer to each prompt with the model's own generation settings, and keep its logits."""
+def answer(model, tokenizer, asked: list[Prompt], as_served: bool = False) -> None:
+    """Generate the greedy answer to each prompt, and keep its logits.
+
+    Args: as_served: with the penalty for repetition of generation_config.json, which not every server reads.
+    """
+    penalty = {} if as_served else {"repetition_penalty": 1.0}
     stops = model.generation_config.eos_token_id
     stops = [stops] if isinstance(stops, int) else list(stops or [])
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
@@ -72,7 +81,7 @@ def answer(model, tokenizer, asked: list[Prompt]) -> None:
         with torch.no_grad():
             found = model.generate(
                 input_ids=ids, attention_mask=torch.ones_like(ids), do_sample=False, pad_token_id=pad,
-                max_new_tokens=MOST_TOKENS, output_logits=True, return_dict_in_generate=True,
+                max_new_tokens=MOST_TOKENS, output_logits=True, return_dict_in_generate=True, **penalty,
             )  # fmt: skip
         prompt.answer = found.sequences[0, len(prompt.ids) :].tolist()
         prompt.logits = torch.cat(found.logits).float().cpu()
@@ -107,12 +116,12 @@ def compared(asked: list[Prompt], answers: list[list[int]], error: float, where:
     return Check("greedy answers", not differing, "; ".join([says, *differing]))
 
 
-def ends(asked: list[Prompt], endings: list[bool], where: str) -> Check:
-    """Return whether generation ended by itself wherever the trained model's did."""
-    own = [one.name for one in asked if one.ended]
+def ends(asked: list[Prompt], answers: list[list[int]], endings: list[bool], where: str) -> Check:
+    """Return whether generation ended by itself where the trained model's did, in the answers that are the same."""
+    pairs = zip(asked, answers, endings, strict=True)
+    own = [(one.name, ended) for one, answer, ended in pairs if one.ended and answer[: len(one.answer)] == one.answer]
     if not own:
-        return Check("ends by itself", None, f"the trained model ends none of its answers within {MOST_TOKENS} tokens")
-    late = [one.name for one, ended in zip(asked, endings, strict=True) if one.ended and not ended]
-    return Check(
-        "ends by itself", not late, f"{len(own) - len(late)} of {len(own)} that the trained model ends, {where}"
-    )
+        return Check("ends by itself", None, f"no answer ends within {MOST_TOKENS} tokens and is the same, {where}")
+    late = [name for name, ended in own if not ended]
+    says = f"{len(own) - len(late)} of {len(own)} that the trained model ends, {where}"
+    return Check("ends by itself", not late, "; ".join([says, *late]))

@@ -184,18 +184,16 @@ def _folder(export: Export, tokenizer, asked: list[Prompt]) -> list[Check]:
     wrong = [one.name for one, own in zip(rendered, ids, strict=True) if own != one.ids]
     says = f"{len(rendered) - len(wrong)} of {len(rendered)} the same, by transformers from the exported folder"
     checks = [Check("token ids of rendered prompts", not wrong, "; ".join([says, *wrong]))] if rendered else []
-    as_served, own = ([Prompt(one.name, one.ids) for one in asked] for _ in range(2))
+    as_served, own = ([Prompt(*one.as_asked) for one in asked] for _ in range(2))
     model = _loaded(written, export.given)
-    reference.answer(model, theirs, as_served)
-    if not _is_exact(export.done):
-        reference.answer(model.float() if not written.bits else model, theirs, own)
-    own = as_served if _is_exact(export.done) else own
-    error = export.done["agreement"]["max"]
-    checks.append(reference.compared(asked, [one.answer for one in own], error, "by transformers' generate"))
-    checks.append(reference.ends(asked, [one.ended for one in own], "by transformers' generate"))
-    if export.given.server == "transformers":
-        checks += http.prove(export.folder, theirs, asked, [one.answer for one in as_served])
-    return checks
+    if is_asked := export.given.server == "transformers":
+        reference.answer(model, theirs, as_served, as_served=True)
+    reference.answer(model if _is_exact(export.done) or written.bits else model.float(), theirs, own)
+    del model
+    error, answers, where = export.done["agreement"]["max"], [one.answer for one in own], "by transformers' generate"
+    checks.append(reference.compared(asked, answers, error, where))
+    checks.append(reference.ends(asked, answers, [one.ended for one in own], where))
+    return checks + (http.prove(export.folder, theirs, as_served) if is_asked else [])
 
 
 def _is_exact(done: dict) -> bool:
