@@ -296,6 +296,8 @@ def test_transformers_own_server_gives_the_answers_of_the_trained_model(trained,
         assert found["`transformers serve` over HTTP"] == [None] and "not installed" in capsys.readouterr().out
         pytest.skip(f"not installed: {', '.join(missing)}")
     assert found["`transformers serve` over HTTP"] == [True] and found["ends by itself"] == [True, True]
+    told = "response_template" in json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    assert told == (name == "qwen")  # whose answers the server would take apart as ChatML, which they are not
     assert found["transformers"] == [None] and report["command"] == f"transformers serve {tmp_path / 'out'}"
 
 

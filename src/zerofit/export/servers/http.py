@@ -17,8 +17,11 @@ from zerofit.base.errors import first_line
 from zerofit.export.servers import reference
 from zerofit.export.servers.check import Check
 from zerofit.export.servers.reference import Prompt
+from zerofit.job import run_folder
 
 START_SECONDS, ANSWER_SECONDS = 300.0, 300.0
+
+SETTING = "response_template"  # of tokenizer_config.json
 
 NEEDS = ("fastapi", "uvicorn", "openai", "starlette", "rich")  # transformers' extra `serving`
 
@@ -46,6 +49,24 @@ def prove(folder: Path, tokenizer, asked: list[Prompt]) -> list[Check]:
     says = f"{right} of {len(asked_by_turns)} answers are the text of the same tokens"
     where += f", not of {', '.join(late)}" if late else ""
     return [Check(what, not wrong, "; ".join([says, *wrong])), Check("ends by itself", not late, where)]
+
+
+def write_response_template(folder: Path, asked: list[Prompt], stops: list[str]) -> bool:
+    """Tell transformers that an answer is all content, up to a token that ends it; return whether that can be said.
+
+    Without it the answers of some families (Qwen) are taken apart by their own chat template, not by the tokenizer's.
+    """
+    file = folder / "tokenizer_config.json"
+    config = json.loads(file.read_text(encoding="utf-8"))
+    content = {"close": stops, "content": "text"}
+    ends = [one.text[::-1] for one in asked if one.text]
+    before = os.path.commonprefix(ends)[::-1] if len(ends) > 1 else ""  # noqa: RUF071  what all prompts end with
+    if not before:
+        return False
+    fields = {"content": content}
+    config[SETTING] = {"defaults": {"role": "assistant"}, "start_anchor": before, "fields": fields}
+    run_folder.write_json(file, config)
+    return True
 
 
 @contextlib.contextmanager
@@ -101,5 +122,5 @@ def _ask(address: str, folder: Path, messages: list[dict]) -> tuple[str, str]:
         with _open(request, ANSWER_SECONDS) as answer:
             choice = json.loads(answer.read())["choices"][0]
     except urllib.error.HTTPError as error:
-        raise RuntimeError(f"{error.code}: {error.read()[:200]!r}") from None
+        return f"error {error.code}: {error.read()[:200]!r}", "error"
     return choice["message"]["content"], choice["finish_reason"]

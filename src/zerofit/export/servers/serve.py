@@ -193,7 +193,20 @@ def _folder(export: Export, tokenizer, asked: list[Prompt]) -> list[Check]:
     error, answers, where = export.done["agreement"]["max"], [one.answer for one in own], "by transformers' generate"
     checks.append(reference.compared(asked, answers, error, where))
     checks.append(reference.ends(asked, answers, [one.ended for one in own], where))
-    return checks + (http.prove(export.folder, theirs, as_served) if is_asked else [])
+    return checks + (_over_http(export.folder, theirs, as_served) if is_asked else [])
+
+
+def _over_http(folder: Path, tokenizer, asked: list[Prompt]) -> list[Check]:
+    """Ask transformers' server; where it takes answers apart as another chat template has them, tell it ours."""
+    checks = http.prove(folder, tokenizer, asked)
+    if all(check.holds is not False for check in checks) or getattr(tokenizer, "response_template", None):
+        return checks
+    config = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    stops = tokenizer.convert_ids_to_tokens(generation.ids_of(config.get("eos_token_id")))
+    if http.write_response_template(folder, asked, stops):
+        checks = http.prove(folder, tokenizer, asked)
+        checks[0].says += f"; with {http.SETTING} in tokenizer_config.json, or this family's answers are taken apart"
+    return checks
 
 
 def _is_exact(done: dict) -> bool:
