@@ -44,7 +44,9 @@ TASKS ?=
 FILE ?=
 MERGE ?=
 DTYPE ?=
-VARIABLES := NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP SETUP IMAGE RUN TASKS FILE MERGE DTYPE GPUS ZERO OFFLOAD SP TP PP MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU_TYPE METHOD HOST_MEMORY RECIPE
+FOR ?=
+LLAMA_CPP ?=
+VARIABLES := NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP SETUP IMAGE RUN TASKS FILE MERGE DTYPE FOR LLAMA_CPP GPUS ZERO OFFLOAD SP TP PP MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU_TYPE METHOD HOST_MEMORY RECIPE
 ON_COMMAND_LINE := $(foreach v,$(.VARIABLES),$(if $(filter command%,$(origin $v)),$v))
 # taken literally: a $ in a value stays a $
 $(foreach v,$(VARIABLES),$(eval override $(v) := $$(value $(v))))
@@ -63,11 +65,12 @@ READS_dpo := $(READS_sft)
 READS_pipeline := $(READS_sft)
 READS_launch := $(READS_sft) RECIPE
 READS_resume := RUN GPUS RECIPE ZERO OFFLOAD SP TP PP ARGS PORT LAUNCHER $(OF_NODES)
-READS_export := RUN MERGE DTYPE OUT ARGS
+READS_export := RUN MERGE DTYPE FOR LLAMA_CPP OUT ARGS
 READS_chat := RUN ARGS
 READS_eval := RUN TASKS GPUS ARGS
 READS_convert := FILE OUT ARGS
 READS_report := RUN ARGS
+READS_watch := RUN ARGS
 READS_slurm := $(OF_RECIPE) RECIPE GPUS NODES SBATCH SWEEP SETUP IMAGE JOIN_TIMEOUT INTERFACE PORT
 READS_status := RUN
 READS_cancel := RUN ARGS
@@ -134,7 +137,7 @@ PLACE = $(if $(HOSTS),launchers/hostfile.sh --hosts="$$HOSTS" $(if $(INCLUDE),--
 	launchers/local.sh) --gpus="$$GPUS" --launcher="$$LAUNCHER")
 LAUNCH = PYTHON="$(PY)" $(PLACE) --port="$$PORT" --args="$$ARGS" $(SHOW)
 
-.PHONY: help sft lora dpo pipeline launch convert resume export chat eval report slurm status cancel show doctor plan calibrate batch-size data
+.PHONY: help sft lora dpo pipeline launch convert resume export chat eval report watch slurm status cancel show doctor plan calibrate batch-size data
 help: ## this list
 	@echo 'zerofit: fine-tune language models with Accelerate and DeepSpeed ZeRO'
 	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -172,10 +175,10 @@ convert: $(STAMP) ## write FILE=theirs.yaml of axolotl, LLaMA-Factory, ms-swift,
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit convert $(if $(OUT),--output="$$OUT") \
 		$$ARGS "$$FILE"
 
-export: $(STAMP) ## write RUN=runs/x as a Hugging Face folder, compared with what was trained (MERGE=1 DTYPE=bf16 OUT=)
+export: $(STAMP) ## write RUN=runs/x as a Hugging Face folder, compared with what was trained (MERGE=1 DTYPE=bf16 FOR=vllm OUT=)
 	@test -n "$$RUN" || { echo 'zerofit: error: make export: name what to export with RUN=runs/...' >&2; exit 2; }
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit export $(if $(filter-out 0,$(MERGE)),--merge) \
-		$(if $(DTYPE),--dtype="$$DTYPE") $(if $(OUT),--output_dir="$$OUT") $$ARGS "$$RUN"
+		$(if $(DTYPE),--dtype="$$DTYPE") $(if $(FOR),--for="$$FOR") $(if $(LLAMA_CPP),--llama_cpp="$$LLAMA_CPP") $(if $(OUT),--output_dir="$$OUT") $$ARGS "$$RUN"
 
 chat: $(STAMP) ## chat with RUN=runs/x in the terminal (ARGS="--temperature 0.7")
 	@test -n "$$RUN" || { echo 'zerofit: error: make chat: name what to talk to with RUN=runs/...' >&2; exit 2; }
@@ -186,9 +189,13 @@ eval: $(STAMP) ## score RUN=runs/x and its base by lm-evaluation-harness: TASKS=
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit eval "$$RUN" --tasks="$$TASKS" \
 		$(if $(GIVEN_GPUS),--gpus="$$GPUS") $$ARGS
 
-report: $(STAMP) ## write report.html of RUN=runs/x, or of several side by side: RUN="runs/a runs/b"
+report: $(STAMP) ## write report.html of RUN=runs/x, or of several side by side: RUN="runs/a runs/b" (ARGS="--every 30")
 	@test -n "$$RUN" || { echo 'zerofit: error: make report: name the run folders with RUN="runs/..."' >&2; exit 2; }
 	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit report $$ARGS "$$RUN"
+
+watch: $(STAMP) ## show RUN=runs/x in the terminal while it trains: loss, speed, memory, what broke
+	@test -n "$$RUN" || { echo 'zerofit: error: make watch: name the run folder with RUN=runs/...' >&2; exit 2; }
+	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit watch $$ARGS "$$RUN"
 
 slurm: $(STAMP) ## submit a SLURM job that saves, is requeued and resumes (NODES=4 GPUS=8 RECIPE= SBATCH="--partition=x" SWEEP=file)
 	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit slurm --nodes="$${NODES:-1}" --gpus="$$GPUS" \

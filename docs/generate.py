@@ -19,6 +19,7 @@ FOLDERS = [
     *("", "base", "job", "data", "data/chat_templates", "data/published", "data/unpaired"),
     *("model", "model/image_text", "model/weights", "model/kernels", "parallel", "optim", "convert", "config"),
     *("certificate", "checkpoint", "train", "train/unpaired", "report", "plan", "plan/advice", "plan/speed", "export"),
+    "export/servers",
     *("launch", "launch/cluster", "scores", "commands"),
 ]
 

@@ -91,6 +91,7 @@ def clean_environment(tmp_path_factory):
     os.environ["ZEROFIT_CACHE"] = str(tmp_path_factory.mktemp("cache"))
     os.environ["HF_HOME"] = str(tmp_path_factory.mktemp("hf_home"))  # no cached accelerate config of this machine
     os.environ["PYTHONPATH"] = str(ROOT / "src")
+    os.environ["ZEROFIT_PAGE"] = "0"  # no process more for each of hundreds of runs; tests/export/test_live.py sets it
 
 
 @contextlib.contextmanager

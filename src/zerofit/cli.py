@@ -30,8 +30,9 @@ USAGE = """usage: zerofit sft|lora|dpo|pipeline [--gpus N] [--show] [flags]     
        zerofit calibrate                                             measure this GPU's rates, which plans then use
        zerofit doctor [--json]                                       check what would break or slow down a run here
        zerofit resume runs/<run> [--gpus N] [flags]                  resume from the latest valid checkpoint
-       zerofit export runs/<run> [--merge] [--dtype bf16]            write a plain Hugging Face folder
+       zerofit export runs/<run> [--merge] [--for vllm]              write a Hugging Face folder, or what a server reads
        zerofit report runs/<run> [runs/<other> ...]                  write a page with its plots; runs side by side
+       zerofit watch runs/<run>                                      the same in the terminal while it trains
        zerofit chat runs/<run>                                       chat with the trained model in the terminal
        zerofit eval runs/<run> --tasks gsm8k,my_tasks/               score it and its base by lm-evaluation-harness
        zerofit replay runs/<run>                                     repeat a step whose loss was not finite
@@ -53,6 +54,7 @@ VERBS = {
     "chat": "commands.chat",
     "eval": "scores.evaluate",
     "report": "report.run_page",
+    "watch": "report.watch",
     "hosts": "commands.hostfile",
     "join": "commands.hostfile:join",
     "kubernetes": "commands.kubernetes",
@@ -63,7 +65,7 @@ VERBS = {
 }
 
 
-LIGHT = ("status", "cancel", "init", "convert")  # verbs that must start fast and need no torch
+LIGHT = ("status", "cancel", "init", "convert", "report", "watch")  # verbs that must start fast and need no torch
 
 STARTS_RANKS = ("launch", "resume")
 

@@ -138,8 +138,10 @@ def start_processes(settings: Settings, train_set, eval_set):
 
 def open_run_folder(settings: Settings, train_set, eval_set) -> None:
     """Set up the run folder, print what was decided, and write run.json."""
+    from zerofit.base import rank_status
     from zerofit.checkpoint import resumable
     from zerofit.data import dataset, tokens
+    from zerofit.report import live
 
     resumable.check_resumable(settings, train_set)
     if distributed.rank() == 0:
@@ -170,6 +172,8 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
         more |= {"program": started.program, "resumed": settings.resumed, "started_by": settings.started_by}
         job.write(folder / job.FILE, started)
         run_folder.write_run(settings, started.command, {"data": facts} | more | earlier)
+        if not (rank_status.folder() or trial.is_canary() or trial.is_batch_search()):  # else the supervisor does
+            live.Page(folder)
 
 
 def _resumed_at(settings: Settings) -> int:

@@ -16,10 +16,10 @@ from zerofit.base.errors import UserError
 from zerofit.checkpoint import integrity, resumable
 from zerofit.checkpoint.facts import FACTS
 from zerofit.commands import status
+from zerofit.job import memory_figure
 from zerofit.report import plots, run_page
 from zerofit.report.plots import Line
 from zerofit.report.run_page import Run
-from zerofit.train import memory_report
 
 VOID = {"meta", "br", "img"}
 SHORT = ["--data", str(TINY / "train.jsonl"), "--eval_data", str(TINY / "eval.jsonl"), "--max_samples", "48",
@@ -244,8 +244,8 @@ def test_odd_numbers_have_charts():
         lines = [Line("a", [(1, value), (2**62, 1.0), (3, value)], 0), Line("b", [(1, 1.0)], 1)]
         assert b"<svg" in drawn(plots.chart("", lines, from_zero=True))
     peak = {"a$5_$6%": {"buffers": 2**62, "c": -1.5}, "": {}}
-    assert b"<svg" in drawn(plots.picture(memory_report.figure(peak, "", None)))
-    assert b"<svg" in drawn(plots.picture(memory_report.figure({"a": {}}, "", None)))
+    assert b"<svg" in drawn(plots.picture(memory_figure.figure(peak, "", None)))
+    assert b"<svg" in drawn(plots.picture(memory_figure.figure({"a": {}}, "", None)))
 
 
 def test_names_are_no_formulas(tmp_path):
@@ -308,15 +308,17 @@ def test_the_supervisor_writes_it_too(tmp_path):
     assert Page((tmp_path / "a" / "report.html").read_text()).has("finished")
 
 
-BROWSER = next(filter(None, map(shutil.which, ("chromium", "chromium-browser", "google-chrome"))), None)
+BROWSERS = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
-@pytest.mark.parametrize("width", [1200, 400])
-def test_a_browser_shows_it(tmp_path, width):
+@pytest.mark.parametrize("training", [False, True])
+@pytest.mark.parametrize("width", [1280, 400])
+def test_a_browser_shows_it(tmp_path, width, training):
     """Nothing is wider than the window, every chart has a size, and nothing is loaded."""
     folder = make_run(tmp_path / "a", status="finished", error="")
-    text = run_page.of_one(Run(folder))
+    text = run_page.of([Run(folder, training)], 15)
     probe = (
         "<script>addEventListener('load', () => { const sizes = [...document.querySelectorAll('img')].map("
         "s => s.getBoundingClientRect()); document.title = JSON.stringify([document.documentElement.scrollWidth, "

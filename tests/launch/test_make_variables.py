@@ -115,7 +115,7 @@ def with_package():
         ("plan SEQ=4096", 'SEQ=4096: make plan does not read it; it is a flag: ARGS="--max_length N".'),
         (
             "sft RUN=x",
-            "RUN=x: make sft does not read it; make cancel, chat, eval, export, report, resume, status read it.",
+            "RUN=x: make sft does not read it; make cancel, chat, eval, export, report, resume, status, watch read it.",
         ),
         ("show lora RECIPE=x", "RECIPE=x: make show lora does not read it; make batch-size, data, launch, plan"),
         ("slurm NODES=2 NODE_RANK=1", "NODE_RANK=1: make slurm does not read it; make dpo, launch,"),

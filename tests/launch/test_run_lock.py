@@ -318,7 +318,7 @@ def test_pipes_in_a_folder_from_elsewhere_are_not_waited_for(tmp_path):
     for name in ("run.json", "result.json", "metrics.jsonl", "run.lock"):
         os.mkfifo(tmp_path / name)
     assert status.progress(tmp_path).startswith("before the first step")
-    assert run_lock.owner(tmp_path) == {} and status.supervisor(tmp_path) is None
+    assert run_lock.owner(tmp_path) == {} and run_lock.holder(tmp_path) is None
     with pytest.raises(UserError, match="is no run folder"):
         run_page.main([str(tmp_path)])
 
@@ -408,7 +408,7 @@ def test_a_lock_file_that_nobody_holds_ends_no_process(tmp_path, said):
     (tmp_path / "run.json").write_text("{}")
     (tmp_path / run_lock.FILE).write_text(said)
     try:
-        assert status.supervisor(tmp_path) is None
+        assert run_lock.holder(tmp_path) is None
         with pytest.raises(UserError, match="nothing of it runs on this machine"):
             cancel.main(["--now", str(tmp_path)])
         assert other.poll() is None
@@ -420,13 +420,13 @@ def test_a_lock_file_that_nobody_holds_ends_no_process(tmp_path, said):
 def test_the_process_that_holds_a_lock_is_found(owner, monkeypatch):
     """By the file that it has open, or, of another user's process, by the kernel's list of locks."""
     folder, process = owner
-    assert status.supervisor(folder).pid == process.pid
+    assert run_lock.holder(folder).pid == process.pid
 
     def denied(self):
         raise psutil.AccessDenied
 
     monkeypatch.setattr(psutil.Process, "open_files", denied)
-    assert status.supervisor(folder).pid == process.pid
+    assert run_lock.holder(folder).pid == process.pid
 
 
 def test_what_only_looks_takes_no_lock(owner, monkeypatch):

@@ -17,6 +17,7 @@ from conftest import ROOT
 
 from zerofit.base.errors import UserError
 from zerofit.commands import cancel, slurm, status
+from zerofit.job import run_lock
 
 RECIPE = "recipes/sft.py"
 STUB = """#!{python}
@@ -370,7 +371,7 @@ def test_a_run_on_this_machine_is_cancelled(tmp_path, capsys):
     held = "import sys, time; from pathlib import Path; from zerofit.job import run_lock; "
     words = [sys.executable, "-c", f"{held}run_lock.take(Path(sys.argv[1])); time.sleep(300)"]
     mine, others = (subprocess.Popen([*words, folder.name], cwd=tmp_path) for folder in (run, other))
-    while status.supervisor(run) is None:  # it has not taken the lock yet
+    while run_lock.holder(run) is None:  # it has not taken the lock yet
         time.sleep(0.05)
     cancel.main([str(run)])
     assert mine.wait(timeout=30) == -signal.SIGTERM and others.poll() is None

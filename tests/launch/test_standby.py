@@ -14,7 +14,6 @@ import pytest
 import torch
 
 from zerofit.base import rank_status
-from zerofit.commands import status
 from zerofit.job import run_lock
 from zerofit.launch import forked_ranks, prepare, standby, supervisor
 
@@ -178,9 +177,9 @@ def test_a_job_is_found_by_its_lock(tmp_path):
     """The command line of a fork is its launcher's, which need not name the run folder."""
     run_lock.take(tmp_path / "run")
     try:
-        assert status.supervisor(tmp_path / "run").pid == os.getpid()
+        assert run_lock.holder(tmp_path / "run").pid == os.getpid()
         lock = tmp_path / "run" / run_lock.FILE
         lock.write_text(lock.read_text().replace(time.strftime("%Y-"), "2001-"))  # this process is younger
-        assert status.supervisor(tmp_path / "run") is None
+        assert run_lock.holder(tmp_path / "run") is None
     finally:
         run_lock.release()

@@ -1649,6 +1649,7 @@ def test_the_fastest_pair_is_chosen_at_once(expandable, monkeypatch, capsys):
     chosen = choice.choose(settings, row_tokens=2048)
     assert chosen.flags == {MICRO: 2, "gradient_checkpointing": False}
     assert 40 * GIB < chosen.plan["peak_bytes"] < chosen.plan["limit_bytes"] and chosen.plan["by"] == candidates.ENOUGH
+    assert chosen.plan["tokens_per_second"] == pytest.approx(32 * 2048 / chosen.plan["step_seconds"], rel=1e-3)
     said = capsys.readouterr().out
     assert (
         "plan: per_device_train_batch_size 2, gradient_checkpointing false: 44.9 of 77.7 GiB a rank by formula" in said

@@ -12,7 +12,7 @@ import torch
 from conftest import ROOT, TINY, recipe_process, run_python, run_world, runs_slow
 
 from zerofit.config import parse, resolve
-from zerofit.job import program
+from zerofit.job import memory_figure, program
 from zerofit.train import memory_report, memory_tracker, tensor_owners
 
 COMMON = [
@@ -431,6 +431,6 @@ def test_out_of_memory_in_an_evaluation_names_its_batch():
 
 def test_table_names_every_phase():
     peak = {"load": dict.fromkeys(tensor_owners.PARTS, 2**20), "step": dict.fromkeys(tensor_owners.PARTS, 2**30)}
-    lines = memory_report.table(peak).splitlines()
+    lines = memory_figure.table(peak).splitlines()
     assert lines[0].split() == ["phase", *tensor_owners.PARTS, "total"]
     assert lines[1].split()[-2:] == ["6.00", "MiB"] and lines[2].split()[-2:] == ["6.00", "GiB"]

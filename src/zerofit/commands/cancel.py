@@ -58,7 +58,7 @@ def _cancel(*words: str) -> None:
 
 
 def _end_process(folder: Path, wait: float) -> None:
-    process = status.supervisor(folder)
+    process = run_lock.holder(folder)
     if process is None:
         there = run_lock.owner(folder).get("host")
         elsewhere = f"; it was begun on {there}, where it can be cancelled" if there else ""

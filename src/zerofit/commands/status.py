@@ -4,11 +4,9 @@ import argparse
 import contextlib
 import itertools
 import re
-import socket
 import subprocess
 import time
 from dataclasses import dataclass
-from datetime import datetime
 from pathlib import Path
 
 from zerofit.base.errors import UserError, printable
@@ -34,14 +32,14 @@ def main(argv: list[str]) -> None:
         for job_folder in sweep(folder):
             print(printable(f"  {job_folder.name}: {progress(job_folder)}"))
         if not slurm_jobs and not run_folder.finished(folder):
-            process = supervisor(folder)
+            process = run_lock.holder(folder)
             print(f"  runs here as process {process.pid}" if process else "  no process of it runs on this machine")
 
 
 def find(name: str) -> Path:
     """Return the run folder. Raises: UserError without run.json, slurm.json or a running process."""
     folder = Path(name).expanduser()
-    if not (folder / "run.json").exists() and not (folder / JOB).exists() and supervisor(folder) is None:
+    if not (folder / "run.json").exists() and not (folder / JOB).exists() and run_lock.holder(folder) is None:
         raise UserError(f"{name}: is no run folder (neither run.json nor slurm.json is there); name one of runs/.")
     return folder
 
@@ -169,40 +167,3 @@ def jobs(folder: Path) -> list[SlurmJob]:
 def _parse(said: str) -> list[SlurmJob]:
     rows = [line.split("|", 2) for line in said.splitlines() if line.count("|") >= 2]
     return [SlurmJob(number, state, words.removesuffix(" None")) for number, state, words in rows]
-
-
-# --- processes of this machine ---
-
-
-def supervisor(folder: Path):
-    """Return this machine's psutil.Process that supervises the run, or is the run itself; None if none.
-
-    It is the one that has locked the run folder."""
-    import psutil
-
-    owner = run_lock.owner(folder) if (folder / run_lock.FILE).exists() else {}
-    if owner.get("host") != socket.gethostname():
-        return None
-    with contextlib.suppress(psutil.Error, ValueError):
-        process = psutil.Process(owner["process"])
-        since = datetime.strptime(owner["since"], run_lock.SINCE).timestamp()
-        if process.create_time() < since + 1 and _holds(process, folder / run_lock.FILE):
-            return process
-    return None
-
-
-def _holds(process, file: Path) -> bool:
-    """Return whether a psutil process has a lock file open, or the kernel lists its lock.
-
-    What the file says may be old, or another's words: the process that it names may have nothing to do with the run.
-    """
-    import psutil
-
-    with contextlib.suppress(psutil.Error, OSError):  # of other users' processes nobody is told the files
-        if any(file.samefile(opened.path) for opened in process.open_files()):
-            return True
-    with contextlib.suppress(OSError):  # Linux: number, FLOCK, kind, mode, process, device:inode, first, last byte
-        locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
-        holder = [str(process.pid), str(file.lstat().st_ino)]
-        return any([words[4], words[5].rpartition(":")[2]] == holder for words in locks if len(words) > 5)
-    return False

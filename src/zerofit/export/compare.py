@@ -35,7 +35,7 @@ def check(given, saved, out: Path, report: dict) -> dict | None:
     if given.check == "false":
         print("  not compared with what was trained (--check false)", flush=True)
         return None
-    unit = _unit(given, saved, report)
+    unit = rounding(given, saved, report)
     try:
         result = _compare(given, saved, out, report, unit)
     except Exception as error:  # whatever transformers, peft or torch meet in the folder
@@ -75,7 +75,7 @@ def _much_rounding(result: dict) -> str:
     return ""
 
 
-def _unit(given, saved, report: dict) -> float:
+def rounding(given, saved, report: dict) -> float:
     """Return the coarsest rounding between what was trained and the export; 0 for none."""
     if saved.weights and not report["merged"] and not report["masters"] and given.dtype in (None, saved.dtype):
         return 0.0

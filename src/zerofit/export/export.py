@@ -16,6 +16,7 @@ from zerofit.base.errors import UserError
 from zerofit.base.paths import nearest_existing
 from zerofit.checkpoint import integrity, zero_shards
 from zerofit.export import card, compare, ends, merge, source
+from zerofit.export.servers import serve
 from zerofit.job import run_folder
 from zerofit.model import generation
 from zerofit.model.image_text import classes
@@ -48,9 +49,12 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--check", choices=("true", "false"), default="true", help="compare with what was trained")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="to load and compare on")
     parser.add_argument("--trust_remote_code", action="store_true")
+    serve.add_arguments(parser)
     args = parser.parse_args(argv)
+    args.llama_cpp = args.llama_cpp or os.environ.get("LLAMA_CPP", "")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM too deletes the temporary folder
     saved = source.find(args.run, args.base, args.trust_remote_code)
+    serve.check_asked(args, saved)
     _check_asked(args, saved)
     _check_links(args, saved)
     out = _choose_out(args, saved)
@@ -63,6 +67,7 @@ def main(argv: list[str]) -> None:
         done = _write(args, saved, tmp_folder)
         done["agreement"] = compare.check(args, saved, tmp_folder, done)
         (tmp_folder / "README.md").write_text(card.text(saved, done), encoding="utf-8")
+        serve.finish(args, saved, tmp_folder, out, done)
         tmp_folder.replace(out)
     finally:
         shutil.rmtree(tmp_folder, ignore_errors=True)
@@ -104,6 +109,7 @@ def _shown_base(saved) -> str:
 
 def _choose_out(given, saved) -> Path:
     name = "export-merged" if given.merge else "export"
+    name = f"export-{given.server}" if given.server else name
     default = saved.run / name if saved.run else saved.folder.with_name(f"{saved.folder.name}-{name}")
     out = Path(given.output_dir).expanduser() if given.output_dir else default
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):

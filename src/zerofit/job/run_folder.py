@@ -36,9 +36,11 @@ RECORDS = {
     "run.json": {
         **dict.fromkeys(("recipe", "started", "device", "command", "typed", "git_commit"), TEXT),
         "stretches": [{"typed": TEXT, "command": TEXT, "started": TEXT, "from_step": WHOLE, "to_step": WHOLE}],
-        "world_size": WHOLE, "decisions": [TEXT], "slow_ranks": [TEXT], "versions": {...: TEXT}, "started_by": [TEXT],
+        "world_size": WHOLE, "total_steps": WHOLE, "owners": {...: FINITE},
+        "decisions": [TEXT], "slow_ranks": [TEXT], "versions": {...: TEXT}, "started_by": [TEXT],
         "arguments": {...: {"source": TEXT}},
-        "data": {...: {}}, "plan": {"peak": _BYTES_BY_PHASE, "limit_bytes": FINITE},
+        "data": {...: {}},
+        "plan": {"peak": _BYTES_BY_PHASE, "limit_bytes": FINITE, "tokens_per_second": FINITE, "steps": WHOLE},
     },
     "result.json": {
         **dict.fromkeys(("status", "error", "peak_memory_of"), TEXT),
@@ -48,7 +50,10 @@ RECORDS = {
         **dict.fromkeys([f"{name}_{when}" for name in SCORES for when in ("before", "after")], NUMBER),
         "samples": [{}],
     },
-    "report.json": dict.fromkeys(("status", "cause", "try"), TEXT),
+    "report.json": {
+        **dict.fromkeys(("status", "cause", "try"), TEXT),
+        "attempts": [dict.fromkeys(("kind", "sentence", "what_next"), TEXT)],
+    },
     "memory.json": {"peak": _BYTES_BY_PHASE},
     "scores.json": {"evaluations": [{
         "weights": TEXT, "limit": FINITE, "num_fewshot": WHOLE,

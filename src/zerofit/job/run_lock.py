@@ -7,6 +7,7 @@ import os
 import re
 import socket
 import time
+from datetime import datetime
 from pathlib import Path
 
 from zerofit.base.errors import UserError
@@ -146,6 +147,51 @@ def owner(folder: Path) -> dict:
             return facts if _is_owner(facts) else {}
         time.sleep(0.05)
     return {}
+
+
+def holder(folder: Path):
+    """Return this machine's psutil.Process that has locked the run folder; None if none has."""
+    import psutil
+
+    found = owner(folder) if (folder / FILE).exists() else {}
+    if found.get("host") != socket.gethostname():
+        return None
+    with contextlib.suppress(psutil.Error, ValueError):
+        process = psutil.Process(found["process"])
+        since = datetime.strptime(found["since"], SINCE).timestamp()
+        if process.create_time() < since + 1 and _holds(process, folder / FILE):
+            return process
+    return None
+
+
+def _holds(process, file: Path) -> bool:
+    """Return whether a psutil process has a lock file open, or the kernel lists its lock.
+
+    What the file says may be old, or another's words: the process that it names may have nothing to do with the run.
+    """
+    import psutil
+
+    with contextlib.suppress(psutil.Error, OSError):  # of other users' processes nobody is told the files
+        if any(file.samefile(opened.path) for opened in process.open_files()):
+            return True
+    with contextlib.suppress(OSError):  # Linux: number, FLOCK, kind, mode, process, device:inode, first, last byte
+        locks = [line.split() for line in Path("/proc/locks").read_text().splitlines()]
+        holding = [str(process.pid), str(file.lstat().st_ino)]
+        return any([words[4], words[5].rpartition(":")[2]] == holding for words in locks if len(words) > 5)
+    return False
+
+
+def is_held(folder: Path) -> bool:
+    """Return whether a process trains into the run folder, as far as this machine can tell.
+
+    Of another machine it is known only that the lock has not been removed, nor a result been written since.
+    """
+    file, host = folder / FILE, owner(folder).get("host")
+    if host in (None, socket.gethostname()):
+        return holder(folder) is not None
+    with contextlib.suppress(OSError):
+        return file.stat().st_mtime >= (folder / "result.json").stat().st_mtime
+    return file.exists()
 
 
 def _is_owner(facts) -> bool:

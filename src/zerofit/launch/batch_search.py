@@ -18,10 +18,10 @@ import torch
 from zerofit.base import distributed, hardware, rank_status
 from zerofit.base.errors import UserError
 from zerofit.config import parse
-from zerofit.job import job, program
+from zerofit.job import job, memory_figure, program
 from zerofit.job.request import Request
 from zerofit.job.settings import Settings
-from zerofit.train import memory_report, trial
+from zerofit.train import trial
 
 MARGIN = 0.08  # fraction of device memory kept free: fragmentation, and rows that differ a little between ranks
 
@@ -85,7 +85,7 @@ def search(settings) -> SearchResult:
     per_rank = settings.effective_batch_size // settings.data_ranks
     sizes = [n for n in range(1, per_rank + 1) if per_rank % n == 0]
     print(
-        f"batch search: up to {per_rank} rows within {memory_report.size(limit)} a rank ({MARGIN:.0%} left free)",
+        f"batch search: up to {per_rank} rows within {memory_figure.size(limit)} a rank ({MARGIN:.0%} left free)",
         flush=True,
     )
     tried: dict[int, dict | None] = {}
@@ -98,13 +98,13 @@ def search(settings) -> SearchResult:
                 print(f"  {size:>4}  does not fit", flush=True)
                 break
             print(
-                f"  {size:>4}  peak {memory_report.size(record['peak_bytes'])}, {record['seconds']:.2f} s a step",
+                f"  {size:>4}  peak {memory_figure.size(record['peak_bytes'])}, {record['seconds']:.2f} s a step",
                 flush=True,
             )
     fitting = [size for size, record in tried.items() if record is not None]
     if not fitting:
         raise UserError(
-            f"not even a micro batch of 1 fits into {memory_report.size(limit)}: use a smaller --max_length, "
+            f"not even a micro batch of 1 fits into {memory_figure.size(limit)}: use a smaller --max_length, "
             "--gradient_checkpointing true, --zero 3, --offload optimizer, or recipes/lora.py."
         )
     return SearchResult(max(fitting), limit, dict(sorted(tried.items())))

@@ -213,17 +213,17 @@ def lost_node(who: str, where: Path) -> Outcome:
     return Outcome("lost rank", 1, None, error, step=step)
 
 
-def write(folder: Path, endings: list[Outcome], advice: str) -> None:
-    """Write report.json and report.md into the run folder, one entry per attempt."""
+def write(folder: Path, endings: list[Outcome], advice: str, goes_on: bool = False) -> None:
+    """Write report.json and report.md into the run folder, one entry per attempt. goes_on: another one follows."""
     from zerofit.job import run_folder
 
     last = endings[-1]
     content = {
-        "status": "finished" if last.kind == "finished" else "failed",
+        "status": "restarted" if goes_on else "finished" if last.kind == "finished" else "failed",
         "exit_code": last.code,
         "cause": "" if last.kind == "finished" else last.sentence,
         "try": advice,
-        "attempts": [asdict(ending) for ending in endings],
+        "attempts": [asdict(ending) | {"sentence": ending.sentence} for ending in endings],
     }
     run_folder.write_json(folder / "report.json", content)
     lines = ["# What happened", ""]

@@ -24,7 +24,7 @@ from zerofit.job.settings import Settings
 from zerofit.launch import postmortem, retry, standby
 from zerofit.launch.cluster.coordinator import Coordinator
 from zerofit.plan import preflight
-from zerofit.report import run_page
+from zerofit.report import live, run_page
 from zerofit.train import network_check
 
 POLL_SECONDS = 0.5
@@ -48,6 +48,7 @@ class Job:
     coordinator: Coordinator | None = None
     facts: dict = field(default_factory=dict)
     healthy: health.Health | None = None  # this node, before the first attempt
+    page: live.Page | None = None  # what writes report.html while the job runs
 
 
 @dataclass
@@ -61,8 +62,15 @@ class Attempt:
 
 def run(job: Job) -> int:
     """Run the job, with new attempts as far as --on_oom and --max_restarts allow; return the exit code."""
+    job.healthy, job.page = health.look(), live.Page(job.folder)
+    try:
+        return _run(job)
+    finally:
+        job.page.stop()
+
+
+def _run(job: Job) -> int:
     endings, restarts = [], 0
-    job.healthy = health.look()
     attempt = Attempt(job.settings)
     while True:
         records = Path(tempfile.mkdtemp(prefix="zerofit-attempt-"))
@@ -77,7 +85,7 @@ def run(job: Job) -> int:
                 return _end_job(job, attempt, endings, records, opened)
             last.what_next = following.change
             restarts += following.is_restart
-            checkpoint = retry.archive_attempt(job.folder, records) if opened else None
+            checkpoint = _archive(job, endings, records) if opened else None
         finally:
             shutil.rmtree(records, ignore_errors=True)
         following.settings = _resumed(following.settings, checkpoint, job)
@@ -148,6 +156,13 @@ def _next_attempt(job: Job, attempt: Attempt, last: postmortem.Outcome, restarts
     return None
 
 
+def _archive(job: Job, endings: list[postmortem.Outcome], records: Path) -> Path | None:
+    """Archive an attempt that another follows; return the checkpoint to go on from, None: from the start."""
+    with contextlib.suppress(OSError):  # a full disk: the job goes on without
+        postmortem.write(job.folder, endings, "", goes_on=True)
+    return retry.archive_attempt(job.folder, records)
+
+
 def _damage(job: Job) -> str:
     """Return what has degraded on this node since the job began, as a part of a sentence; "" for nothing."""
     worse = health.worse(job.healthy, health.look()) if job.healthy else ""
@@ -212,6 +227,7 @@ def _end_job(job: Job, attempt: Attempt, endings: list[postmortem.Outcome], reco
     if last.kind == "stopped" and attempt.settings.save_only_model:
         last.code = EXIT_CODES["interrupted"]  # with 75, SLURM would requeue it forever
     _write_report(job, attempt, endings, records, opened)
+    job.page.stop()
     if opened:
         run_page.write(job.folder, told=last.kind not in ("finished", "out of memory", "diverged"))
     if job.coordinator:

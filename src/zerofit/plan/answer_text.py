@@ -5,7 +5,7 @@ from pathlib import Path
 
 from zerofit.base import allocator, paths
 from zerofit.base.hardware import GIB
-from zerofit.job import run_folder
+from zerofit.job import memory_figure, run_folder
 from zerofit.plan import candidates, formulas, gpu_memory, run_line
 from zerofit.plan.advice import accepted, cost, table
 from zerofit.plan.candidates import Candidate, Plan
@@ -395,9 +395,7 @@ def write(plan: Plan, folder: Path) -> None:
             else {"highest moment, by formula": {k: int(v) for k, v in best.formula.items()}}
         )
         title = f"Predicted peak of a GPU\n{best.label}"
-        from zerofit.train import memory_report  # torch and transformers' trainer, which the search does without
-
-        memory_report.plot(peak, folder / "plan.png", title, (plan.limit, f"limit {plan.limit / GIB:.1f} GiB"))
+        memory_figure.plot(peak, folder / "plan.png", title, (plan.limit, f"limit {plan.limit / GIB:.1f} GiB"))
 
 
 def _markdown(plan: Plan) -> str:
@@ -407,9 +405,7 @@ def _markdown(plan: Plan) -> str:
     if plan.chosen is None:
         parts.append(nothing_fits(plan))
     if best is not None:
-        from zerofit.train import memory_report
-
-        table = memory_report.table(best.answer["peak"]) if best.answer else ""
+        table = memory_figure.table(best.answer["peak"]) if best.answer else ""
         parts += [f"## {best.label}", _block("\n".join([*_three_figures(best, plan), "", table]))]
         parts.append("\n".join(f"- {name}: {value}" for name, value in facts(best, plan).items()))
     if ideas := rejected_ideas(plan):

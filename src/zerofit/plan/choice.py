@@ -126,7 +126,10 @@ class _Search:
     def result(self) -> tuple[Choice, str]:
         """Return the choice, and a sentence on a better micro batch than the user's, "" if there is none."""
         pair, plan = self._decide()
-        if self.steps and plan.get("step_seconds"):  # of rows as long as the mean
+        if plan.get("step_seconds"):  # what follows is of rows as long as the mean
+            row = (self.row_tokens or self.settings.max_length) * self.settings.documents_per_row
+            plan |= {"tokens_per_second": round(pair.job.rows_of_a_step * row / pair.seconds, 1)}
+        if self.steps and plan.get("step_seconds"):
             hours = self.steps * pair.seconds * pair.job.setting.ranks / 3600
             plan |= {"steps": self.steps, "gpu_hours": round(hours, 3)}
         flags = self._flags(pair)

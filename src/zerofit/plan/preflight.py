@@ -4,7 +4,7 @@ from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.base.hardware import GIB
 from zerofit.config import defaults, resolve
-from zerofit.job import job
+from zerofit.job import job, memory_figure
 from zerofit.job.request import Request
 from zerofit.job.settings import Settings
 from zerofit.model import gradient_checkpointing
@@ -102,8 +102,6 @@ def dry_run(settings) -> None:
 
     Raises: NothingFits if it does not fit; UserError without a GPU, --gpu_type and --memory_limit.
     """
-    from zerofit.train import memory_report
-
     if settings.gpu_type != "detect":
         gpu = hardware.find(settings.gpu_type)
         settings = resolve.resolve(settings.request, settings.world_size, gpu)
@@ -112,7 +110,7 @@ def dry_run(settings) -> None:
             "--plan: there is no GPU here; name one with --gpu_type h100-80g, or a limit with --memory_limit."
         )
     if plan := check(settings, seconds=None):
-        print(memory_report.table(plan["peak"]))
+        print(memory_figure.table(plan["peak"]))
 
 
 # --- --zero auto ---

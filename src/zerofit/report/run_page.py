@@ -4,19 +4,21 @@ import argparse
 import functools
 import json
 import shlex
-from dataclasses import dataclass
-from functools import cached_property
+import time
 from pathlib import Path
 
 from zerofit.base import command_line, paths
 from zerofit.base.errors import Diverged, UserError, printable
 from zerofit.checkpoint.facts import step_of
-from zerofit.job import run_folder, scores, stretches
-from zerofit.report import plots
+from zerofit.job import memory_figure, run_folder, scores, stretches
+from zerofit.report import plots, run
 from zerofit.report.plots import Line
+from zerofit.report.run import FILE, Run, as_text, duration
 from zerofit.train import model_card
 
-FILE = "report.html"
+RELOAD_SECONDS = 15  # of a page whose run trains
+
+EVERY_SECONDS = (5, 86_400)  # the least and the most of --every
 
 # Chart -> (unit, {metric: label}, whether its axis begins at 0).
 CHARTS = {
@@ -32,79 +34,49 @@ CHARTS = {
 OF_A_RUN = ("output_dir", "logging_dir", "run_name", "local_rank", "resume_from_checkpoint")
 
 
-@dataclass
-class Run:
-    """What a run folder says of itself; files that are missing or damaged are empty."""
-
-    folder: Path
-
-    @property
-    def name(self) -> str:
-        return self.folder.name
-
-    @cached_property
-    def facts(self) -> dict:
-        return run_folder.read_record(self.folder / "run.json")
-
-    @cached_property
-    def result(self) -> dict:
-        return run_folder.read_record(self.folder / "result.json")
-
-    @cached_property
-    def failure(self) -> dict:
-        return run_folder.read_record(self.folder / "report.json")
-
-    @cached_property
-    def metrics(self) -> list[dict]:
-        return run_folder.read_metrics(self.folder)
-
-    @property
-    def finished(self) -> bool:
-        return self.result.get("status") == "finished"
-
-    @property
-    def status(self) -> str:
-        return "finished" if self.finished else self.result.get("status") or "not finished"
-
-    def points(self, metric: str) -> list[tuple[float, float]]:
-        return [(entry["step"], entry[metric]) for entry in self.metrics if entry.get(metric) is not None]
-
-    def last(self, metric: str) -> float | None:
-        return next((value for _, value in reversed(self.points(metric))), None)
-
-    def arguments(self) -> dict[str, tuple[str, str]]:
-        """Return argument -> (value, source) of those that are not a default of transformers."""
-        return {
-            name: (_text(entry.get("value")), entry.get("source") or "")
-            for name, entry in self.facts.get("arguments", {}).items()
-            if entry.get("source") != "transformers default"
-        }
-
-
 def main(argv: list[str]) -> None:
     """`zerofit report`: see --help. Raises: UserError for a folder without a run."""
     parser = argparse.ArgumentParser(prog="zerofit report", allow_abbrev=False, description=__doc__)
     parser.add_argument("runs", nargs="+", help="run folders (several also in one word, as make passes them)")
     parser.add_argument("--output", default="", help="the file (default: in the run folder; of several: beside them)")
+    parser.add_argument(
+        "--every", type=float, default=0.0, metavar="SECONDS", help="write it again and again until the runs have ended"
+    )
     args = parser.parse_args(argv)
-    names = [name for word in args.runs for name in ([word] if Path(word).expanduser().is_dir() else shlex.split(word))]
-    runs = [Run(Path(name).expanduser()) for name in names]
-    for run in runs:
-        if not run.facts:
-            raise UserError(f"{run.folder}: is no run folder (its run.json is missing or damaged); name one of runs/.")
-    several = runs[0].folder.resolve().parent / "report-{}.html".format("-".join(run.name for run in runs))
+    least, most = EVERY_SECONDS
+    if args.every and not least <= args.every <= most:
+        raise UserError(f"--every {args.every:g}: must be between {least} and {most} seconds; a page takes one.")
+    folders = [one for word in args.runs for one in ([word] if Path(word).expanduser().is_dir() else shlex.split(word))]
+    runs = [run.open_run(name) for name in folders]
+    several = runs[0].folder.resolve().parent / "report-{}.html".format("-".join(one.name for one in runs))
     file = Path(args.output).expanduser() if args.output else several if len(runs) > 1 else runs[0].folder / FILE
     if file.is_symlink() and not args.output:
         raise UserError(f"{file}: is a link, to {file.readlink()}; name the file to write to with --output.")
-    text = of_several(runs) if len(runs) > 1 else of_one(runs[0])
+    is_rewritten = args.every or file == runs[0].folder / FILE  # the other way by the run itself
+    while True:
+        _write_to(file, of(runs, reload=args.every or RELOAD_SECONDS if is_rewritten else 0), bool(args.output))
+        print(f"report: {file}", flush=True)
+        if not (args.every and any(one.training for one in runs)):
+            return
+        time.sleep(args.every)
+        runs = [run.open_run(name) for name in folders]
+
+
+def _write_to(file: Path, text: str, is_named: bool) -> None:
+    """Write a page. is_named: by the user, so that it may be a pipe, or a link that the user has made."""
     try:
-        if args.output:  # may be a pipe, or a link that the user has made
+        if is_named:
             file.write_text(text, encoding="utf-8", errors="backslashreplace")
         else:
             paths.write_text(file, text)
     except OSError as error:
         raise UserError(f"{file}: cannot be written to: {error.strerror}; name another file with --output.") from None
-    print(f"report: {file}")
+
+
+def of(runs: list[Run], reload: float = 0) -> str:
+    """Return the page of a run, or of several. reload: seconds after which it loads itself again, if one trains."""
+    reload = round(reload) if any(one.training for one in runs) else 0
+    return of_several(runs, reload) if len(runs) > 1 else of_one(runs[0], reload)
 
 
 def write(folder: Path, told: bool = False) -> None:
@@ -125,32 +97,51 @@ def write(folder: Path, told: bool = False) -> None:
 # --- one run ---
 
 
-def of_one(run: Run) -> str:
-    """Return the page of a run."""
-    facts = run.facts
+def of_one(one: Run, reload: int = 0) -> str:
+    """Return the page of a run. reload: seconds after which it loads itself again; 0: never."""
+    facts = one.facts
     recipe = facts.get("recipe", "run")
-    model = model_card.Card(facts, run.name, "", None, None, "", "").base
+    model = model_card.Card(facts, one.name, "", None, None, "", "").base
     started = facts.get("started", "").replace("T", " ").replace("+0000", " UTC")
-    why = [] if run.finished else [run.failure.get("cause") or run.result.get("error")]
-    if run.failure.get("try") and not run.finished:
-        why.append(f"Try: {run.failure['try']}")
-    sample_head, samples = _samples(run)
+    why = [] if one.finished or one.training else [one.failure.get("cause") or one.result.get("error")]
+    if why and one.failure.get("try"):
+        why.append(f"Try: {one.failure['try']}")
+    sample_head, samples = _samples(one)
     return _page(
         title=f"{recipe} of {model}" if model else recipe,
-        status=run.status,
-        finished=run.finished,
-        subtitle=f"{run.folder} · {started} · {facts.get('device', '')}",
+        status=one.status,
+        state=state(one),
+        subtitle=f"{one.folder} · {started} · {facts.get('device', '')}",
+        reload=reload,
+        progress=progress(one),
         why=[sentence for sentence in why if sentence],
-        figures=summary(run),
-        training=_charts([run]),
-        memory=_memory(run),
+        broke=run.broke(one),
+        figures=summary(one),
+        training=_charts([one]),
+        memory=_memory(one),
+        memory_table=run.memory_rows(one),
         sample_head=sample_head,
         samples=samples,
-        scores=scores.table(scores.of_folder(run.folder)),
-        checkpoints=_checkpoints(run.folder),
-        next=next_steps(run.folder),
-        **_what_was_run(run),
+        scores=scores.table(scores.of_folder(one.folder)),
+        checkpoints=_checkpoints(one.folder),
+        next=next_steps(one.folder, one.training),
+        **_what_was_run(one),
     )
+
+
+def state(one: Run) -> str:
+    """Return the class of a run's status in the page: its color."""
+    return "good" if one.finished else "" if one.training else "bad"
+
+
+def progress(one: Run) -> dict | None:
+    """Return {"step", "total", "words"} of a run that trains; None of others."""
+    if not one.training:
+        return None
+    (step, total), left = run.position(one), run.seconds_left(one)
+    words = f"step {step:,}" + (f" of {total:,}" if total else "")
+    words += f" · about {duration(left)} left" if left else ""
+    return {"step": step, "total": total, "words": f"{words} · written {time.strftime('%H:%M:%S')}"}
 
 
 def _page(**values) -> str:
@@ -166,14 +157,15 @@ def _template():
     return Environment(loader=folder, autoescape=True, trim_blocks=True).get_template("page.html.jinja")
 
 
-def summary(run: Run) -> dict[str, str | None]:
+def summary(one: Run) -> dict[str, str | None]:
     """Return the figures of a run by name; None for those that it has not."""
-    result = run.result
-    steps = result.get("steps") or run.last("step")
-    loss, held_out = run.last("loss"), result.get("eval_loss") or run.last("eval_loss")
-    speed = result.get("tokens_per_second") or run.last("tokens_per_second")
-    peak = result.get("peak_memory_bytes") or run.last("peak_memory_bytes")
-    seconds, before = result.get("train_seconds"), stretches.seconds_before(run.facts)
+    result = one.result
+    steps = result.get("steps") or one.last("step")
+    loss, held_out = one.last("loss"), result.get("eval_loss") or one.last("eval_loss")
+    speed = result.get("tokens_per_second") or one.last("tokens_per_second")
+    planned = run.planned_speed(one)
+    peak = result.get("peak_memory_bytes") or one.last("peak_memory_bytes")
+    seconds, before = result.get("train_seconds"), stretches.seconds_before(one.facts)
     scores = {name: [result.get(f"{name}_{when}") for when in ("before", "after")] for name in run_folder.SCORES}
     score = next((name for name, values in scores.items() if None not in values), None)
     before_and_after = score and " → ".join(f"{value:.1%}" for value in scores[score])
@@ -183,19 +175,20 @@ def summary(run: Run) -> dict[str, str | None]:
         "evaluation loss": None if held_out is None else f"{held_out:.4f}",
         "optimizer steps": None if steps is None else f"{steps:,}",
         "tokens a second": None if not speed else f"{speed:,.0f}",
+        "tokens a second, planned": None if not planned else f"{planned:,.0f}",
         f"peak memory, {result.get('peak_memory_of', 'of a rank')}": None if not peak else _size(peak),
         "training time": None if seconds is None else _time(seconds, before),
         "trained parameters": _trained(result),
         "processes, stage, offload": "{}, ZeRO-{}, {}".format(
-            run.facts.get("world_size", "?"), *(run.arguments().get(name, ("?", ""))[0] for name in ("zero", "offload"))
+            one.facts.get("world_size", "?"), *(one.arguments().get(name, ("?", ""))[0] for name in ("zero", "offload"))
         ),
     }
 
 
 def _time(seconds: float, before: float) -> str:
     """Return the training time of a run, and of its last stretch if it was resumed."""
-    last = f", of it {_duration(seconds)} since the last resume" if before else ""
-    return _duration(before + seconds) + last
+    last = f", of it {duration(seconds)} since the last resume" if before else ""
+    return duration(before + seconds) + last
 
 
 def _trained(result: dict) -> str | None:
@@ -208,34 +201,41 @@ def _trained(result: dict) -> str | None:
 
 def _charts(runs: list[Run]) -> dict[str, str]:
     drawn = {}
-    of_pairs = any(run_folder.trained_on_pairs(run.facts) for run in runs)
+    of_pairs = any(run_folder.trained_on_pairs(one.facts) for one in runs)
     for title, (unit, metrics, from_zero) in CHARTS.items():
         lines = []
-        for number, run in enumerate(runs):
+        for number, one in enumerate(runs):
             for place, (metric, label) in enumerate(metrics.items()):
-                color, name = (number, f"{run.name}, {label}") if len(runs) > 1 else (place, label)
-                lines.append(Line(name, run.points(metric), color, dashed=place > 0))
+                color, name = (number, f"{one.name}, {label}") if len(runs) > 1 else (place, label)
+                lines.append(Line(name, one.points(metric), color, dashed=place > 0))
+            if title == "Speed" and (speed := run.planned_speed(one)) and lines[-1].points:
+                steps = [lines[-1].points[0][0], lines[-1].points[-1][0]]
+                name = f"{one.name}, planned" if len(runs) > 1 else "planned"
+                lines.append(Line(name, [(step, speed) for step in steps], number, dashed=True))
         drawn[title] = plots.chart("" if of_pairs and title == "Loss" else unit, lines, from_zero)
     return {title: picture for title, picture in drawn.items() if picture}
 
 
-def _memory(run: Run) -> dict[str, str]:
+def _memory(one: Run) -> dict[str, str]:
     """Return the charts of the planned and of the measured peaks by phase and part."""
-    from zerofit.train import memory_report  # imports transformers' Trainer, for seconds
-
-    plan, measured = run.facts.get("plan") or {}, run_folder.read_record(run.folder / "memory.json").get("peak", {})
+    plan, measured = one.facts.get("plan") or {}, run_folder.read_record(one.folder / "memory.json").get("peak", {})
     planned, limit = dict(plan.get("peak", {})), plan.get("limit_bytes")
-    peak = run.result.get("peak_memory_bytes") or run.last("peak_memory_bytes")
-    if planned and peak and not measured and run.facts.get("device") != "cpu":
-        planned["measured"] = {"untracked": int(peak)}
+    where, parts = run.measured_memory(one)
+    if planned and not measured and run.THE_REST in parts:
+        planned[where] = {"untracked" if part == run.THE_REST else part: int(size) for part, size in parts.items()}
     of_rank = {"Peak memory of a rank, planned": planned, "Peak memory of a rank, measured": measured}
     line = (limit, "limit") if limit else None
-    return {name: plots.picture(memory_report.figure(bars, "", line)) for name, bars in of_rank.items() if bars}
+    return {name: _bars(json.dumps(bars), line) for name, bars in of_rank.items() if bars}
 
 
-def _samples(run: Run) -> tuple[list[str], list[list[str]]]:
+@functools.lru_cache(maxsize=8)  # they stay the same for most of a run, and take as long as all other charts
+def _bars(peak: str, line: tuple[float, str] | None) -> str:
+    return plots.picture(memory_figure.figure(json.loads(peak), "", line))
+
+
+def _samples(one: Run) -> tuple[list[str], list[list[str]]]:
     """Return the head and the rows of the table of sample answers."""
-    samples = run.result.get("samples", [])
+    samples = one.result.get("samples", [])
     names = ["prompt", "before", "after", "wanted"]
     if all(sample.get("before") is None for sample in samples):
         names.remove("before")
@@ -247,9 +247,12 @@ def _checkpoints(folder: Path) -> list[list[str]]:
     return [[f.name, _size(paths.size_of(f))] for f in (*run_folder.checkpoints(folder).values(), *models)]
 
 
-def next_steps(folder: Path) -> list[str]:
+def next_steps(folder: Path, training: bool = False) -> list[str]:
     """Return the commands that continue from a run: those of its model, how to resume it, or what looks into it."""
-    from zerofit.checkpoint import integrity
+    if training:
+        cancel = command_line.next_step("cancel", folder)
+        return [command_line.next_step("watch", folder), f"{cancel}    # it saves, then ends"]
+    from zerofit.checkpoint import integrity  # imports torch
 
     if run_folder.finished(folder):
         return [command_line.next_step(verb, folder) for verb in ("chat", "export")]
@@ -266,28 +269,28 @@ def _bad_steps(folder: Path) -> list[Path]:
     return [*run_folder.by_step(folder / "nan", "step").values()] if diverged else []
 
 
-def _what_was_run(run: Run) -> dict:
+def _what_was_run(one: Run) -> dict:
     """Return the template's values on the command, its data, decisions, arguments and versions."""
-    facts = run.facts
+    facts = one.facts
     versions = ", ".join(f"{name} {version}" for name, version in facts.get("versions", {}).items())
     commit = f"; commit {facts['git_commit'][:12]}" if facts.get("git_commit") else ""
     return {
         "command": facts.get("typed") or facts.get("command", ""),
-        "stretches": _stretches(run),
+        "stretches": _stretches(one),
         "data": [
             [name, *(str(of.get(key, "")) for key in ("source", "rows", "kept", "fingerprint"))]
             for name, of in facts.get("data", {}).items()
         ],
         "decisions": facts.get("decisions", []),
-        "arguments": [[name, value, source] for name, (value, source) in run.arguments().items()],
+        "arguments": [[name, value, source] for name, (value, source) in one.arguments().items()],
         "versions": versions + commit,
     }
 
 
-def _stretches(run: Run) -> list[list[str]]:
+def _stretches(one: Run) -> list[list[str]]:
     """Return a row for each stretch of a run that was resumed; none of one that was not."""
-    found = stretches.of_run(run.facts)
-    last = run.result.get("steps") or run.last("step")
+    found = stretches.of_run(one.facts)
+    last = one.result.get("steps") or one.last("step")
     rows = []
     for number, one in enumerate(found, 1):
         to_step = last if number == len(found) else one.get("to_step")
@@ -301,20 +304,23 @@ def _stretches(run: Run) -> list[list[str]]:
 # --- several runs ---
 
 
-def of_several(runs: list[Run]) -> str:
-    """Return the page of runs side by side: figures, differing settings, charts."""
-    figures = [summary(run) | _scores(run) for run in runs]
+def of_several(runs: list[Run], reload: int = 0) -> str:
+    """Return the page of runs side by side: figures, differing settings, charts. reload: as of `of_one`."""
+    figures = [summary(one) | _scores(one) for one in runs]
     names = list(dict.fromkeys(name for of in figures for name in of))
-    rows = [["status", *(run.status for run in runs)]]
-    rows += [[name, *(of.get(name) or "" for of in figures)] for name in names if any(of.get(name) for of in figures)]
+    how_far = [progress(one) or {"words": ""} for one in runs]
+    rows = [["status", *(one.status for one in runs)], ["progress", *(far["words"] for far in how_far)]]
+    rows += [[name, *(of.get(name) or "" for of in figures)] for name in names]
     return _page(
-        title=" and ".join(run.name for run in runs) if len(runs) == 2 else f"{len(runs)} runs",
-        subtitle=", ".join(str(run.folder) for run in runs),
-        head=["", *(run.name for run in runs)],
-        of_runs=rows,
+        title=" and ".join(one.name for one in runs) if len(runs) == 2 else f"{len(runs)} runs",
+        subtitle=", ".join(str(one.folder) for one in runs),
+        reload=reload,
+        head=["", *(one.name for one in runs)],
+        of_runs=[row for row in rows if any(row[1:])],
         differences=differences(runs),
+        broke=[f"{one.name}: {sentence}" for one in runs for sentence in run.broke(one)],
         training=_charts(runs),
-        next=[command for run in runs for command in next_steps(run.folder)],
+        next=[command for one in runs for command in next_steps(one.folder, one.training)],
     )
 
 
@@ -327,37 +333,22 @@ def _scores(run: Run) -> dict[str, str]:
 
 def differences(runs: list[Run]) -> list[list[str]]:
     """Return [name, value of each run] of every argument and fact in which the runs differ."""
-    rows = [["recipe", *(str(run.facts.get("recipe", "")) for run in runs)]]
-    rows += [["processes", *(str(run.facts.get("world_size", "")) for run in runs)]]
-    rows += [["device", *(str(run.facts.get("device", "")) for run in runs)]]
+    rows = [["recipe", *(str(one.facts.get("recipe", "")) for one in runs)]]
+    rows += [["processes", *(str(one.facts.get("world_size", "")) for one in runs)]]
+    rows += [["device", *(str(one.facts.get("device", "")) for one in runs)]]
     for place in ("training", "evaluation"):
-        prints = [str(run.facts.get("data", {}).get(place, {}).get("fingerprint", "")) for run in runs]
+        prints = [str(one.facts.get("data", {}).get(place, {}).get("fingerprint", "")) for one in runs]
         rows.append([f"{place} data (fingerprint)", *prints])
-    for name in sorted({name for run in runs for name in run.facts.get("arguments", {})} - set(OF_A_RUN)):
-        values = [run.facts.get("arguments", {}).get(name, {}).get("value") for run in runs]
-        rows.append([name, *map(_text, values)])
-    for package in sorted({name for run in runs for name in run.facts.get("versions", {})}):
-        rows.append([f"version of {package}", *(run.facts.get("versions", {}).get(package) or "" for run in runs)])
+    for name in sorted({name for one in runs for name in one.facts.get("arguments", {})} - set(OF_A_RUN)):
+        values = [one.facts.get("arguments", {}).get(name, {}).get("value") for one in runs]
+        rows.append([name, *map(as_text, values)])
+    for package in sorted({name for one in runs for name in one.facts.get("versions", {})}):
+        rows.append([f"version of {package}", *(one.facts.get("versions", {}).get(package) or "" for one in runs)])
     return [row for row in rows if len(set(row[1:])) > 1]
 
 
 # --- values as text ---
 
 
-def _text(value) -> str:
-    if value is None or isinstance(value, str):
-        return value or ""
-    if isinstance(value, float) and value.is_integer():
-        value = int(value)  # 10 on a command line and 10.0 in a YAML file are the same
-    return ", ".join(map(str, value)) if isinstance(value, list) else json.dumps(value)
-
-
 def _size(count: float) -> str:
     return f"{count / 2**30:.2f} GiB" if count >= 2**30 else f"{count / 2**20:.1f} MiB"
-
-
-def _duration(seconds: float) -> str:
-    hours, rest = divmod(int(seconds), 3600)
-    if hours:
-        return f"{hours} h {rest // 60} min"
-    return f"{rest // 60} min {rest % 60} s" if rest >= 60 else f"{seconds:.1f} s"

@@ -19,7 +19,7 @@ from zerofit.config import offload
 from zerofit.job import run_folder, stretches
 from zerofit.model import generation, quantization
 from zerofit.model.load import count_parameters
-from zerofit.train import memory_tracker, stop, trial
+from zerofit.train import memory_report, memory_tracker, stop, trial
 
 SHOWN = ("perplexity", "kl", "rewards/margins", "rewards/accuracies", "preference_accuracy")  # in step lines, if there
 
@@ -100,6 +100,7 @@ class Reporter(TrainerCallback):
         self.stopping = False  # all ranks have agreed to stop: this step is saved and is the last
         self.before, self.before_step = None, 0  # the score before training, on the bundled task; after which step
         self.samples_before = {}  # {prompt: answer before training}
+        self.has_told_memory = False  # memory_report.write_early
 
     def on_train_begin(self, args, state, control, **kwargs):
         trainer = self.trainer
@@ -150,7 +151,9 @@ class Reporter(TrainerCallback):
     def _look_before_training(self, args, state) -> None:
         """Measure what the end is compared with; a resumed run has it from its first start. Collective."""
         trainer, run = self.trainer, Path(args.output_dir)
-        first = args.process_index == 0
+        first, opened = args.process_index == 0, (run / "run.json").exists()
+        if first and opened:
+            run_folder.put_into_run(run, {"total_steps": state.max_steps})
         kept = stretches.beginning(run) if first and state.global_step else {}
         kept = distributed.broadcast(kept)
         self.before, self.before_step = kept.get("score"), 0 if kept else state.global_step
@@ -166,9 +169,17 @@ class Reporter(TrainerCallback):
         if trainer.settings.zero != 3:  # which would gather all weights for each token
             answered = generation.samples(trainer, trainer.settings.num_samples)
             self.samples_before = {prompt: answer for prompt, answer, _ in answered}
-        if first and (run / "run.json").exists():
+        if first and opened:
             samples = [{"prompt": prompt, "answer": answer} for prompt, answer in self.samples_before.items()]
             run_folder.put_into_run(run, {"before": {"score": self.before, "samples": samples}})
+
+    def _tell_memory(self) -> None:
+        """Write rank 0's memory by part into the run folder, once it is known."""
+        trainer, tracker = self.trainer, self.trainer.tracker
+        is_known = not trainer.settings.memory_report or tracker.steps >= tracker.followed_steps
+        if is_known and not self.has_told_memory and (Path(trainer.args.output_dir) / "run.json").exists():
+            self.has_told_memory = True
+            memory_report.write_early(trainer)
 
     def _judge_ranks(self) -> None:
         """Begin to look for ranks that the others wait for. Collective."""
@@ -241,6 +252,7 @@ class Reporter(TrainerCallback):
         if args.process_index == 0:
             with paths.appending(Path(args.output_dir) / run_folder.METRICS) as file:
                 file.write(json.dumps({"step": state.global_step, **logs}) + "\n")
+            self._tell_memory()
             if self.bar is not None and "loss" in logs:
                 self.bar.set_postfix_str(f"loss {logs['loss']:.4f}", refresh=False)
             print(self._line(state, logs), flush=True)

@@ -1,0 +1,197 @@
+"""Write GGUF files with llama.cpp's own converter, and ask them through llama-cpp-python where it is installed."""
+
+import contextlib
+import json
+import math
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import torch
+
+from zerofit.base.errors import UserError
+from zerofit.export import compare
+from zerofit.export.servers import reference
+from zerofit.export.servers.check import Check
+from zerofit.export.servers.reference import Prompt
+
+SCRIPT = "convert_hf_to_gguf.py"
+
+TYPES = ("f16", "q8_0")
+
+# Relative error of one rounding, as in export/compare.py; q8_0 rounds weights and activations to 8 bits.
+UNIT = {"f16": compare.UNIT["float16"], "q8_0": compare.INT8}
+
+GET_ONE = (
+    "name a checkout of llama.cpp with LLAMA_CPP=path (the folder of convert_hf_to_gguf.py), or unpack the source of "
+    "llama-cpp-python, which holds one in vendor/llama.cpp: pip download --no-deps --no-binary :all: llama-cpp-python"
+)
+
+# llama.cpp's names of the ways to cut a text before byte pairs are merged, by the expression in tokenizer.json. It
+# knows published tokenizers by a hash of what they make of one text; those that are trained anew have none.
+_TO_LINES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
+_WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
+PRE_TOKENIZERS = {
+    _WORDS + r"\p{N}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _TO_LINES: "qwen2",
+    _WORDS + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _TO_LINES: "llama-bpe",
+}
+
+# The converter, with a name for a tokenizer that it does not know.
+_RUN = """
+import runpy, sys
+script, name, *sys.argv[1:] = sys.argv[1:]
+sys.argv[0] = script
+sys.path.insert(0, script.rpartition("/")[0])
+try:
+    from conversion.base import TextModel
+except ImportError:
+    TextModel = None
+if TextModel is not None and name:
+    own = TextModel.get_vocab_base_pre
+    def named(self, tokenizer):
+        try:
+            return own(self, tokenizer)
+        except NotImplementedError:
+            return name
+    TextModel.get_vocab_base_pre = named
+runpy.run_path(script, run_name="__main__")
+"""
+
+
+def converter(place: str) -> Path:
+    """Return llama.cpp's converter. Raises: UserError without one."""
+    if not place:
+        raise UserError(f"--for llama.cpp needs llama.cpp's converter, which no pip package has: {GET_ONE}.")
+    script = Path(place).expanduser().absolute() / SCRIPT
+    if not script.is_file():
+        raise UserError(f"LLAMA_CPP={place}: has no {SCRIPT}; {GET_ONE}.")
+    return script
+
+
+def write(folder: Path, out: Path, types: list[str], script: Path) -> dict[str, Path]:
+    """Write model-TYPE.gguf of a model folder for each type; return the files. Raises: UserError if it fails."""
+    _end_where_answers_end(folder)
+    name, files = _pre_tokenizer(folder), {}
+    for kind in types:
+        files[kind] = out / f"model-{kind}.gguf"
+        words = [sys.executable, "-c", _RUN, str(script), name, str(folder), "--outfile", str(files[kind])]
+        env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
+        done = subprocess.run(
+            [*words, "--outtype", kind], env=env, capture_output=True, text=True, errors="replace", check=False
+        )
+        if done.returncode or not files[kind].is_file():
+            said = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()] or ["it said nothing"]
+            raise UserError(f"llama.cpp's converter failed ({said[-1].strip()[:200]}); nothing is kept.")
+        print(f"  {files[kind].name}  {files[kind].stat().st_size / 1e9:.3g} GB", flush=True)
+    return files
+
+
+def _end_where_answers_end(folder: Path) -> None:
+    """Make the token that ends trained answers the tokenizer's eos_token: of the list of ids a GGUF takes that one."""
+    from transformers import AutoTokenizer
+
+    config = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
+    first = config.get("eos_token_id")
+    first = first[0] if isinstance(first, list) else first
+    tokenizer = AutoTokenizer.from_pretrained(folder)
+    if first is not None and tokenizer.eos_token_id != first:
+        tokenizer.add_special_tokens({"eos_token": tokenizer.convert_ids_to_tokens(first)})
+        tokenizer.save_pretrained(folder)
+
+
+def _pre_tokenizer(folder: Path) -> str:
+    """Return llama.cpp's name of how the tokenizer cuts a text; "" where none is known to do the same."""
+    with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
+        whole = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        found = whole["pre_tokenizer"]
+        if (whole.get("normalizer") or {"type": "NFC"})["type"] != "NFC":
+            return ""
+        parts = found["pretokenizers"] if found["type"] == "Sequence" else [found]
+        cuts = [part["pattern"]["Regex"] for part in parts if part["type"] == "Split"]
+        if [part["type"] for part in parts] == ["ByteLevel"] and parts[0].get("use_regex", True):
+            return "" if parts[0].get("add_prefix_space") else "gpt-2"
+        if len(cuts) == 1:
+            return PRE_TOKENIZERS.get(cuts[0], "")
+    return ""
+
+
+# --- asking a file ---
+
+
+def prove(file: Path, kind: str, asked: list[Prompt], rounded: float) -> list[Check]:
+    """Ask a GGUF file by llama-cpp-python what the trained model was asked; return what holds.
+
+    Args: rounded: the coarsest rounding between what was trained and the model that was converted.
+    """
+    where = f"{kind}, by llama-cpp-python"
+    try:
+        import llama_cpp
+    except ImportError:
+        return [Check(file.name, None, "llama-cpp-python is not installed here (pip install llama-cpp-python)")]
+    length = max(len(one.ids) for one in asked) + reference.MOST_TOKENS + 8
+    model = llama_cpp.Llama(
+        str(file), n_ctx=length, n_batch=length, logits_all=True, verbose=False, n_gpu_layers=0,
+    )  # fmt: skip
+    rendered = [one for one in asked if one.text]
+    texts = [_render(llama_cpp, model, one) for one in rendered]
+    ids = [model.tokenize(text.encode(), add_bos=False, special=True) for text in texts]
+    wrong = [one.name for one, theirs in zip(rendered, ids, strict=True) if theirs != one.ids]
+    says = f"{len(rendered) - len(wrong)} of {len(rendered)} the same, by the template in the file ({where})"
+    checks = [Check("token ids of rendered prompts", not wrong, "; ".join([says, *wrong]))] if rendered else []
+    error, deviation, agree = _logit_error(model, asked)
+    vocab = llama_cpp.llama_model_get_vocab(model.model)
+    answers = [_greedy(llama_cpp, model, vocab, one.ids) for one in asked]
+    checks.append(_logits_check(model, max(UNIT[kind], rounded), error, deviation, agree, where))
+    texts, endings = zip(*answers, strict=True)
+    checks += [reference.compared(asked, texts, error, where), reference.ends(asked, texts, endings, where)]
+    model.close()
+    return checks
+
+
+def _render(llama_cpp, model, prompt: Prompt) -> str:
+    formatter = llama_cpp.llama_chat_format.Jinja2ChatFormatter(
+        template=model.metadata["tokenizer.chat_template"],
+        bos_token=_text_of(model, model.token_bos()), eos_token=_text_of(model, model.token_eos()),
+    )  # fmt: skip
+    return formatter(messages=prompt.messages, tools=prompt.tools).prompt
+
+
+def _text_of(model, token: int) -> str:
+    return model._model.token_get_text(token) if token >= 0 else ""
+
+
+def _logit_error(model, asked: list[Prompt]) -> tuple[float, float, float]:
+    """Return (largest difference of the logits along the trained answers, their deviation, share of same tokens)."""
+    largest, agree, count, all_logits = 0.0, 0, 0, []
+    for one in asked:
+        model.reset()
+        model.eval([*one.ids, *one.answer[:-1]])
+        steps = slice(len(one.ids) - 1, len(one.ids) - 1 + len(one.answer))
+        theirs = torch.from_numpy(model.scores[steps].copy())[:, : one.logits.shape[1]]
+        largest = max(largest, float((theirs - one.logits).abs().max()))
+        agree += int((theirs.argmax(-1) == one.logits.argmax(-1)).sum())
+        count += len(one.answer)
+        all_logits.append(one.logits.flatten())
+    return largest, float(torch.cat(all_logits).std()), agree / count
+
+
+def _logits_check(model, unit: float, error: float, deviation: float, agree: float, where: str) -> Check:
+    """Return whether logits differ by no more than roundings add up to (export/compare.py has the reasons)."""
+    layers = next(int(value) for name, value in model.metadata.items() if name.endswith(".block_count"))
+    bound = 20 * unit * math.sqrt(2 * layers) * deviation
+    said = f"largest difference {error:.3g}, bound {bound:.3g} (the logits' deviation is {deviation:.3g})"
+    return Check("logits", error <= bound, f"{said}; {agree:.1%} of the likeliest tokens the same, {where}")
+
+
+def _greedy(llama_cpp, model, vocab, ids: list[int]) -> tuple[list[int], bool]:
+    """Return (the greedy answer, whether it has ended by itself)."""
+    found: list[int] = []
+    model.reset()
+    for token in model.generate(ids, temp=0.0, top_k=1):
+        found.append(token)
+        if llama_cpp.llama_vocab_is_eog(vocab, token):
+            return found, True
+        if len(found) == reference.MOST_TOKENS:
+            break
+    return found, False
