@@ -92,6 +92,7 @@ def test_when_the_one_that_trains_has_ended_a_last_page_does_not_reload(tmp_path
     assert RELOADS not in text and Page(text).has("finished")
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_a_page_that_cannot_be_written_ends_nothing(tmp_path):
     folder = make_run(tmp_path / "a")
@@ -246,6 +247,7 @@ def test_an_encoding_without_blocks_has_a_chart_too(tmp_path):
     assert watch._levels("utf-8") == watch.BLOCKS and watch._levels(None) == watch.ASCII
 
 
+@pytest.mark.slow
 def test_in_a_terminal_watch_ends_with_the_run(tmp_path):
     """Frames over each other, none of them higher than the terminal, and the last one stays."""
     folder = make_run(tmp_path / "a")

@@ -1,7 +1,7 @@
 """Write report.html again and again while a run trains, in a process of its own.
 
-No rank waits for it: the process that supervises the ranks starts it, or rank 0 where nobody supervises. It has the
-low priority, draws only when the run has written something, and ends with the one that has started it.
+No rank waits for it: the process that supervises the ranks starts it, or rank 0 where nobody supervises. It has a low
+priority, draws only when the run has written something, and ends with the one that has started it.
 """
 
 import contextlib
