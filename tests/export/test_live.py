@@ -33,7 +33,7 @@ live.main(Path(sys.argv[1]), os.getppid() if len(sys.argv) < 3 else int(sys.argv
 """
 
 
-def until(condition, seconds=60.0):
+def until(condition, seconds=300.0):
     end = time.monotonic() + seconds
     while not condition():
         assert time.monotonic() < end, "it did not happen"
@@ -78,7 +78,7 @@ def test_the_page_is_written_when_the_logs_have_changed_and_only_then(tmp_path):
         log(folder, step=9, loss=0.625)
         until(lambda: page.stat().st_mtime_ns != before)
         until(lambda: Page(page.read_text()).has("0.6250"))
-        assert psutil.Process(process.pid).nice() == 19
+        assert psutil.Process(process.pid).nice() >= live.NICE
     assert not (folder / "report.tmp").exists()
 
 
@@ -92,6 +92,7 @@ def test_when_the_one_that_trains_has_ended_a_last_page_does_not_reload(tmp_path
     assert RELOADS not in text and Page(text).has("finished")
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_a_page_that_cannot_be_written_ends_nothing(tmp_path):
     folder = make_run(tmp_path / "a")
@@ -200,7 +201,7 @@ def test_two_runs_are_laid_side_by_side_until_both_have_ended(tmp_path, monkeypa
     run_page.main([*map(str, folders), "--every", "30"])
     assert [f'{RELOADS} content="30"' in page for page in pages] == [True, True]
     last = (tmp_path / "report-a-b.html").read_text()
-    assert RELOADS not in last and not Page(last).has("training")
+    assert RELOADS not in last and "training" not in Page(last).texts
     assert Page(pages[1]).has("training", "not finished") and Page(last).has("finished", "0.5000")
     assert capsys.readouterr().out.count("report: ") == 3
 
@@ -246,6 +247,7 @@ def test_an_encoding_without_blocks_has_a_chart_too(tmp_path):
     assert watch._levels("utf-8") == watch.BLOCKS and watch._levels(None) == watch.ASCII
 
 
+@pytest.mark.slow
 def test_in_a_terminal_watch_ends_with_the_run(tmp_path):
     """Frames over each other, none of them higher than the terminal, and the last one stays."""
     folder = make_run(tmp_path / "a")

@@ -1,7 +1,7 @@
 """Write report.html again and again while a run trains, in a process of its own.
 
-No rank waits for it: the process that supervises the ranks starts it, or rank 0 where nobody supervises. It has the
-lowest priority, draws only when the run has written something, and ends with the one that has started it.
+No rank waits for it: the process that supervises the ranks starts it, or rank 0 where nobody supervises. It has a low
+priority, draws only when the run has written something, and ends with the one that has started it.
 """
 
 import contextlib
@@ -18,6 +18,8 @@ OFF = "ZEROFIT_PAGE"  # environment variable; 0: the page is written at the end 
 EVERY_SECONDS = 10.0  # between two pages, at least
 
 IDLE_SHARE = 20  # times the seconds that the last page took: a slow disk or machine gets fewer pages
+
+NICE = 10  # on a machine whose cores all train, 19 would leave it a hundredth of one: minutes for a page
 
 LOOK_SECONDS = 1.0  # between looks at the run folder
 
@@ -50,7 +52,7 @@ class Page:
 
 def main(folder: Path, parent: int) -> None:
     """Write the page whenever the run has written something, until the parent process has ended; then once more."""
-    os.nice(19)
+    os.nice(NICE)
     before, due = None, time.monotonic() + EVERY_SECONDS
     while os.getppid() == parent:
         time.sleep(LOOK_SECONDS)

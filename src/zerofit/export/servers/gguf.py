@@ -134,13 +134,13 @@ def prove(file: Path, kind: str, asked: list[Prompt], rounded: float) -> list[Ch
         str(file), n_ctx=length, n_batch=length, logits_all=True, verbose=False, n_gpu_layers=0,
     )  # fmt: skip
     rendered = [one for one in asked if one.text]
-    texts = [_render(llama_cpp, model, one) for one in rendered]
+    vocab = llama_cpp.llama_model_get_vocab(model.model)
+    texts = [_render(llama_cpp, model, vocab, one) for one in rendered]
     ids = [model.tokenize(text.encode(), add_bos=False, special=True) for text in texts]
     wrong = [one.name for one, theirs in zip(rendered, ids, strict=True) if theirs != one.ids]
     says = f"{len(rendered) - len(wrong)} of {len(rendered)} the same, by the template in the file ({where})"
     checks = [Check("token ids of rendered prompts", not wrong, "; ".join([says, *wrong]))] if rendered else []
     error, deviation, agree = _logit_error(model, asked)
-    vocab = llama_cpp.llama_model_get_vocab(model.model)
     answers = [_greedy(llama_cpp, model, vocab, one.ids) for one in asked]
     checks.append(_logits_check(model, max(UNIT[kind], rounded), error, deviation, agree, where))
     texts, endings = zip(*answers, strict=True)
@@ -149,16 +149,15 @@ def prove(file: Path, kind: str, asked: list[Prompt], rounded: float) -> list[Ch
     return checks
 
 
-def _render(llama_cpp, model, prompt: Prompt) -> str:
-    formatter = llama_cpp.llama_chat_format.Jinja2ChatFormatter(
-        template=model.metadata["tokenizer.chat_template"],
-        bos_token=_text_of(model, model.token_bos()), eos_token=_text_of(model, model.token_eos()),
-    )  # fmt: skip
+def _render(llama_cpp, model, vocab, prompt: Prompt) -> str:
+    bos, eos = (_text_of(llama_cpp, vocab, token) for token in (model.token_bos(), model.token_eos()))
+    template = model.metadata["tokenizer.chat_template"]
+    formatter = llama_cpp.llama_chat_format.Jinja2ChatFormatter(template=template, bos_token=bos, eos_token=eos)
     return formatter(messages=prompt.messages, tools=prompt.tools).prompt
 
 
-def _text_of(model, token: int) -> str:
-    return model._model.token_get_text(token) if token >= 0 else ""
+def _text_of(llama_cpp, vocab, token: int) -> str:
+    return llama_cpp.llama_vocab_get_text(vocab, token).decode() if token >= 0 else ""
 
 
 def _logit_error(model, asked: list[Prompt]) -> tuple[float, float, float]:
