@@ -98,7 +98,8 @@ def main() -> None:
     if args.dry:
         print("\n".join(shlex.join(["zerofit", *map(str, words)]) for words in ([train, score] if tasks else [train])))
         return
-    if not (folder / "result.json").is_file():
+    result_file = folder / "result.json"
+    if not result_file.is_file() or json.loads(result_file.read_text(encoding="utf-8")).get("status") != "finished":
         start(train)
     if tasks and not args.sample:
         if importlib.util.find_spec("lm_eval"):

@@ -260,4 +260,7 @@ def test_the_chain_runs_on_the_sample_and_ends_with_its_table(name, tmp_path):
     table = (tmp_path / "run" / "reproduction.md").read_text()
     assert table in done.stdout and "NO REPRODUCTION" in table
     result = json.loads((tmp_path / "run" / "result.json").read_text())
-    assert result["steps"] == 2 and table.count("| not scored |") == sum("task" in s for s in published(name)["scores"])
+    absent = sum(
+        "task" in score or "until" in score for score in published(name)["scores"]
+    )  # the hub's; too high a loss
+    assert result["steps"] == 2 and table.count("| not scored |") == absent
