@@ -150,7 +150,9 @@ def test_a_checkpoint_that_is_only_shards(tmp_path):
     checkpoint = run.folder / "checkpoint-4"
     assert not list(checkpoint.glob("*.safetensors"))
     for weights in (checkpoint, run.folder):
-        evaluate.main([str(weights), "--tasks", str(TASKS), "--log_samples", "--skip_base", "--limit", "20"])
+        evaluate.main(
+            [str(weights), "--tasks", str(TASKS), "--log_samples", "--skip_base", "--limit", "20", "--batch_size", "20"]
+        )
     assert answers(run, "checkpoint-4") == answers(run, "final")
 
 
