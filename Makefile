@@ -284,7 +284,7 @@ test-versions: $(DEV_STAMP) ## run the tests with the oldest and the newest allo
 	@set -f; $(PY) tests/versions.py $$ARGS
 
 models: $(DEV_STAMP) ## try every class of transformers with a tiny model; writes docs/models.md (ARGS="--kinds llama --again")
-	@set -f; $(PY) tests/matrix/run.py $$ARGS
+	@set -f; $(PY) tests/matrix/matrix.py $$ARGS
 
 image: ## build a container image of this checkout for NVIDIA GPUs (IMAGE=zerofit:0.2.0)
 	@docker build --target cuda --tag "$${IMAGE:-zerofit:$(VERSION)}" .

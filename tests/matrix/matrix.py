@@ -18,9 +18,9 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "benchmarks"), str(Path(__file__
 
 import conftest  # noqa: E402
 import machine  # noqa: E402
-import page  # noqa: E402
+import matrix_page  # noqa: E402
 import plan  # noqa: E402
-import tiny  # noqa: E402
+import tiny_models  # noqa: E402
 
 RESULTS = ROOT / "benchmarks" / "results" / "models.json"
 COMMON = [
@@ -50,7 +50,7 @@ COLUMNS = ("built", *RUNS, *OTHERS)
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--kinds", nargs="+", default=[*dict.fromkeys((*tiny.CAUSAL, *tiny.IMAGE_TEXT))])
+    parser.add_argument("--kinds", nargs="+", default=[*dict.fromkeys((*tiny_models.CAUSAL, *tiny_models.IMAGE_TEXT))])
     parser.add_argument("--again", action="store_true", help="try also what the result file has")
     parser.add_argument("--page", action="store_true", help="write docs/models.md from the result file, try nothing")
     given = parser.parse_args()
@@ -62,7 +62,7 @@ def main() -> None:
         record["versions"] = machine.versions()
         RESULTS.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
         print(f"{min(first + CHUNK, len(wanted))} of {len(wanted)} tried", flush=True)
-    page.write(record, COLUMNS)
+    matrix_page.write(record, COLUMNS)
 
 
 def try_all(kinds: list[str], folder: Path, found: dict) -> None:
@@ -84,7 +84,7 @@ def tried(kind: str, folder: Path) -> dict[str, str]:
     """Return {column: "" or why it does not hold}; nothing comes after a model that cannot be made or trained."""
     model = folder / "model"
     try:
-        tiny.checkpoint(kind, model)
+        tiny_models.checkpoint(kind, model)
     except Exception as error:
         return {"built": _one_line(error)}
     columns, runs = {"built": ""}, {}
@@ -145,7 +145,7 @@ def reloaded(kind: str, final: Path, before: Path) -> str:
     """Return "" if transformers loads final/ in the class and with the tensors that the base had."""
     try:
         (model, about), (base, _) = (
-            tiny.loader_of(kind).from_pretrained(folder, output_loading_info=True) for folder in (final, before)
+            tiny_models.loader_of(kind).from_pretrained(folder, output_loading_info=True) for folder in (final, before)
         )
     except Exception as error:
         return _one_line(error)
@@ -159,7 +159,7 @@ def generated(kind: str, final: Path) -> str:
     import torch
 
     try:
-        model = tiny.loader_of(kind).from_pretrained(final)
+        model = tiny_models.loader_of(kind).from_pretrained(final)
         ids = torch.tensor([[5, 6, 7, 8]])
         out = model.generate(
             ids, attention_mask=torch.ones_like(ids), max_new_tokens=4, do_sample=False, eos_token_id=None
