@@ -70,6 +70,7 @@ def test_a_mistake_is_refused_before_the_libraries_are_imported():
     assert imported([words.split() for words in REFUSED]) == ([2] * len(REFUSED), [[]] * len(REFUSED))
 
 
+@pytest.mark.slow
 def test_a_launch_imports_no_more_than_its_checks_need(tmp_path):
     """--show reads no rows and builds no model. A check that needs torch refuses --gpus. bitsandbytes then loads at its
     first use, for peft too, and transformers knows peft's models once there can be one."""

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import TINY, Run, recipe_process, run_world, two_layers
+from conftest import TINY, Run, recipe_process, run_world, runs_slow, two_layers
 
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
@@ -26,7 +26,7 @@ IN_ORDER = ["--train_sampling_strategy", "sequential"]
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("stream")
     micro = "--per_device_train_batch_size"
     # eight steps of eight rows are more than the 40 rows of an epoch: the second epoch starts within a run
@@ -37,10 +37,12 @@ def runs(tmp_path_factory):
         "in-order": ("sft", [*FLAGS, *IN_ORDER]),
         "from-file": ("sft", [*[f for f in FLAGS if f != "--streaming"], *IN_ORDER]),
         "packed": ("sft", [*FLAGS, "--packing", "--max_length", "64", *whole]),
-        "whole": ("lora", [*FLAGS, "--lora_dropout", "0.1", *whole]),
     }
-    one |= {
-        "resumed": ("lora", [*one["whole"][1], "--resume_from_checkpoint", str(folder / "whole" / "checkpoint-3")]),
+    more = {"whole": ("lora", [*FLAGS, "--lora_dropout", "0.1", *whole])}
+    more["resumed"] = (
+        "lora", [*more["whole"][1], "--resume_from_checkpoint", str(folder / "whole" / "checkpoint-3")],
+    )  # fmt: skip
+    one |= (more if runs_slow(request) else {}) | {
         "packed-resumed": (
             "sft", [*one["packed"][1], "--resume_from_checkpoint", str(folder / "packed" / "checkpoint-6")],
         ),
@@ -73,7 +75,10 @@ def test_a_stream_in_order_equals_the_prepared_file(runs):
     assert losses != runs["one-8"].losses
 
 
-@pytest.mark.parametrize(("whole", "rest", "step"), [("whole", "resumed", 3), ("packed", "packed-resumed", 6)])
+@pytest.mark.parametrize(
+    ("whole", "rest", "step"),
+    [pytest.param("whole", "resumed", 3, marks=pytest.mark.slow), ("packed", "packed-resumed", 6)],
+)
 def test_resume_goes_on_at_the_next_sample(runs, whole, rest, step):
     assert len(runs[rest].losses) == 8 - step
     assert runs[rest].losses == runs[whole].losses[step:]

@@ -85,15 +85,8 @@ def check(said: str, ranks: list[dict], count: int, chosen: dict) -> None:
         )
 
 
-@pytest.mark.parametrize(
-    "way",
-    [
-        by_make,
-        pytest.param(by_torchrun, marks=pytest.mark.slow),
-        pytest.param(by_accelerate, marks=pytest.mark.slow),
-        pytest.param(by_deepspeed, marks=pytest.mark.slow),
-    ],
-)
+@pytest.mark.slow
+@pytest.mark.parametrize("way", [by_make, by_torchrun, by_accelerate, by_deepspeed])
 def test_two_ranks_choose_the_same_however_they_are_started(way, tmp_path):
     check(*started(tmp_path, way(2), 2), 2, CHOSEN)
 

@@ -43,6 +43,7 @@ def zerofit(env: dict, *words: str) -> subprocess.CompletedProcess:
 # --- processes and devices ---
 
 
+@pytest.mark.slow
 def test_one_process_uses_one_of_several_gpus(tmp_path):
     """transformers would make it nn.DataParallel, with four times the micro batch."""
     code = """

@@ -35,6 +35,7 @@ def none(found):
     return list(found) == []
 
 
+@pytest.mark.slow
 def test_this_machine(tmp_path):
     done = subprocess.run(
         [sys.executable, "-m", "zerofit", "doctor", "--json", "--gpus", "2", "--output_dir", str(tmp_path / "new")],

@@ -124,6 +124,7 @@ def test_the_metric_is_that_of_a_loop_over_the_rows(tmp_path):
     assert measured[-1] == pytest.approx(right / count, abs=1e-9) and 0 < right < count
 
 
+@pytest.mark.slow
 def test_the_callback_ends_the_run(tmp_path):
     flags = ["--eval_strategy", "steps", "--eval_steps", "2", "--stop_below", "9"]
     run = train("callback", tmp_path / "run", *flags)

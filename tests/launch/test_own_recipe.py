@@ -62,6 +62,7 @@ def starts(own):
     return own.with_name(own.name + ".began").read_text().split()
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_it_is_launched_and_retried_as_itself(tmp_path):
     own, folder = own_recipe(tmp_path), tmp_path / "run"

@@ -87,8 +87,9 @@ def test_ranks_are_what_torchrun_makes_them(tmp_path):
     assert (tmp_path / "log").read_text().count("said by a rank") == 3
 
 
+@pytest.mark.slow
 @pytest.mark.fault
-@pytest.mark.parametrize("who", [pytest.param("launcher", marks=pytest.mark.slow), "parent of the ranks"])
+@pytest.mark.parametrize("who", ["launcher", "parent of the ranks"])
 def test_ranks_end_with_what_started_them(tmp_path, who):
     job = launched(tmp_path, ["time.sleep(600)"] * 2)
     try:

@@ -326,6 +326,7 @@ def test_qlora_learns_the_bundled_task(tmp_path):
         assert abs(means[name] - means["lora"]) < 0.05 * means["lora"]
 
 
+@pytest.mark.slow
 def test_a_lora_step_under_autocast_has_the_same_gradients_without_input_casts():
     settings = settings_of("--bf16", "true", "--zero", "0", "--lora_dropout", "0")
     model = adapters.add_adapter(load_model(settings, load_tokenizer(settings)), settings)

@@ -84,7 +84,7 @@ def results(model, batch) -> list[torch.Tensor]:
 
 
 @needs_compiler
-@pytest.mark.parametrize("checkpointing", slow_but([True, False], [False]))
+@pytest.mark.parametrize("checkpointing", slow_but([True, False], []))
 def test_all_layers_and_lengths_share_the_graphs_of_the_first(checkpointing, graphs, capsys):
     compiled_one, eager = models(checkpointing)
     counts = []

@@ -475,6 +475,7 @@ def check(runs, reference, tolerance, steps=None):
 DENSE, FUSED, TILED = ("--fused_loss", "false"), ("--fused_loss", "true"), ("--tiled_mlp", "3")
 
 
+@pytest.mark.slow
 def test_recipes_give_the_dense_curve(tmp_path):
     """Two ranks, two accumulation steps, gradient checkpointing, evaluation: fused and tiled at once."""
     evaluated = ("--eval_fraction", "0.1")

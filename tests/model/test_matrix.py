@@ -11,7 +11,7 @@ import matrix_page
 import tiny_models
 
 # attention, sliding windows, experts, a state space beside attention, and learned positions
-KINDS = ("llama", "gemma3_text", "qwen3_moe", "bamba", "gpt2")
+KINDS = ("gemma3_text", "qwen3_moe", "bamba", "gpt2")
 
 
 @pytest.fixture(scope="module")

@@ -80,6 +80,7 @@ def test_a_plan_prices_fewer_calls_and_the_larger_buffers():
     assert peaks[whole_layers.ANY] - peaks[LAYER - 1] == 2 * (max(shape.by_layer) - 4096**2)
 
 
+@pytest.mark.slow
 def test_two_ranks_train_the_same_with_whole_layers(tmp_path):
     common = ["--model", two_layers(), "--data", str(TINY / "train.jsonl"), "--max_samples", "32", "--zero", "3",
               "--max_steps", "4", "--effective_batch_size", "8", "--logging_steps", "1", "--num_samples", "0",

@@ -8,7 +8,7 @@ import shlex
 from types import SimpleNamespace
 
 import pytest
-from conftest import ROOT, TINY, slow_but
+from conftest import ROOT, TINY
 from transformers import AutoConfig
 
 from zerofit.base import hardware
@@ -180,7 +180,11 @@ def test_the_answer_is_an_experts(name, tmp_path):
 @pytest.mark.parametrize(
     ("name", "more"),
     [
-        ("phi4-auto-4090", "--per_device_train_batch_size 8 --gradient_checkpointing true --activation_offload true"),
+        pytest.param(
+            "phi4-auto-4090",
+            "--per_device_train_batch_size 8 --gradient_checkpointing true --activation_offload true",
+            marks=pytest.mark.slow,
+        ),
         pytest.param(
             "500k-1xh100",
             "--zero 2 --offload optimizer --gradient_checkpointing true --activation_offload true",
@@ -235,7 +239,8 @@ def test_what_a_plan_names_is_accepted(method, gpu, tmp_path):
         assert_accepted(Question(method, "llama3.1-8b", gpu, gpus).plan(tmp_path, price=2.0))
 
 
-@pytest.mark.parametrize("method", slow_but(["sft", "qlora"], ["sft"]))
+@pytest.mark.slow
+@pytest.mark.parametrize("method", ["sft", "qlora"])
 def test_a_disk_is_advised_only_where_it_helps(method, monkeypatch):
     """It holds states, not the inputs of layers."""
     flags = ["--model", str(CONFIGS / "llama3.2-1b"), "--per_device_train_batch_size", "1", "--max_length", "16384"]

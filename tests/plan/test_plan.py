@@ -575,6 +575,7 @@ def test_split_rows_by_formula():
     assert formulas.wire_bytes(SHAPE_8B, split)[0] == formulas.wire_bytes(SHAPE_8B, whole)[0] + calls.sent
 
 
+@pytest.mark.slow
 def test_nothing_fits_says_what_is_missing_and_what_would_do(monkeypatch):
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 30))
     plan = search.search(
@@ -1671,6 +1672,7 @@ def test_only_micro_batches_that_divide_the_effective_batch_are_tried(expandable
     assert all(pair.job.setting.micro * pair.job.setting.accumulation == 12 for pair in search.pairs)
 
 
+@pytest.mark.slow
 def test_what_is_close_is_simulated_and_else_what_is_sure_is_taken(expandable, monkeypatch, capsys):
     """Also where no simulation answers in time: every layer is not recomputed for that."""
     asked = []

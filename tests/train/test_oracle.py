@@ -9,8 +9,8 @@ from conftest import ROOT, run_python, runs_slow, slow_but
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import oracle
 
-SHORT = "sft-0-ranks1 lora-0-ranks1 offload-3-all-ranks2 experts-qwen3_moe-micro4-ranks2".split()
-CASES = [*SHORT, "experts-mixtral-micro1-ranks1", "sft-2-bf16-ranks2"]
+SHORT = "sft-0-ranks1 lora-0-ranks1 offload-3-all-ranks2".split()
+CASES = [*SHORT, "experts-qwen3_moe-micro4-ranks2", "experts-mixtral-micro1-ranks1", "sft-2-bf16-ranks2"]
 
 
 @pytest.fixture(scope="module")

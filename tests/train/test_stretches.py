@@ -33,6 +33,7 @@ def runs(tmp_path_factory):
     return Run(folder / "whole"), Run(folder / "resumed")
 
 
+@pytest.mark.slow
 def test_the_first_line_after_a_resume_is_the_mean_of_the_same_steps(runs):
     lines = [[(line["step"], line["loss"]) for line in run.metrics if "loss" in line] for run in runs]
     assert [step for step, _ in lines[0]] == [4, 6] and lines[0] == lines[1]
