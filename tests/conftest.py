@@ -79,6 +79,11 @@ def pytest_collection_modifyitems(items):
             item.add_marker(pytest.mark.skip(reason="needs a GPU: make test-gpu"))
 
 
+def pytest_collection_finish():
+    gc.collect()
+    gc.freeze()  # a full collection in a test need not walk what the libraries have made
+
+
 @pytest.fixture(scope="session", autouse=True)
 def clean_environment(tmp_path_factory):
     """Remove the variables of launchers and of `make test`, and use empty cache folders."""

@@ -10,7 +10,7 @@ from types import SimpleNamespace
 
 import pytest
 from compatibility import STAGES, TECHNIQUES, contained, flags, verdict
-from conftest import ROOT, TINY
+from conftest import ROOT, TINY, slow_but
 
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
@@ -69,7 +69,7 @@ def excluded(one, other, zero):
     )
 
 
-@pytest.mark.parametrize("zero", STAGES)
+@pytest.mark.parametrize("zero", slow_but(STAGES, STAGES[-1:]))
 def test_a_pair_is_refused_where_a_conflict_says_so(zero):
     """And nowhere else, with the words of the page: the objects, the page and the checks say the same."""
     page = (ROOT / "docs" / "compatibility.md").read_text()

@@ -251,6 +251,7 @@ def test_step_lines_with_the_tokens_seen(tmp_path):
     assert found.metrics[-1]["num_input_tokens_seen"] > found.metrics[0]["num_input_tokens_seen"] > 0
 
 
+@pytest.mark.slow
 def test_the_best_model_and_its_loss(tmp_path):
     """The first evaluation is the best, since a larger loss is said to be better here."""
     words = [

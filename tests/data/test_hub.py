@@ -79,6 +79,7 @@ def test_429_twice_is_waited_for_and_one_process_of_the_node_downloads(hub):
     assert done.returncode == 0 and Path(done.stdout.strip()) == folder and requests() == answered, done.stderr
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_a_hub_that_is_down_is_not_the_users_mistake(hub):
     """Both ranks end with the same sentence, and the second asks nothing."""

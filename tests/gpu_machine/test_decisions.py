@@ -141,6 +141,7 @@ def test_a_gpu_that_torch_cannot_use_is_named(name, tmp_path, monkeypatch):
     assert "this machine has a GPU (2 x NVIDIA H100 80GB HBM3" in str(error.value) and said in str(error.value)
 
 
+@pytest.mark.slow
 @pytest.mark.bad_input
 def test_a_gpu_that_torch_cannot_use_is_no_reason_to_train_on_the_cpu(tmp_path):
     options, said = UNUSABLE["driver"]
@@ -326,6 +327,7 @@ def test_the_users_allocator_settings_stay(monkeypatch):
     assert allocator.pinned_bytes(9 * 2**20) == 9 * 2**20
 
 
+@pytest.mark.slow
 def test_torch_knows_the_allocator_setting():
     """torch reads it from the variable that programs set before torch is imported."""
     env = {name: value for name, value in os.environ.items() if name not in allocator.VARIABLES}

@@ -163,6 +163,7 @@ def test_what_opens_a_context(monkeypatch, tmp_path):
     assert opened == [("set_device", "3"), ("synchronize", "3"), ("allocation", "?")]
 
 
+@pytest.mark.slow
 def test_exclusive_process(monkeypatch, tmp_path):
     in_process(monkeypatch, tmp_path, [Card()] * 2, compute_mode="Exclusive_Process")
     torch.cuda.mem_get_info(1)
@@ -219,6 +220,7 @@ def test_nvidia_smi_shows_contexts(monkeypatch, tmp_path):
     assert used.split() == ["0", "500"]
 
 
+@pytest.mark.slow
 def test_toolkit(monkeypatch, tmp_path):
     in_process(monkeypatch, tmp_path, [Card()], toolkit=True)
     assert "release 13.0," in output(os.environ, "nvcc", "--version")

@@ -329,6 +329,7 @@ def test_wsl_pins_little_memory(monkeypatch):
     assert "pinned memory" not in {f.name for f in doctor.host_memory()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("given", [pytest.param(None, marks=pytest.mark.slow), "cpu"])
 def test_an_accelerator_is_named_where_the_user_chose_it(tmp_path, given):
     """Nothing that the doctor itself imports may look like the user's own setting."""

@@ -866,6 +866,7 @@ def test_nohup_is_heeded_and_a_closed_terminal_asks_for_a_save(supervised):
     assert end_of(supervised) == [75, ["SIGTERM"], None]
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_signals_of_one_second_are_one(supervised):
     """`timeout make sft` signals make and its children, and make passes its own on."""

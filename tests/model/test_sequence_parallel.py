@@ -135,6 +135,7 @@ def pieces():
     return json.loads(next(line for line in done.stdout.splitlines() if line.startswith("{")))
 
 
+@pytest.mark.slow
 @pytest.mark.oracle
 def test_gradients_and_logits_with_any_number_of_key_heads(pieces):
     """Also key heads that the ranks of a group do not divide: they are repeated."""
@@ -142,6 +143,7 @@ def test_gradients_and_logits_with_any_number_of_key_heads(pieces):
     assert all(seen["gradient"] < 1e-12 and seen["logits"] < 1e-12 for seen in pieces.values()), pieces
 
 
+@pytest.mark.slow
 def test_documents_do_not_read_each_other_across_the_cut(pieces):
     leaks = {name: seen["leak"] for name, seen in pieces.items() if "leak" in seen}
     assert len(leaks) == 8 and set(leaks.values()) == {0.0}

@@ -659,6 +659,7 @@ def test_a_simulation_writes_to_no_disk(place, tmp_path):
     assert simulated_rank._in_host_memory(changed) is changed
 
 
+@pytest.mark.slow
 def test_auto_takes_the_first_method_that_fits(monkeypatch):
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 20 if "--load_in_4bit" in flags else 90))
     flags = ["--model", str(CONFIGS / "qwen3-8b"), "--offload", "none"]

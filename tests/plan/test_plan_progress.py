@@ -58,6 +58,7 @@ def test_the_exact_answer_says_why_it_is_another(plan):
     assert "another setting; that of the first answer does not fit: 102." in relation and "GiB > " in relation
 
 
+@pytest.mark.slow
 def test_a_first_answer_that_nothing_confirms(plan):
     lines = plan(lambda request: 99, "--per_device_train_batch_size", "1", "--zero", "3", "--offload", "none")
     assert "exact answer, by simulation: nothing fits; that of the first answer" in lines[place(lines, "exact answer")]

@@ -52,6 +52,7 @@ def tensors_of(value, place: str = "") -> dict[str, torch.Tensor]:
     return {name: t for key, entry in entries for name, t in tensors_of(entry, f"{place}/{key}").items()}
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", slow_but(KINDS, SHORT))
 def test_the_same_is_saved_and_trained(runs, name):
     plain, written = runs[name], runs[f"{name}-on"]

@@ -13,7 +13,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world, two_layers
+from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world, runs_slow, two_layers
 from safetensors.torch import load_file
 
 from zerofit.base.errors import DiskFull, UserError
@@ -34,7 +34,7 @@ STAGES = {"0": ("sft", []), "2": ("sft", ["--bf16", "true"]), "3": ("lora", [])}
 
 
 @pytest.fixture(scope="module")
-def runs(tmp_path_factory):
+def runs(tmp_path_factory, request):
     """Two ranks; and each run resumed from its middle."""
     folder = tmp_path_factory.mktemp("saved")
     cases = {}
@@ -44,13 +44,15 @@ def runs(tmp_path_factory):
         cases[f"{zero}-resumed"] = (recipe, [*flags, "--resume_from_checkpoint", str(folder / zero / "checkpoint-2")])
     best = ["--eval_data", str(TINY / "eval.jsonl"), "--eval_strategy", "steps", "--eval_steps", "2", "--zero", "2",
             "--load_best_model_at_end", "true", "--save_total_limit", "1"]  # fmt: skip
-    cases["best"] = ("sft", [*FLAGS, *best])
     cases["best-3"] = ("sft", [*FLAGS, *best, "--zero", "3", "--greater_is_better", "true", "--save_total_limit", "2"])
     cases["model"] = ("sft", [*FLAGS, "--zero", "0", "--save_only_model", "true", "--hub_token", TOKEN])
-    cases["minutes"] = ("sft", [*FLAGS, "--zero", "1", "--save_strategy", "no", "--save_every_minutes", "1e-6"])
+    if runs_slow(request):
+        minutes = ["--save_strategy", "no", "--save_every_minutes", "1e-6"]
+        cases |= {"best": ("sft", [*FLAGS, *best]), "minutes": ("sft", [*FLAGS, "--zero", "1", *minutes])}
     return run_world(2, cases, folder)
 
 
+@pytest.mark.slow
 def test_the_best_one_is_known_by_its_name(runs):
     (saved,) = runs["best"].folder.glob("checkpoint-*")
     state = json.loads((saved / "trainer_state.json").read_text())
@@ -290,6 +292,7 @@ def test_a_best_step_between_two_saves(tmp_path):
     assert "| steps | 2 |" in (done["best"].folder / "final" / "README.md").read_text().lower()
 
 
+@pytest.mark.slow
 def test_minutes_save_where_steps_do_not(runs):
     """Every step is longer than that; two are kept."""
     found = sorted(f.name for f in runs["minutes"].folder.glob("checkpoint-*"))

@@ -46,9 +46,9 @@ def folder(tmp_path_factory):
     return folder
 
 
-LONG = ("full, micro 4", "full, micro 2, concatenated", "lora, precomputed", "full, ZeRO 1", "full, ZeRO 2",
-        "lora, ZeRO 3", "apo, ZeRO 0", "lora, micro 4")  # fmt: skip
-FAST = ("lora, micro 2", "full, ZeRO 3", "lora, ZeRO 2")
+LONG = ("full, micro 1, fused", "full, ZeRO 3", "full, micro 4", "full, micro 2, concatenated", "lora, precomputed",
+        "full, ZeRO 1", "full, ZeRO 2", "lora, ZeRO 3", "apo, ZeRO 0", "lora, micro 4")  # fmt: skip
+FAST = ("lora, micro 2", "lora, ZeRO 2")
 
 
 def of_this_run(request, cases: dict) -> dict:
