@@ -148,6 +148,7 @@ def test_each_program_prepares_its_process(entry):
     assert done.stdout.endswith("begun\n"), done.stderr
 
 
+@pytest.mark.slow
 def test_a_recipe_imports_torch_only_after_the_settings_that_torch_reads():
     """Also one without entrypoint.check_early."""
     looks = "import importlib.abc, os, sys\nclass Look(importlib.abc.MetaPathFinder):\n"

@@ -1482,6 +1482,7 @@ def test_rows_of_an_epoch_of_any_weight():
         assert max(counts.values()) - min(counts[i] for i in range(60)) <= 1
 
 
+@pytest.mark.slow
 @pytest.mark.bad_input
 def test_mistakes_in_a_worker_end_the_run(tmp_path, tokenizer):
     tokenizer.chat_template = (

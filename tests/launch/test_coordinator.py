@@ -143,6 +143,7 @@ def test_one_machine_needs_no_place_and_two_are_placed(monkeypatch):
         node_options.of(parser.parse_args(words))
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_ordered_and_lost(port, tmp_path):
     first, second = running(port, tmp_path)
@@ -196,6 +197,7 @@ def test_a_node_that_is_asked_to_leave_leaves(port, tmp_path):
     leave(second, first)
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_the_end_reaches_the_other_nodes(port, tmp_path, capsys):
     first, second = running(port, tmp_path)

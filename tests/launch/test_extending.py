@@ -71,6 +71,7 @@ def test_an_optimizer_says_what_it_cannot():
     assert resolve.resolve_settings(recipe, ["--optim", "sgd"], 1).optim == "sgd"
 
 
+@pytest.mark.slow
 def test_the_technique_is_installed_and_counted(stock, tmp_path):
     frozen = train("technique", tmp_path / "run", "--freeze_layers", "2")
     result = frozen.json("result.json")

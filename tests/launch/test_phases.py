@@ -162,6 +162,7 @@ print(len(of_all), *of_all[-1], *of_group[-1], sep="|")
 """
 
 
+@pytest.mark.slow
 def test_what_torch_has_recorded(tmp_path):
     """Without a setting: its flight recorder is on."""
     words = [sys.executable, "-c", RECORDS, str(tmp_path / "store")]

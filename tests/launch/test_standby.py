@@ -69,6 +69,7 @@ def wait_for(true, seconds: float = 60) -> None:
         time.sleep(0.05)
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_ranks_are_what_torchrun_makes_them(tmp_path):
     """The first failure ends the others, and is the job's."""

@@ -344,6 +344,7 @@ def test_a_lora_step_under_autocast_has_the_same_gradients_without_input_casts()
         assert torch.equal(before, after)
 
 
+@pytest.mark.slow
 def test_an_8_bit_base_trains_in_every_precision(tmp_path):
     """Its 8-bit activations are no wrong loss to the certificate, and --pure_bf16 holds for the adapter too."""
     eight = ["--load_in_8bit", "--max_steps", "1", "--max_samples", "16"]

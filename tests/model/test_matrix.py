@@ -10,8 +10,8 @@ import matrix
 import matrix_page
 import tiny_models
 
-# attention, sliding windows, experts, a state space beside attention, and learned positions
-KINDS = ("gemma3_text", "qwen3_moe", "bamba", "gpt2")
+# attention, sliding windows, experts, a state space beside attention
+KINDS = ("gemma3_text", "qwen3_moe", "bamba")
 
 
 @pytest.fixture(scope="module")

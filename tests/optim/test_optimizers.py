@@ -9,7 +9,7 @@ from types import SimpleNamespace
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Run, run_world
+from conftest import ROOT, TINY, Run, run_world, runs_slow
 from deepspeed.accelerator import get_accelerator
 
 from zerofit.base.errors import UserError
@@ -454,16 +454,17 @@ def run(name, zero, *more):
 
 
 @pytest.fixture(scope="module")
-def two_ranks(tmp_path_factory):
+def two_ranks(tmp_path_factory, request):
     folder = tmp_path_factory.mktemp("two")
     short = ("--max_samples", "16")
     cases = {
-        "sophia-0": run("sophia", "0", "--per_device_train_batch_size", "2"),
         "8bit-2": run("adamw_8bit", "2", *short),
         "pure-0": run("adamw_torch_fused", "0", "--pure_bf16"),
         "pure-2": run("adamw_torch_fused", "2", "--pure_bf16"),
         "static-0": run("adamw_torch_fused", "0"),
     }
+    if runs_slow(request):
+        cases["sophia-0"] = run("sophia", "0", "--per_device_train_batch_size", "2")
     return run_world(2, cases, folder)
 
 
@@ -501,7 +502,8 @@ def test_ddp_settings_reach_the_module(two_ranks):
     wanted = {"find_unused_parameters": False, "gradient_as_bucket_view": True}
     assert two_ranks["static-0"].json("record.json")["ddp"] == {**wanted, "static_graph": True}
     assert two_ranks["pure-0"].json("run.json")["arguments"]["ddp_static_graph"]["value"] is True
-    assert two_ranks["sophia-0"].json("record.json")["ddp"] == {**wanted, "static_graph": False}  # it accumulates
+    if "sophia-0" in two_ranks:  # it accumulates
+        assert two_ranks["sophia-0"].json("record.json")["ddp"] == {**wanted, "static_graph": False}
 
 
 FP16_ON_ANY_CPU = """

@@ -319,6 +319,7 @@ def test_groups_of_whole_nodes_are_searched_for_rows_only_they_hold():
 # --- what would pay ---
 
 
+@pytest.mark.slow
 def test_a_larger_batch_and_fewer_gpus_are_named_where_they_pay():
     """A small model on 16 GPUs of two slowly linked nodes waits for its links."""
     gpu = dataclasses.replace(H100, node_gbs=0.5)

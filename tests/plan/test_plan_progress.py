@@ -49,6 +49,7 @@ def test_the_first_answer_is_by_formula_and_comes_before_a_simulation(plan, tmp_
     assert lines[first] in (tmp_path / "plan.md").read_text()
 
 
+@pytest.mark.slow
 def test_the_exact_answer_says_why_it_is_another(plan):
     first = plan(lambda request: 10)
     label = first[place(first, "first answer")].split(": ")[1].split(", about")[0]
