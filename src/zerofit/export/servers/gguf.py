@@ -4,6 +4,7 @@ import contextlib
 import json
 import math
 import os
+import re
 import subprocess
 import sys
 from pathlib import Path
@@ -82,7 +83,9 @@ def write(folder: Path, out: Path, types: list[str], script: Path) -> dict[str, 
         )
         if done.returncode or not files[kind].is_file():
             said = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()] or ["it said nothing"]
-            raise UserError(f"llama.cpp's converter failed ({said[-1].strip()[:200]}); nothing is kept.")
+            missing = re.search(r"No module named '(\w+)'", said[-1])
+            fix = f"pip install {missing[1]}; " if missing else ""
+            raise UserError(f"llama.cpp's converter failed ({said[-1].strip()[:200]}); {fix}nothing is kept.")
         print(f"  {files[kind].name}  {files[kind].stat().st_size / 1e9:.3g} GB", flush=True)
     return files
 
