@@ -328,9 +328,13 @@ class ZerofitTrainer(Trainer):
 
         Draws that all ranks must share (initial weights, row order) come earlier or have a separate generator.
         """
+        set_seed(self.seed_of_step())
+
+    def seed_of_step(self) -> int:
+        """Return a number made of --seed, step and rank."""
         rank = self.args.process_index // self.settings.ranks_that_split("matrices")
         step_and_rank = self.state.global_step * self.args.world_size + rank
-        set_seed((self.args.seed + 1_000_003 * step_and_rank) % 2**32)
+        return (self.args.seed + 1_000_003 * step_and_rank) % 2**32
 
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self.args.push_to_hub and self.saving_to is None:

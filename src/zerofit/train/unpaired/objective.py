@@ -81,7 +81,11 @@ class Unpaired:
         if self.has_kl and batches:
             self.trainer.reporter.phases.enter(phases.STEP)
             self._net().train()
-            self.kl = self._of_all(batches)
+            device = self.trainer.args.device
+            # Dropout masks of its own: a resumed run restores the saved random state after this, before the first row.
+            with torch.random.fork_rng([device] if device.type == "cuda" else []):
+                torch.manual_seed(self.trainer.seed_of_step())
+                self.kl = self._of_all(batches)
             self.kl_of_steps.append(self.kl.where(self.kl.isfinite(), 0.0))
 
     @contextlib.contextmanager
