@@ -19,6 +19,7 @@ import yaml
 
 from zerofit import entrypoint
 from zerofit.base.errors import UserError
+from zerofit.job import run_folder, scores
 
 HERE = Path(__file__).resolve().parent
 
@@ -34,9 +35,8 @@ def published(name: str) -> dict:
 
 def of_harness(score: dict, folder: Path) -> tuple[float, float] | None:
     """Return (value, standard error) of the newest whole evaluation of final/ in scores.json; None without one."""
-    file = folder / "scores.json"
-    found = json.loads(file.read_text(encoding="utf-8"))["evaluations"] if file.is_file() else []
-    whole = [one for one in found if one.get("weights", "final") == "final" and one.get("limit") is None]
+    found = scores.of_folder(folder)
+    whole = [one for one in found if scores.is_of_final(one["weights"]) and one.get("limit") is None]
     for evaluation in reversed(whole):
         metrics = evaluation["scores"].get("tuned", {}).get(score["task"], {})
         if values := metrics.get(score["metric"]):
@@ -46,9 +46,8 @@ def of_harness(score: dict, folder: Path) -> tuple[float, float] | None:
 
 def of_run(score: dict, folder: Path) -> tuple[float, float] | None:
     """Return (value, 0) of the run's own evaluations: the last, the best, or the rows seen when one was low enough."""
-    lines = (folder / "metrics.jsonl").read_text(encoding="utf-8").splitlines()
     name = "eval_loss" if "until" in score else score["metric"]
-    found = [(row["step"], row[name]) for row in map(json.loads, lines) if row.get(name) is not None]
+    found = [(row["step"], row[name]) for row in run_folder.read_metrics(folder) if row.get(name) is not None]
     if "until" in score:
         arguments = json.loads((folder / "run.json").read_text(encoding="utf-8"))["arguments"]
         reached = [step for step, value in found if value <= score["until"]]
@@ -98,8 +97,7 @@ def main() -> None:
     if args.dry:
         print("\n".join(shlex.join(["zerofit", *map(str, words)]) for words in ([train, score] if tasks else [train])))
         return
-    result_file = folder / "result.json"
-    if not result_file.is_file() or json.loads(result_file.read_text(encoding="utf-8")).get("status") != "finished":
+    if not run_folder.finished(folder):
         start(train)
     if tasks and not args.sample:
         if importlib.util.find_spec("lm_eval"):

@@ -172,7 +172,7 @@ def evaluation(value, stderr, **more):
     metric = {"exact_match (flexible-extract)": {"value": value, "stderr": stderr, "rows": 1319}}
     base = {"exact_match (flexible-extract)": {"value": 0.5, "stderr": 0.1, "rows": 1319}}
     return {
-        "weights": "final",
+        "weights": "final (step 1090)",
         "limit": None,
         "scores": {"base": {"gsm8k_cot": base}, "tuned": {"gsm8k_cot": metric}},
     } | more

@@ -24,6 +24,11 @@ def of_folder(folder: Path) -> list[dict]:
     return run_folder.read_record(folder / FILE).get("evaluations", [])
 
 
+def is_of_final(weights: str) -> bool:
+    """Return whether the name of an evaluation's weights is that of final/: "final (step 174)"."""
+    return weights.partition(" ")[0] == "final"
+
+
 def table(evaluations: list[dict], weights: str = "") -> tuple[list[str], list[list[str]]]:
     """Return the head and the rows of a table with the newest score of each task; ([], []) without scores.
 

@@ -327,7 +327,7 @@ def of_several(runs: list[Run], reload: int = 0) -> str:
 def _scores(run: Run) -> dict[str, str]:
     """Return the scores of the run's final weights by task and metric."""
     head, rows = scores.table(scores.of_folder(run.folder))
-    of_final = [dict(zip(head, row, strict=True)) for row in rows if row[0].startswith("final")]
+    of_final = [dict(zip(head, row, strict=True)) for row in rows if scores.is_of_final(row[0])]
     return {f"{row['task']}, {row['metric']}": row.get("tuned") or "" for row in of_final}
 
 
