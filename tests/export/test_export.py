@@ -680,10 +680,10 @@ def test_weights_beside_those_of_transformers_are_not_read(tmp_path, shards):
 
 
 def test_bounds_grow_with_rounding_only():
-    assert set(compare._bounds(0.0, 4, 1.0, 10.0, False).values()) == {0}
-    assert compare._bounds(2**-24, 4, 1.0, 10.0, True)["bound_max"] == pytest.approx(1e-3)
-    assert compare._bounds(2**-8, 8, 1.0, 10.0, True)["bound_mean"] == pytest.approx(4 / 256)
-    assert compare._bounds(2**-8, 8, 1.0, 10.0, False)["bound_mean"] == pytest.approx(16 / 256)
+    assert set(compare.bounds(0.0, 4, 1.0, 10.0, False).values()) == {0}
+    assert compare.bounds(2**-24, 4, 1.0, 10.0, True)["bound_max"] == pytest.approx(1e-3)
+    assert compare.bounds(2**-8, 8, 1.0, 10.0, True)["bound_mean"] == pytest.approx(4 / 256)
+    assert compare.bounds(2**-8, 8, 1.0, 10.0, False)["bound_mean"] == pytest.approx(16 / 256)
 
 
 def test_updates_that_rounding_takes_back_are_told():

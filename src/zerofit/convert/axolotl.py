@@ -169,9 +169,7 @@ def _batch(done: Conversion) -> None:
         accumulation = max(1, number(whole) // number(micro or 1))
     key, size = done.first("context_parallel_size", "sequence_parallel_degree", "context_parallel")
     size = number(size.get("size", 1)) if isinstance(size, dict) else size
-    if size and size > 1:
-        done.put("sp_size", size, key)
-        done.differ(f"{key}: heads are exchanged (Ulysses), not a ring: it must divide the model's attention heads.")
+    shared.split_rows(done, key, size)
     if (width := _tensor_parallel(done)) > 1:
         done.put(
             "tp_size", width, "tensor_parallel_size" if "tensor_parallel_size" in done.given else "tensor_parallel"

@@ -141,9 +141,7 @@ def _source(done: Conversion, name: str, entry: dict | None, folder: str) -> sha
 def _training(done: Conversion) -> None:
     """Convert batch, epochs, warm-up, evaluation, saving and the optimizer."""
     key, size = done.first("sequence_parallel_size", "context_parallel_size")
-    if size and number(size) > 1:
-        done.put("sp_size", size, key)
-        done.differ(f"{key}: heads are exchanged (Ulysses), not a ring: it must divide the model's attention heads.")
+    shared.split_rows(done, key, size and number(size))
     shared.batch(
         done,
         done.named("per_device_train_batch_size", 8),

@@ -220,6 +220,13 @@ def targets(done: Conversion, key: str | None, value: Any, default: Any) -> None
     done.put("lora_target_modules", listed, key if value not in (None, "", []) else None)
 
 
+def split_rows(done: Conversion, key: str | None, size: int | None) -> None:
+    """Write over how many GPUs a row is split."""
+    if size and size > 1:
+        done.put("sp_size", size, key)
+        done.differ(f"{key}: heads are exchanged (Ulysses), not a ring: it must divide the model's attention heads.")
+
+
 def parameters(done: Conversion) -> None:
     """Write the parameters that get an adapter beside the modules: those of fused experts."""
     if names := words(done.take("lora_target_parameters", [])):

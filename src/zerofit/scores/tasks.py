@@ -3,6 +3,7 @@
 import contextlib
 import difflib
 import functools
+import itertools
 import logging
 from dataclasses import dataclass
 from pathlib import Path
@@ -52,10 +53,9 @@ def build(found: list[Found], unsafe: bool) -> list:
     Raises: UserError for data or packages that are not there, and a user's YAML file that the harness refuses.
     """
     built = [thing for one in found for thing in _build(one)]
-    tasks = [
-        task for thing in built for task in (thing.get_all_tasks() if hasattr(thing, "get_all_tasks") else [thing])
-    ]
-    if not unsafe and (runs_code := next((task for task in tasks if getattr(task, "UNSAFE_CODE", False)), None)):
+    if not unsafe and (
+        runs_code := next((task for task in _single(built) if getattr(task, "UNSAFE_CODE", False)), None)
+    ):
         raise UserError(
             f"--tasks {runs_code.task_name}: runs the code that the model writes, on this machine; if it may, add "
             "--confirm_run_unsafe_code and set HF_ALLOW_CODE_EVAL=1."
@@ -65,10 +65,13 @@ def build(found: list[Found], unsafe: bool) -> list:
 
 def rows_of(built: list) -> dict[str, int]:
     """Return the number of rows of each task."""
-    tasks = [
-        task for thing in built for task in (thing.get_all_tasks() if hasattr(thing, "get_all_tasks") else [thing])
-    ]
-    return {task.task_name: len(task.eval_docs) for task in tasks}
+    return {task.task_name: len(task.eval_docs) for task in _single(built)}
+
+
+def _single(built: list) -> list:
+    """Return the tasks, those of groups too."""
+    each = (thing.get_all_tasks() if hasattr(thing, "get_all_tasks") else [thing] for thing in built)
+    return list(itertools.chain.from_iterable(each))
 
 
 # --- finding ---

@@ -2,7 +2,6 @@
 
 import contextlib
 import json
-import math
 import os
 import re
 import subprocess
@@ -181,7 +180,7 @@ def _logit_error(model, asked: list[Prompt]) -> tuple[float, float, float]:
 def _logits_check(model, unit: float, error: float, deviation: float, agree: float, where: str) -> Check:
     """Return whether logits differ by no more than roundings add up to (export/compare.py has the reasons)."""
     layers = next(int(value) for name, value in model.metadata.items() if name.endswith(".block_count"))
-    bound = 20 * unit * math.sqrt(2 * layers) * deviation
+    bound = compare.bounds(unit, layers, deviation, scale=0.0, merged=True)["bound_max"]
     said = f"largest difference {error:.3g}, bound {bound:.3g} (the logits' deviation is {deviation:.3g})"
     return Check("logits", error <= bound, f"{said}; {agree:.1%} of the likeliest tokens the same, {where}")
 

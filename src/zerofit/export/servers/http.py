@@ -4,7 +4,6 @@ import contextlib
 import importlib.util
 import json
 import os
-import socket
 import subprocess
 import sys
 import time
@@ -13,6 +12,7 @@ import urllib.request
 from collections.abc import Iterator
 from pathlib import Path
 
+from zerofit.base import distributed
 from zerofit.base.errors import first_line
 from zerofit.export.servers import reference
 from zerofit.export.servers.check import Check
@@ -72,9 +72,7 @@ def write_response_template(folder: Path, asked: list[Prompt], stops: list[str])
 @contextlib.contextmanager
 def _server(folder: Path) -> Iterator[str]:
     """Run the server on this machine's own address until the body has ended; yield its address."""
-    with socket.socket() as free:
-        free.bind(("127.0.0.1", 0))
-        port = free.getsockname()[1]
+    port = distributed.free_port()
     # `transformers.cli.transformers` is what the command of that name calls.
     code = "from transformers.cli.transformers import main; main()"
     words = [sys.executable, "-P", "-c", code, "serve", str(folder), "--host", "127.0.0.1", "--port", str(port),

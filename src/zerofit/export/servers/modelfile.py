@@ -1,7 +1,7 @@
 """Write a Modelfile for ollama: its template in Go's language, derived from the chat template and compared with it."""
 
-import itertools
 import json
+import os
 from dataclasses import dataclass
 
 from zerofit.export.servers.check import Check
@@ -57,12 +57,6 @@ def _literal(text: str) -> str:
     return "{{ " + json.dumps(text, ensure_ascii=False) + " }}" if text else ""
 
 
-def _common(one: str, other: str) -> str:
-    """Return what two texts begin with."""
-    same = itertools.takewhile(lambda pair: pair[0] == pair[1], zip(one, other, strict=False))
-    return "".join(letter for letter, _ in same)
-
-
 def parts_of(tokenizer) -> Parts | None:
     """Derive the parts of a chat template from what it renders; None where it is none of such parts."""
 
@@ -80,8 +74,8 @@ def parts_of(tokenizer) -> Parts | None:
         first, to_assistant, to_user, last = rendered(_USER, _ASSISTANT, _AGAIN)
     except Exception:  # a template may raise what it likes
         return None
-    user_after = _common(to_assistant, last)
-    user_before = _common(first[::-1], to_user[::-1])[::-1]
+    user_after = os.path.commonprefix([to_assistant, last])  # noqa: RUF071  of texts, not of paths
+    user_before = os.path.commonprefix([first[::-1], to_user[::-1]])[::-1]  # noqa: RUF071
     try:
         system_before, system_after, _ = rendered(_SYSTEM, _USER)
         has_system = system_after.endswith(user_before)

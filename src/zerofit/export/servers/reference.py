@@ -6,6 +6,7 @@ import torch
 
 from zerofit.base.errors import first_line
 from zerofit.export.servers.check import Check
+from zerofit.model import generation
 
 MOST_TOKENS = 24  # of an answer; the logits of each are kept
 
@@ -73,8 +74,7 @@ def answer(model, tokenizer, asked: list[Prompt], as_served: bool = False) -> No
     Args: as_served: with the penalty for repetition of generation_config.json, which not every server reads.
     """
     penalty = {} if as_served else {"repetition_penalty": 1.0}
-    stops = model.generation_config.eos_token_id
-    stops = [stops] if isinstance(stops, int) else list(stops or [])
+    stops = generation.stops_of(model)
     pad = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
     for prompt in asked:
         ids = torch.tensor([prompt.ids], device=model.device)
