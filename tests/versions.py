@@ -77,6 +77,8 @@ def install(name: str) -> Path:
     dev = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["dev"]
     uv("pip", "install", "--quiet", "--python", python, "--constraint", resolved, *dev)
     uv("pip", "install", "--quiet", "--python", python, "--no-deps", "--editable", ROOT)
+    for stamp in (".zerofit-installed", ".zerofit-dev-installed"):  # else `make ENV=active` of a test installs the pins
+        (folder / stamp).touch()
     return python
 
 
@@ -94,11 +96,16 @@ def uv(*words) -> None:
 def run(python: Path, name: str, only: list[str]) -> str:
     """Run the fast suite (or some of it) and return its counts, as "4447 passed, 5 skipped"."""
     results = python.parents[1] / "results.xml"
+    versions = of_set(python)
     words = [python, "-m", "pytest", "-q", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
     with (python.parents[1] / "tests.log").open("w") as log:
         print(f"{name}: tests; {log.name}", flush=True)
         env = os.environ | {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
         subprocess.run([*words, f"--junit-xml={results}", *only], cwd=ROOT, stdout=log, stderr=log, env=env)
+    if of_set(python) != versions:
+        sys.exit(
+            f"{name}: a test has installed other packages: {' '.join(of_set(python))} instead of {' '.join(versions)}"
+        )
     suite = ElementTree.parse(results).getroot().find("testsuite")
     count = {what: int(suite.get(what)) for what in ("tests", "failures", "errors", "skipped")}
     passed = count["tests"] - count["failures"] - count["errors"] - count["skipped"]
@@ -110,9 +117,13 @@ def run(python: Path, name: str, only: list[str]) -> str:
 
 def row(name: str, python: Path, counts: str) -> str:
     """Return the set's row of the table."""
+    return f"| {' | '.join([name, *of_set(python), date.today().isoformat(), counts])} |\n"
+
+
+def of_set(python: Path) -> list[str]:
+    """Return the environment's versions of Python and of PACKAGES."""
     code = f"import importlib.metadata as m, platform as p; print(p.python_version(), *map(m.version, {PACKAGES}))"
-    versions = subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
-    return f"| {' | '.join([name, *versions, date.today().isoformat(), counts])} |\n"
+    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
 
 
 def write(name: str, line: str) -> None:

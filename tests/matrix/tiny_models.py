@@ -120,14 +120,18 @@ def config_of(kind: str):
     """Return the configuration of a tiny model of a model type. Raises: whatever its class does."""
     if kind in image_text_models.KINDS:
         return image_text_models.config_of(kind)
-    config, special = AutoConfig.for_model(kind), SPECIAL.get(kind, {})
+    config = AutoConfig.for_model(kind)
+    return type(config).from_dict(tiny(config, SPECIAL.get(kind, {})))
+
+
+def tiny(config, special: dict) -> dict:
+    """Return the small arguments of a configuration and of the parts it is made of; `special` stands above the rules."""
     found = small(config)
     for name in getattr(type(config), "sub_configs", None) or {}:
         part = getattr(config, name, None)
         if hasattr(part, "to_dict"):
-            found[name] = small(part) | SPECIAL.get(part.model_type, {}) | special.get(name, {})
-    own = {name: value for name, value in special.items() if not name.endswith("_config")}
-    return type(config).from_dict(found | own)
+            found[name] = tiny(part, SPECIAL.get(part.model_type, {}) | special.get(name, {}))
+    return found | {name: value for name, value in special.items() if not name.endswith("_config")}
 
 
 def loader_of(kind: str):
