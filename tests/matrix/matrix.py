@@ -31,6 +31,7 @@ COMMON = [
 ]  # fmt: skip
 PLAIN = ["--gradient_checkpointing", "false", "--fused_loss", "false", "--zero", "0"]
 PADDED = [*PLAIN, "--padding_free", "false"]
+OUT_OF_SCOPE = "not trained on text: "
 LONGEST = 240  # seconds of a run
 CHUNK = 10  # types whose plans are simulated together: starting the simulation takes longest
 
@@ -82,6 +83,8 @@ def try_all(kinds: list[str], folder: Path, found: dict) -> None:
 
 def tried(kind: str, folder: Path) -> dict[str, str]:
     """Return {column: "" or why it does not hold}; nothing comes after a model that cannot be made or trained."""
+    if kind in tiny_models.OUT_OF_SCOPE:
+        return {"built": OUT_OF_SCOPE + tiny_models.OUT_OF_SCOPE[kind]}
     model = folder / "model"
     try:
         tiny_models.checkpoint(kind, model)
@@ -174,7 +177,7 @@ def _last_line(text: str) -> str:
 
 
 def _one_line(error: Exception) -> str:
-    text = str(error).strip().splitlines()
+    text = [line for line in str(error).splitlines() if line.strip()]
     return f"{type(error).__name__}: {text[0] if text else ''}"[:300]
 
 
