@@ -299,6 +299,7 @@ def test_a_mig_slice_has_its_own_memory_and_no_known_peak(tmp_path, monkeypatch)
     ("size", "taken"), [(0, 0), (3, 4), (2**20, 2**20), (100 * 2**20, 128 * 2**20), (257 * 2**20, 257 * 2**20)]
 )
 def test_pinned_blocks_as_torch_rounds_them(size, taken, monkeypatch):
+    monkeypatch.setattr(allocator.metadata, "version", lambda name: "2.13.0")
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", allocator.default())
     assert allocator.pinned_bytes(size) == taken
 
@@ -313,6 +314,7 @@ def test_pinned_blocks_of_a_torch_without_the_threshold(monkeypatch):
 
 
 def test_the_users_allocator_settings_stay(monkeypatch):
+    monkeypatch.setattr(allocator.metadata, "version", lambda name: "2.13.0")
     monkeypatch.delenv("PYTORCH_ALLOC_CONF", raising=False)
     monkeypatch.setenv("PYTORCH_CUDA_ALLOC_CONF", "expandable_segments:True")
     allocator.configure()
@@ -350,6 +352,7 @@ def test_segments_expand_where_torch_has_them(system, release, on, monkeypatch):
 
 
 def test_segments_that_the_driver_refuses_are_not_expanded(monkeypatch):
+    monkeypatch.setattr(allocator.metadata, "version", lambda name: "2.13.0")
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", allocator.default())
     monkeypatch.delenv("PYTORCH_CUDA_ALLOC_CONF", raising=False)
     set_to = []

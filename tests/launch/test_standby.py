@@ -137,6 +137,7 @@ def test_where_a_fork_is_unsafe_the_ranks_are_fresh_processes(tmp_path, monkeypa
 def test_libraries_that_have_seen_other_gpus_are_imported_anew(monkeypatch):
     monkeypatch.setattr(standby.Path, "iterdir", lambda self: iter(["this thread"]))
     same = dict(os.environ)
+    monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: False)
     assert standby._may_become_ranks(same) and standby._may_become_ranks(same | {"CUDA_VISIBLE_DEVICES": "1"})
     monkeypatch.setattr(torch.backends.cuda, "is_built", lambda: True)
     assert standby._may_become_ranks(same) and not standby._may_become_ranks(same | {"CUDA_VISIBLE_DEVICES": "1"})

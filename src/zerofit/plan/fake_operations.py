@@ -34,6 +34,8 @@ _READ, _INDICES, _SELECTED = aten._local_scalar_dense.default, aten.nonzero.defa
 
 _GROUPED = aten._grouped_mm.default  # products of experts
 
+_ADDED_PRODUCT = aten.addmm.dtype_out  # torch 2.12 fails to find its shape, which is that of `out`
+
 _ALIKE, _COPY = aten.allclose.default, aten._to_copy.default
 
 
@@ -141,6 +143,8 @@ class FakeOperations(TorchDispatchMode):
             return True
         if operation is _GROUPED and args[0].dtype != torch.bfloat16:
             return _grouped_product(args, kwargs)
+        if operation is _ADDED_PRODUCT:
+            return kwargs["out"]
         if operation is _COPY and getattr(args[0], "constant", None) is not None:
             args[0].constant = None  # FakeTensorMode would copy the value to the device, which does not exist
         if operation.namespace == "c10d" and all(_has_no_value(value) for value in tree_iter((args, kwargs))):
