@@ -192,8 +192,8 @@ def cannot_pack(config, chosen: str, max_length: int) -> str | None:
         return why
     if chosen != NAME or cls is None:  # remote code is left to the check on the loaded model
         return None
-    # Without sdpa: a soft cap or sinks (Gemma-2, gpt-oss); without the interface: Mamba, BLOOM, GPT-J ... Its flag is off
-    # in hybrids (Qwen3.5, Falcon-H1), which have it.
+    # Without sdpa: a soft cap or sinks (Gemma-2, gpt-oss); without the interface: Mamba, BLOOM, GPT-J ... Hybrids
+    # have it, though the flag of most is off (Qwen3.5, Falcon-H1).
     has_interface = cls._supports_attention_backend or linear_attention.reads_documents(config)
     if not (cls._supports_sdpa and has_interface):
         flex = ", but with --attn_implementation flex_attention on a GPU" if cls._supports_flex_attn else ""

@@ -48,11 +48,15 @@ _KERNEL = re.compile(r'@use_kernel_func_from_hub_with_fallback\(\s*"(\w+)",\s*"(
 def kernels_of(config) -> dict[str, tuple[str, str]]:
     """Return {function of the model's source: (kernel that replaces it, its package)}.
 
-    transformers names both there (use_kernel_func_from_hub_with_fallback).
+    transformers names both there (use_kernel_func_from_hub_with_fallback). LFM3's convolution is too wide for a kernel,
+    and has package "".
     """
     cls = classes.text_class(config)
     source = inspect.getsource(sys.modules[cls.__module__]) if cls else ""
-    return {function: (kernel, package) for kernel, package, function in _KERNEL.findall(source)}
+    found = {function: (kernel, package) for kernel, package, function in _KERNEL.findall(source)}
+    if "\ndef causal_conv1d_fn(" in source:
+        found.setdefault("causal_conv1d_fn", ("causal_conv1d_fn", ""))
+    return found
 
 
 def missing_kernels(config) -> tuple[str, str] | None:
@@ -106,7 +110,7 @@ def keep_documents_apart(config) -> None:
         plain = getattr(sys.modules[cls.__module__], name)
         if kernel not in TOKEN_AXIS or hasattr(plain, "of_each_document"):
             continue
-        if _is_in_pytorch(plain):
+        if not package or _is_in_pytorch(plain):
             setattr(sys.modules[cls.__module__], name, _of_each_document(plain, kernel))
         elif package == "fla":
             setattr(sys.modules[cls.__module__], name, _told_boundaries(plain))
@@ -145,7 +149,7 @@ def _of_each_document(plain, kernel: str):
     def of_each_document(*args, cu_seqlens=None, cu_seq_lens_q=None, seq_idx=None, **named):
         bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
         if bounds is None:
-            return plain(*args, seq_idx=seq_idx, **named)
+            return plain(*args, **named) if seq_idx is None else plain(*args, seq_idx=seq_idx, **named)
         lengths, tokens = [end - start for start, end in _documents(bounds)], args[0].shape[axis]
 
         def split(value):
