@@ -48,6 +48,13 @@ def functions_are_restored(monkeypatch):
     return remember
 
 
+def config_of(kind):
+    config = tiny_models.config_of(kind)
+    if kind == "lfm2":
+        config.layer_types = ["conv", "full_attention"]
+    return config
+
+
 def built(config, **more):
     torch.manual_seed(0)
     return AutoModelForCausalLM.from_config(copy.deepcopy(config), attn_implementation=attention.register(), **more)
@@ -57,7 +64,7 @@ def built(config, **more):
 @pytest.mark.parametrize("kind", SOME)
 def test_documents_of_a_row_are_what_they_are_alone(kind, functions_are_restored, record_property):
     """Logits, loss and gradients of every weight, against transformers' model on each document alone."""
-    config = tiny_models.config_of(kind)
+    config = config_of(kind)
     functions_are_restored(config)
     rows, plain = documents(), built(config).train()
     count = sum(len(row["labels"]) - 1 for row in rows)
@@ -82,7 +89,7 @@ def test_documents_of_a_row_are_what_they_are_alone(kind, functions_are_restored
 @pytest.mark.parametrize("kind", SOME)
 def test_no_gradient_reaches_another_document(kind, dtype, functions_are_restored):
     """By the proof of a run, with recomputed layers; and without the change it finds what mixes."""
-    config, arguments = tiny_models.config_of(kind), TrainingArguments(use_cpu=True)
+    config, arguments = config_of(kind), TrainingArguments(use_cpu=True)
     functions_are_restored(config)
     model = built(config).to(dtype)
     model.gradient_checkpointing_enable()
@@ -98,7 +105,7 @@ def test_what_is_told_nothing_is_refused_before_the_weights_are_loaded():
     for kind in ("jamba", "zamba", "falcon_mamba"):
         assert "Mamba-1 scan carries" in attention.cannot_pack(AutoConfig.for_model(kind), attention.NAME, 64)
     for kind in KINDS:
-        assert attention.cannot_pack(tiny_models.config_of(kind), attention.NAME, 64) is None
+        assert attention.cannot_pack(config_of(kind), attention.NAME, 64) is None
 
 
 def test_a_kernel_is_told_the_boundaries_by_its_own_name(monkeypatch, functions_are_restored):

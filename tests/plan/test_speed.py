@@ -93,7 +93,7 @@ def test_operations_are_those_that_torch_counts(build, checkpointing):
 
 @pytest.mark.oracle
 @pytest.mark.parametrize(
-    ("kind", "field"), [("qwen3_next", "delta"), ("granitemoehybrid", "state"), ("lfm2", "convolved")]
+    ("kind", "field"), [("qwen3_next", "delta"), ("granitemoehybrid", "state"), ("lfm2_moe", "convolved")]
 )
 def test_convolutions_of_hybrids_are_those_that_torch_counts(kind, field):
     """What comes after them reads as many numbers; a step without them would be planned shorter."""
