@@ -485,6 +485,8 @@ def quantize(net, device: str) -> None:
     import bitsandbytes
     import torch
 
+    from zerofit.model.kernels import linear_attention
+
     class Linear4bit(bitsandbytes.nn.Linear4bit):
         """Linear4bit with a plain Parameter: bitsandbytes' Params4bit cannot wrap a tensor without memory."""
 
@@ -510,10 +512,10 @@ def quantize(net, device: str) -> None:
             del dequantized
             return out.to(x.dtype)
 
-    head = net.get_output_embeddings()
+    head, read = net.get_output_embeddings(), linear_attention.read_by_kernels(net.config)
     for parent in list(net.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is torch.nn.Linear and child is not head:
+            if type(child) is torch.nn.Linear and child is not head and name not in read:
                 setattr(parent, name, Linear4bit(child))
     replaced = {}  # a tied head stays tied
     for module in net.modules():

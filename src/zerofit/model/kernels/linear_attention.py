@@ -38,6 +38,9 @@ TOKEN_AXIS = {
     "mamba_split_conv1d_scan_combined": 1,  # returns None in PyTorch: the layer then calls the convolution and the scan
 }
 
+# Kernel -> linear layers whose weight it reads itself, past an adapter or bitsandbytes' unpacking.
+READS_WEIGHTS = {"mamba_split_conv1d_scan_combined": ("out_proj",)}
+
 TOLD_NOTHING = {"selective_scan_fn", "mamba_inner_fn"}  # kernels of Mamba-1
 
 CHUNK = 64  # tokens that the delta rules compute at once, if they are not told
@@ -76,6 +79,12 @@ def missing_kernels(config) -> tuple[str, str] | None:
     price = "; ".join(PACKAGES[package][1] for package in missing if PACKAGES[package][1])
     install = " && ".join(f"pip install {PACKAGES[package][0]}" for package in missing)
     return f"{text}: {price}" if price else text, install
+
+
+def read_by_kernels(config) -> tuple[str, ...]:
+    """Return the linear layers whose weights a kernel reads: they can be neither adapted nor packed."""
+    kernels = {kernel for kernel, _ in kernels_of(config).values()}
+    return tuple(name for kernel in kernels for name in READS_WEIGHTS.get(kernel, ()))
 
 
 def mixes_documents(config) -> str | None:
