@@ -6,13 +6,14 @@ import sys
 from pathlib import Path
 
 import pytest
+import safetensors.torch
 import torch
 import transformers
 from conftest import ROOT, run_world
-from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments
+from transformers import AutoConfig, AutoModelForCausalLM, TrainingArguments, Zamba2Config
 
 from zerofit.data.batches import PackedCollator
-from zerofit.model import attention
+from zerofit.model import attention, quantization
 from zerofit.model.image_text import classes
 from zerofit.model.kernels import linear_attention
 
@@ -24,7 +25,7 @@ import tiny_models
 FEW = ("qwen3_5_text", "granitemoehybrid", "lfm2", "kimi_linear")
 KINDS = (
     *FEW, "qwen3_5_moe_text", "qwen3_next", "olmo_hybrid", "bailing_hybrid", "bamba", "falcon_h1", "nemotron_h",
-    "lfm2_moe", "lfm3",
+    "zamba2", "lfm2_moe", "lfm3",
 )  # fmt: skip
 SOME = [kind if kind in FEW else pytest.param(kind, marks=pytest.mark.slow) for kind in KINDS]
 LENGTHS = (20, 1, 70, 14)  # one is longer than a chunk
@@ -49,6 +50,12 @@ def functions_are_restored(monkeypatch):
 
 
 def config_of(kind):
+    if kind == "zamba2":
+        return Zamba2Config(
+            vocab_size=64, hidden_size=32, num_hidden_layers=3, layers_block_type=["mamba", "mamba", "hybrid"],
+            mamba_d_state=8, mamba_ngroups=1, n_mamba_heads=8, num_attention_heads=4, num_key_value_heads=4,
+            intermediate_size=48, num_mem_blocks=1, adapter_rank=4, chunk_size=8,
+        )  # fmt: skip
     config = tiny_models.config_of(kind)
     if kind == "lfm2":
         config.layer_types = ["conv", "full_attention"]
@@ -99,6 +106,14 @@ def test_no_gradient_reaches_another_document(kind, dtype, functions_are_restore
     assert attention.cross_document_gradient(model, rows, arguments, seq_idx=True) == 0
     error = attention.packed_logit_error(model, rows, 0, arguments, seq_idx=True)
     assert error < (1e-5 if dtype == torch.float32 else 0.02)
+
+
+def test_only_models_that_read_it_are_given_the_number_of_each_document():
+    batch = PackedCollator(seq_idx=True)(documents((2, 1, 3)))
+    assert batch["seq_idx"].tolist() == [[0, 0, 1, 2, 2, 2]] and batch["seq_idx"].dtype == torch.int32
+    assert "seq_idx" not in PackedCollator()(documents())
+    told = {kind for kind in (*KINDS, "llama", "mamba", "gpt2") if linear_attention.reads_documents(config_of(kind))}
+    assert told == {*KINDS, "mamba"}  # whose convolution could be told
 
 
 def test_what_is_told_nothing_is_refused_before_the_weights_are_loaded():
@@ -156,9 +171,42 @@ def test_a_run_without_padding_has_the_losses_of_a_padded_one(kind, tmp_path):
     )
     for name in ("free", "packed"):
         assert runs[name].json("record.json")["checks"]["documents_apart"][0]
+        decisions = runs[name].json("run.json")["decisions"]
+        assert sum("each document of a row by itself, without" in line for line in decisions) == 1
 
 
 # --- kernels of other layers than attention ---
+
+
+@pytest.mark.slow
+def test_adapters_and_packed_bases_leave_out_what_a_kernel_reads(tmp_path):
+    """Mamba-2's out_proj, in models that peft knows and in others; each run passes its own checks."""
+    kinds = ("granitemoehybrid", "nemotron_h", "falcon_h1", "qwen3_5_text", "kimi_linear", "lfm2_moe")
+    for kind in kinds:
+        tiny_models.checkpoint(kind, tmp_path / kind)
+    flags = [*matrix.COMMON, "--zero", "0", "--fused_loss", "false", "--gradient_checkpointing", "false"]
+    cases = {
+        f"{kind}-{bits}": ("lora", [*flags, "--model", str(tmp_path / kind), "--load_in_4bit", str(bits == 4).lower()])
+        for kind in kinds for bits in (16, 4)
+    }  # fmt: skip
+    for name, run in run_world(1, cases, tmp_path).items():
+        checks = run.json("record.json")["checks"]
+        assert checks["loss"][0] and checks["base_weights"][0] and checks["documents_apart"][0], (name, checks)
+        adapted = set(safetensors.torch.load_file(run.folder / "final" / "adapter_model.safetensors"))
+        of_kernels = linear_attention.read_by_kernels(config_of(name.rpartition("-")[0]))
+        assert of_kernels in ((), ("out_proj",)) and bool(of_kernels) == name.startswith(("gran", "nemo", "falc"))
+        assert any("in_proj" in key or "q_proj" in key for key in adapted), name
+        if of_kernels:
+            assert not any("out_proj" in key for key in adapted), name
+
+
+def test_a_weight_that_a_kernel_reads_is_not_packed():
+    """In the plan's count, below an adapter too."""
+    model = AutoModelForCausalLM.from_config(config_of("granitemoehybrid")).requires_grad_(False)
+    left = [m.out_proj.weight.numel() for m in model.modules() if hasattr(m, "out_proj")]
+    every = [m.weight.numel() for m in model.modules() if type(m) is torch.nn.Linear]
+    head = model.get_output_embeddings().weight.numel()
+    assert quantization.packed_weights(model) == sum(every) - sum(left) - head > 0 and len(left) == 1
 
 
 @pytest.mark.parametrize(

@@ -183,6 +183,17 @@ def _of_each_document(plain, kernel: str):
     return of_each_document
 
 
+def resolve_for_model(settings, config) -> None:
+    """Say that the documents of a row are computed one by one, where packages are missing."""
+    if not (settings.padding_free and reads_documents(config)):
+        return
+    used = {package for kernel, package in kernels_of(config).values() if kernel in TOKEN_AXIS and package}
+    missing = [PACKAGES[package][0].split()[0] for package in PACKAGES if package in used and not find_spec(package)]
+    if missing:
+        why = f"without {' and '.join(missing)}, which would compute the row at once"
+        settings.decisions.append(f"linear attention and convolutions: each document of a row by itself, {why}")
+
+
 def install(settings, model) -> None:
     """Keep the documents of packed rows apart in a loaded model."""
     config = getattr(model, "config", None)
@@ -190,4 +201,4 @@ def install(settings, model) -> None:
         keep_documents_apart(config)
 
 
-TECHNIQUE = Technique(name="documents in linear attention", install=install)
+TECHNIQUE = Technique(name="documents in linear attention", resolve_for_model=resolve_for_model, install=install)
