@@ -29,8 +29,8 @@ from zerofit.config import accelerate_env, nvme, parse, resolve
 from zerofit.data import tokens
 from zerofit.data.load import load_datasets
 from zerofit.job import job as job_file
-from zerofit.model import attention
 from zerofit.model.image_text import classes
+from zerofit.model.kernels import linear_attention
 from zerofit.model.load import load_tokenizer
 from zerofit.parallel import pipeline, sequence_parallel, tensor_parallel
 from zerofit.plan import (
@@ -452,7 +452,9 @@ def test_a_plan_for_several_nodes(monkeypatch, tmp_path, capsys):
 
 def test_a_plan_says_which_kernels_are_missing(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 10))
-    monkeypatch.setattr(attention, "missing_kernels", lambda config: (f"{config.model_type} is slow", "pip install x"))
+    monkeypatch.setattr(
+        linear_attention, "missing_kernels", lambda config: (f"{config.model_type} is slow", "pip install x")
+    )
     fixed = ["--zero", "0", "--per_device_train_batch_size", "2", "--output_dir", str(tmp_path)]
     plan_command.main(["--gpu_type", "h100-80g", *FLAGS_1B, *fixed])
     assert "note: llama is slow; pip install x\n" in capsys.readouterr().out
