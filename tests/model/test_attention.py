@@ -2,13 +2,10 @@
 
 import copy
 import inspect
-import re
-from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
 import torch
-import transformers
 from conftest import ROOT, TINY, run_world
 from transformers import (
     MODEL_FOR_CAUSAL_LM_MAPPING,
@@ -209,7 +206,7 @@ RAISES = {
         "layer_types": ["linear_attention", "full_attention"],
     },
 }  # fmt: skip
-EARLY = ("gemma2", "gpt_oss", "falcon_h1", "mamba", "mamba2", "rwkv", "jamba", "gptj", "bloom", "llama4_text")
+EARLY = ("gemma2", "gpt_oss", "mamba", "mamba2", "rwkv", "jamba", "gptj", "bloom", "llama4_text")
 
 
 def small(kind, dtype=torch.float32):
@@ -607,52 +604,3 @@ def test_whatever_loads_a_model_leaves_cudnn_out(monkeypatch):
         load()
         assert not torch.backends.cuda.cudnn_sdp_enabled()
     torch.backends.cuda.enable_cudnn_sdp(True)
-
-
-# --- kernels of other layers than attention ---
-
-
-@pytest.mark.parametrize(
-    ("kind", "packages", "priced"),
-    [
-        ("qwen3_next", "flash-linear-attention and causal-conv1d", True),
-        ("qwen3_5", "flash-linear-attention and causal-conv1d", True),
-        ("kimi_linear", "flash-linear-attention and causal-conv1d", True),
-        ("olmo_hybrid", "flash-linear-attention and causal-conv1d", True),
-        ("falcon_h1", "mamba-ssm and causal-conv1d", False),
-        ("nemotron_h", "mamba-ssm and causal-conv1d", False),
-        ("jamba", "mamba-ssm and causal-conv1d", False),
-        ("llama", "", False),
-        ("gpt_oss", "", False),
-    ],
-)
-def test_models_that_are_slow_without_their_kernels_are_named(monkeypatch, kind, packages, priced):
-    monkeypatch.setattr(attention, "find_spec", lambda name: None)
-    missing = attention.missing_kernels(AutoConfig.for_model(kind))
-    if not packages:
-        assert missing is None
-        return
-    what, install = missing
-    assert f"but much slower, without {packages}" in what and ("1.22 instead of 0.70 s a step" in what) == priced
-    assert install.count("pip install ") == len(packages.split(" and "))
-    monkeypatch.setattr(attention, "find_spec", lambda name: name)
-    assert attention.missing_kernels(AutoConfig.for_model(kind)) is None
-
-
-def test_a_hybrid_without_such_layers_needs_no_kernels(monkeypatch):
-    monkeypatch.setattr(attention, "find_spec", lambda name: None)
-    mixed, alone = (
-        AutoConfig.for_model("lfm2", num_hidden_layers=2, layer_types=[kind, "full_attention"])
-        for kind in ("conv", "full_attention")
-    )
-    what, install = attention.missing_kernels(mixed)
-    assert what.endswith("without causal-conv1d") and install == "pip install causal-conv1d --no-build-isolation"
-    assert attention.missing_kernels(alone) is None
-
-
-def test_every_package_that_transformers_looks_for_is_known():
-    """Of all models; transformers may look for a new one, or call its function by another name."""
-    models, named = Path(transformers.__file__).parent / "models", set()
-    for file in models.glob("*/modeling_*.py"):
-        named |= set(re.findall(r'use_kernel_func_from_hub_with_fallback\(\s*"\w+", "(\w+)"', file.read_text()))
-    assert named == set(attention.LINEAR_KERNELS)

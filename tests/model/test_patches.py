@@ -5,6 +5,7 @@ import functools
 import importlib.util
 import json
 import re
+import sys
 import tomllib
 from pathlib import Path
 from types import SimpleNamespace
@@ -19,6 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4C
 
 from zerofit.config import parse
 from zerofit.model import attention, load, patches
+from zerofit.model.kernels import linear_attention
 from zerofit.plan import simulate
 
 PLAIN = bitsandbytes.matmul_4bit
@@ -276,6 +278,19 @@ def test_deepspeed_would_still_compile_its_inference_op():
     distributed.skip_inference_op()
     assert compatible["deepspeed_shm_comm"] is False
     assert "__compatible_ops__.get(builder.NAME" in source_of("deepspeed.comm.torch")
+
+
+def test_transformers_still_keeps_documents_apart_by_kernels_alone():
+    """When this fails, model/kernels/linear_attention.py can call less for each document."""
+    for kind in ("qwen3_next", "granitemoehybrid"):
+        config = AutoConfig.for_model(kind)
+        of_module = vars(sys.modules[attention.class_of(config).__module__])
+        for name, (kernel, _) in linear_attention.kernels_of(config).items():
+            if kernel in linear_attention.TOKEN_AXIS:
+                with pytest.raises(ValueError, match="packed sequences apart"):
+                    of_module[name](seq_idx=torch.zeros(1, 2))
+    # Its kernel reads cu_seqlens, which is told to no layer; transformers drops cu_seq_lens_q before the kernel.
+    assert "cu_seqlens" not in source_of("transformers.models.kimi_linear.modeling_kimi_linear")
 
 
 def test_transformers_still_saves_unpacked_experts_under_packed_names(tmp_path):

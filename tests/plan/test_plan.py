@@ -29,8 +29,8 @@ from zerofit.config import accelerate_env, nvme, parse, resolve
 from zerofit.data import tokens
 from zerofit.data.load import load_datasets
 from zerofit.job import job as job_file
-from zerofit.model import attention
 from zerofit.model.image_text import classes
+from zerofit.model.kernels import linear_attention
 from zerofit.model.load import load_tokenizer
 from zerofit.parallel import pipeline, sequence_parallel, tensor_parallel
 from zerofit.plan import (
@@ -452,7 +452,9 @@ def test_a_plan_for_several_nodes(monkeypatch, tmp_path, capsys):
 
 def test_a_plan_says_which_kernels_are_missing(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 10))
-    monkeypatch.setattr(attention, "missing_kernels", lambda config: (f"{config.model_type} is slow", "pip install x"))
+    monkeypatch.setattr(
+        linear_attention, "missing_kernels", lambda config: (f"{config.model_type} is slow", "pip install x")
+    )
     fixed = ["--zero", "0", "--per_device_train_batch_size", "2", "--output_dir", str(tmp_path)]
     plan_command.main(["--gpu_type", "h100-80g", *FLAGS_1B, *fixed])
     assert "note: llama is slow; pip install x\n" in capsys.readouterr().out
@@ -1321,7 +1323,7 @@ def test_all_linear_leaves_out_what_peft_refuses_in_mamba_layers(kind, tmp_path)
     settings = resolve.resolve_settings("lora", [*words, "--data", "none"], 2, GPU)
     resolve.resolve_for_model(settings)
     assert settings.adapter_config == ["exclude_modules=[out_proj, conv1d]"]
-    assert any("peft adapts neither" in line for line in settings.decisions)
+    assert any("Mamba's kernels read their weights" in line for line in settings.decisions)
     with pytest.raises(UserError, match="incompatible with Mamba-based models"):
         candidates.candidates("lora", job([*words, "--lora_target_modules", "out_proj"], "lora"), 2, GPU)
 

@@ -9,7 +9,7 @@ import pytest
 import torch
 from conftest import ROOT
 from torch.utils.flop_counter import FlopCounterMode
-from transformers import LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
+from transformers import AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM, Qwen3MoeConfig, Qwen3MoeForCausalLM
 
 from zerofit.base import hardware
 from zerofit.base.errors import UserError
@@ -19,7 +19,9 @@ from zerofit.plan import formulas
 from zerofit.plan.speed import accuracy, measure, rates, step
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "tests" / "matrix"))
 import published_speeds
+import tiny_models
 
 ROWS, LENGTH = 2, 48
 SIZES = {"hidden_size": 64, "num_hidden_layers": 3, "num_attention_heads": 4, "num_key_value_heads": 2, "head_dim": 16,
@@ -87,6 +89,26 @@ def test_operations_are_those_that_torch_counts(build, checkpointing):
     forwards = 4 if checkpointing else 3  # two products; twice as many in the backward
     positions = 2 * 8 * LENGTH * 3 * ROWS  # rotary frequencies times positions, once a forward
     assert found["bmm"] - 4 * ROWS * LENGTH * LENGTH * heads * forwards in (0, positions // 3, positions // 3 / ROWS)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    ("kind", "field"), [("qwen3_next", "delta"), ("granitemoehybrid", "state"), ("lfm2_moe", "convolved")]
+)
+def test_convolutions_of_hybrids_are_those_that_torch_counts(kind, field):
+    """What comes after them reads as many numbers; a step without them would be planned shorter."""
+    config = tiny_models.config_of(kind)
+    model = AutoModelForCausalLM.from_config(config).eval()
+    with FlopCounterMode(display=False) as counter, torch.no_grad():
+        model(torch.zeros(ROWS, LENGTH, dtype=torch.long), use_cache=False)
+    found = sum(n for kernel, n in counter.get_flop_counts()["Global"].items() if "convolution" in str(kernel))
+    (wide,) = {m.kernel_size[0] for m in model.modules() if isinstance(m, torch.nn.Conv1d)}
+    shape = formulas.shape(config, model)
+    assert 2 * ROWS * (LENGTH + wide - 1) * wide * getattr(shape.work.passes, field) == found > 0
+    assert shape.work.passes.convolutions == 1
+    without = replace(shape, work=replace(shape.work, passes=replace(shape.work.passes, convolutions=0, **{field: 0})))
+    gpu = hardware.GPUS["h100-80g"]
+    assert step.seconds(shape, setting(), gpu, LENGTH) > step.seconds(without, setting(), gpu, LENGTH)
 
 
 # --- bounds that hold on every GPU ---

@@ -15,7 +15,8 @@ from zerofit.commands import plan_progress
 from zerofit.config import parse
 from zerofit.job import program
 from zerofit.job.request import Request
-from zerofit.model import attention, load
+from zerofit.model import load
+from zerofit.model.kernels import linear_attention
 from zerofit.plan import candidates, gpu_memory, search, simulate
 from zerofit.plan.advice import better, cost, table
 
@@ -107,7 +108,7 @@ def _search(args: argparse.Namespace, flags: list[str], ranks: int) -> candidate
         run = replace(run, price=_price(args.gpu_price))
         disk_free = shutil.disk_usage(nearest_existing(Path("runs"))).free
         notes = [f"rows: {rows}"]
-        if missing := attention.missing_kernels(load.load_config(first)):
+        if missing := linear_attention.missing_kernels(load.load_config(first)):
             notes.append("note: {}; {}".format(*missing))
         print("\n".join(notes), flush=True)
         with plan_progress.Shown(notes) as progress:

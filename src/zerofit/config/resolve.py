@@ -28,7 +28,7 @@ from zerofit.model import (
     tiled_mlp,
 )
 from zerofit.model.image_text import towers
-from zerofit.model.kernels import compiled, fp8
+from zerofit.model.kernels import compiled, fp8, linear_attention
 from zerofit.optim import registry
 from zerofit.parallel import ways, whole_layers
 
@@ -255,6 +255,7 @@ TECHNIQUES = (
         conflicts=(Conflict("torch_compile", (True,), "compiled code cannot be followed", "leave one of the two out"),),
         resolve=_memory_report,
     ),
+    linear_attention.TECHNIQUE,  # changes functions that compiled layers call
     compiled.TECHNIQUE,
     whole_layers.TECHNIQUE,  # reads compile_layers; it too builds the model
     experts.TECHNIQUE,  # this and offload build the model, with the attention, the loss and the tiles decided above

@@ -243,14 +243,15 @@ class PackedCollator:
     """Concatenate packs or rows into a single row with document boundaries, without padding.
 
     input_ids, labels, position_ids: (1, tokens); cu_seq_lens_q/k: int32 (documents + 1); max_length_q/k: the longest.
+    seq_idx, if asked for: int32 (1, tokens), the number of each token's document.
     A last document of padding makes the number of tokens a multiple of `multiple_of`.
     """
 
-    def __init__(self, pad_token_id: int = 0, multiple_of: int = 1):
+    def __init__(self, pad_token_id: int = 0, multiple_of: int = 1, seq_idx: bool = False):
         from transformers import DataCollatorWithFlattening
 
         self.pad_token_id, self.multiple_of = pad_token_id, multiple_of
-        self.flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True)
+        self.flatten = DataCollatorWithFlattening(return_flash_attn_kwargs=True, return_seq_idx=seq_idx)
 
     def __call__(self, batch: list[dict]) -> dict:
         flat = [document for row in batch for document in documents(row)]
@@ -276,12 +277,12 @@ class CountingCollator:
 class TrainCollator:
     """Collate training batches: concatenated if `packed`, else padded.
 
-    Their number of tokens is a multiple of `slices`, the ranks that they are split over.
+    Their number of tokens is a multiple of `slices`, the ranks that they are split over. seq_idx: see PackedCollator.
     """
 
-    def __init__(self, pad_token_id: int, packed: bool, slices: int = 1):
+    def __init__(self, pad_token_id: int, packed: bool, slices: int = 1, seq_idx: bool = False):
         self.packed, self.pad = packed, Collator(pad_token_id, 8 * slices)
-        self.pack = PackedCollator(pad_token_id, slices)
+        self.pack = PackedCollator(pad_token_id, slices, seq_idx)
 
     def __call__(self, batch: list[dict]) -> dict:
         if self.packed:

@@ -15,6 +15,7 @@ from zerofit.job import program, run_folder
 from zerofit.job.settings import Settings
 from zerofit.model import adapters, quantization
 from zerofit.model.image_text import classes, towers
+from zerofit.model.kernels import linear_attention
 from zerofit.model.load import model_fingerprint
 from zerofit.model.weights import adapter, complete, files, stored
 
@@ -292,9 +293,12 @@ def _with_its_ends(model, saved: Saved):
 
 def load_base(saved: Saved, device: str = "cpu"):
     """Load an adapter's base, with embedding rows for the adapter's tokens."""
+    from transformers import AutoConfig
+
     dtype, options = saved.base_dtype or "auto", {}
     if saved.bits:
-        options["quantization_config"] = quantization.config(saved.bits, dtype)
+        read = linear_attention.read_by_kernels(AutoConfig.from_pretrained(saved.base))
+        options["quantization_config"] = quantization.config(saved.bits, dtype, read)
     model = _model(Path(saved.base), saved, dtype, device, **options)
     if saved.bits:
         quantization.keep_layout(model)

@@ -472,14 +472,14 @@ def installation() -> list[Finding]:
 
 def of_job(settings, net) -> list[Finding]:
     """Run the cheap checks that concern this job. net: the model on the meta device."""
-    from zerofit.model import attention
+    from zerofit.model.kernels import linear_attention
 
     findings = [*room(settings, net)]
     gpu_prefixes = ("CUDA", "NCCL", "PYTORCH", "DS_ACCELERATOR")
     findings += [f for f in variables() if not settings.use_cpu or not f.name.startswith(gpu_prefixes)]
     if not settings.use_cpu:
         findings += gpus()
-        if missing := attention.missing_kernels(net.config):
+        if missing := linear_attention.missing_kernels(net.config):
             findings.append(warn("kernels", *missing))
     if settings.offload != "none" or settings.activation_offload:
         nodes = -(-settings.world_size // int(os.environ.get("LOCAL_WORLD_SIZE") or settings.world_size))

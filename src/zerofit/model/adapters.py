@@ -15,6 +15,7 @@ from zerofit.job.settings import decide
 from zerofit.job.technique import AllBut, Conflict, Technique
 from zerofit.model import initial_adapter
 from zerofit.model.image_text import towers
+from zerofit.model.kernels import linear_attention
 
 # Names are peft's PeftType in lower case; tests/model/test_adapters.py trains, saves and reloads each tuner at the
 # stages named there. prompt_tuning and prefix_tuning lengthen the input, the others change modules.
@@ -94,15 +95,16 @@ def resolve(settings) -> None:
 
 
 def resolve_for_model(settings, config) -> None:
-    """Leave out of all-linear what peft refuses in a model with Mamba layers, whose kernels read these weights."""
+    """Leave out of all-linear what the kernels of Mamba layers read the weights of; peft refuses it in some models."""
     words = settings.values.get("adapter_config") or []
     of_all = settings.trains_adapter and settings.lora_target_modules == ["all-linear"]
-    if not of_all or settings.adapter not in _LORA_LIKE or config.model_type not in _WITH_MAMBA:
+    read = linear_attention.read_by_kernels(config)
+    if not of_all or settings.adapter not in _LORA_LIKE or not (read or config.model_type in _WITH_MAMBA):
         return
     if settings.initial_adapter:  # which has its own list of modules
         return
     if not any(word.startswith("exclude_modules=") for word in words):
-        why = f"peft adapts neither in {config.model_type}, whose Mamba kernels read their weights"
+        why = f"Mamba's kernels read their weights in {config.model_type}, past an adapter"
         decide(settings, "adapter_config", [*words, "exclude_modules=[out_proj, conv1d]"], why)
 
 

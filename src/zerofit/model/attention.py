@@ -12,7 +12,6 @@ checks this on the loaded model before the first step: `packed_logit_error` and 
 import functools
 import inspect
 import itertools
-import re
 import sys
 from importlib.util import find_spec
 
@@ -25,6 +24,8 @@ from zerofit.job.settings import decide
 from zerofit.job.technique import Conflict, Technique
 from zerofit.model import patches, prove
 from zerofit.model.image_text import classes
+from zerofit.model.kernels import linear_attention
+from zerofit.model.kernels.linear_attention import spans
 
 NAME = "zerofit_packed"
 
@@ -45,18 +46,6 @@ INSTALL = {  # flash attention: (function of transformers that checks for it, ho
     "flash_attention_3": ("is_flash_attn_3_available", KERNELS),
     "flash_attention_4": ("is_flash_attn_4_available", KERNELS),
 }
-
-# Package with the kernels of linear attention and state space layers -> (what pip installs, what its absence costs).
-LINEAR_KERNELS = {
-    "fla": (
-        "flash-linear-attention",
-        "Qwen3.5-9B took 1.22 instead of 0.70 s a step on 8 B200 (transformers issue 48718)",
-    ),
-    "mamba_ssm": ("mamba-ssm --no-build-isolation", ""),
-    "causal_conv1d": ("causal-conv1d --no-build-isolation", ""),
-}
-
-ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention"}  # kinds of config.layer_types
 
 FLASH_3 = "flash_attn_interface"  # the module that torch's switch imports
 
@@ -174,27 +163,6 @@ def class_of(config):
     return classes.text_class(config)
 
 
-def missing_kernels(config) -> tuple[str, str] | None:
-    """Return (what is slow without which packages, how to install them) for layers other than attention; None if none.
-
-    transformers names the package of each kernel in the model's source (use_kernel_func_from_hub_with_fallback), and
-    computes the layer in PyTorch where it cannot be imported.
-    """
-    cls = class_of(config)
-    if cls is None or set(getattr(config.get_text_config(), "layer_types", None) or [""]) <= ATTENTION_LAYERS:
-        return None
-    source = inspect.getsource(sys.modules[cls.__module__])
-    named = dict.fromkeys(re.findall(r'use_kernel_func_from_hub_with_fallback\(\s*"\w+", "(\w+)"', source))
-    missing = [package for package in LINEAR_KERNELS if package in named and not find_spec(package)]
-    if not missing:
-        return None
-    text = f"{cls.__name__} computes layers in plain PyTorch, which is right but much slower, without "
-    text += " and ".join(LINEAR_KERNELS[package][0].split()[0] for package in missing)
-    price = "; ".join(LINEAR_KERNELS[package][1] for package in missing if LINEAR_KERNELS[package][1])
-    install = " && ".join(f"pip install {LINEAR_KERNELS[package][0]}" for package in missing)
-    return f"{text}: {price}" if price else text, install
-
-
 def _eager_where_sdpa_is_missing(settings, config) -> None:
     """Choose eager for models without sdpa: Gemma-2, gpt-oss and others with a soft cap or sinks.
 
@@ -220,10 +188,14 @@ def cannot_pack(config, chosen: str, max_length: int) -> str | None:
     if getattr(text, "attention_chunk_size", None):  # Llama-4
         return "the chunks of its attention are counted from the start of a row, not of a document"
     cls = class_of(config)
+    if why := linear_attention.mixes_documents(config):
+        return why
     if chosen != NAME or cls is None:  # remote code is left to the check on the loaded model
         return None
-    # Without sdpa: a soft cap or sinks (Gemma-2, gpt-oss); without the interface: Mamba, Falcon-H1, BLOOM, GPT-J ...
-    if not (cls._supports_sdpa and cls._supports_attention_backend):
+    # Without sdpa: a soft cap or sinks (Gemma-2, gpt-oss); without the interface: Mamba, BLOOM, GPT-J ... Hybrids
+    # have it, though the flag of most is off (Qwen3.5, Falcon-H1).
+    has_interface = cls._supports_attention_backend or linear_attention.reads_documents(config)
+    if not (cls._supports_sdpa and has_interface):
         flex = ", but with --attn_implementation flex_attention on a GPU" if cls._supports_flex_attn else ""
         return f"{cls.__name__} cannot keep documents of one row apart with sdpa{flex}"
     # Only a model that passes sliding_window= to its attention function tells packed_attention about the window.
@@ -300,11 +272,6 @@ def in_autocast_dtype(query, key, value) -> tuple[torch.Tensor, torch.Tensor, to
     """
     dtype = autocast_dtype(value)
     return query.to(dtype), key.to(dtype), value.to(dtype)
-
-
-def spans(bounds: torch.Tensor) -> list[tuple[int, int]]:
-    """Return (start, end) of each document on the token axis."""
-    return list(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True))
 
 
 def _window_mask(tokens, window, device):
@@ -422,6 +389,7 @@ def register(documents=None) -> str:
     """
     from transformers import AttentionInterface, AttentionMaskInterface  # seconds, and not for the flags
 
+    linear_attention.read_boundaries_by(documents or spans)
     AttentionInterface.register(NAME, functools.partial(packed_attention, documents=documents))
     AttentionMaskInterface.register(NAME, mask)
     patches.look_for_no_documents(NAME)
@@ -434,12 +402,16 @@ def _few(documents, count, longest):
 
 
 @torch.no_grad()
-def packed_logit_error(model, documents, pad_token_id: int, args, count: int = 3, longest: int = 128) -> float:
+def packed_logit_error(
+    model, documents, pad_token_id: int, args, seq_idx: bool = False, count: int = 3, longest: int = 128
+) -> float:
     """Return the largest |logit difference| between packed and single documents, over the largest logit.
 
     It finds wrong positions and windows as well as mixed documents, if they exceed the rounding of the precision.
     Collective under ZeRO-3: every rank calls it with the same documents.
-    Args: documents: rows with input_ids and labels; the first `count` are used, truncated to `longest` tokens.
+    Args:
+        documents: rows with input_ids and labels; the first `count` are used, truncated to `longest` tokens.
+        seq_idx: see PackedCollator.
     """
     from zerofit.data.batches import Collator, PackedCollator
 
@@ -449,13 +421,13 @@ def packed_logit_error(model, documents, pad_token_id: int, args, count: int = 3
     def logits(batch):
         return model(**send_to_device(batch, args.device), use_cache=False).logits[0].float()
 
-    packed = logits(PackedCollator()(rows))
+    packed = logits(PackedCollator(seq_idx=seq_idx)(rows))
     single = torch.cat([logits(Collator(pad_token_id)([row]))[: len(row["input_ids"])] for row in rows])
     model.train(training)
     return ((packed - single).abs().max() / single.abs().max()).item()
 
 
-def cross_document_gradient(model, documents, args, count: int = 3, longest: int = 128) -> float:
+def cross_document_gradient(model, documents, args, seq_idx: bool = False, count: int = 3, longest: int = 128) -> float:
     """Return how much the loss of the middle document depends on the embeddings of the others.
 
     It is the largest |gradient| by their embeddings over that by its own: exactly 0 in every precision if documents
@@ -479,7 +451,7 @@ def cross_document_gradient(model, documents, args, count: int = 3, longest: int
         # Without `devices` fork_rng initializes every GPU of the node and warns.
         devices = [torch.cuda.current_device()] if args.device.type == "cuda" else []
         with torch.random.fork_rng(devices), torch.enable_grad():
-            batch = send_to_device(PackedCollator()(rows), args.device)
+            batch = send_to_device(PackedCollator(seq_idx=seq_idx)(rows), args.device)
             logits = model(**batch, use_cache=False).logits[0, start:end].float()
             loss = torch.nn.functional.cross_entropy(logits, batch["input_ids"][0, start:end], reduction="sum")
             (gradient,) = torch.autograd.grad(loss, seen[0])

@@ -14,6 +14,7 @@ from zerofit.data.chat_templates import arguments, built_in
 from zerofit.job.settings import Check
 from zerofit.model import adapters, attention, generation, quantization
 from zerofit.model.image_text import classes, towers
+from zerofit.model.kernels import linear_attention
 from zerofit.model.weights import complete, files, finite
 
 
@@ -225,7 +226,9 @@ def _load_weights(settings, config, dtype, kwargs: dict):
     kwargs |= unpacked
     model_class = towers.model_class(settings, config)
     if bits := quantization.bits(settings):
-        kwargs["quantization_config"] = quantization.config(bits, dtype, towers.of_class(model_class))
+        kwargs["quantization_config"] = quantization.config(
+            bits, dtype, (*towers.of_class(model_class), *linear_attention.read_by_kernels(config))
+        )
     try:
         with complete.without_report():
             model, info = _load(

@@ -8,6 +8,7 @@ from zerofit.base import command_line
 from zerofit.base.errors import UserError
 from zerofit.job.technique import AllBut, Conflict, Technique
 from zerofit.model import patches
+from zerofit.model.kernels import linear_attention
 from zerofit.model.weights import complete
 
 # Adapters with support for bitsandbytes' linear layers; others would compute with the packed bytes.
@@ -109,7 +110,7 @@ def frozen_bytes(model) -> dict[str, int]:
 
 
 def packed_weights(model) -> int:
-    """Return the number of frozen weights that bitsandbytes packs: of linear layers but the head.
+    """Return the number of frozen weights that bitsandbytes packs: of linear layers but the head and what kernels read.
 
     Args: model: before it is quantized, with or without its adapter.
     """
@@ -117,8 +118,17 @@ def packed_weights(model) -> int:
 
     head = model.get_output_embeddings()
     head = getattr(head, "base_layer", head)  # below its adapter
-    linear = [m for m in model.modules() if type(m) in (torch.nn.Linear, Conv1D) and m is not head]
+    read = linear_attention.read_by_kernels(model.config)
+    linear = [
+        m for name, m in model.named_modules()
+        if type(m) in (torch.nn.Linear, Conv1D) and m is not head and not read.count(_own_name(name))
+    ]  # fmt: skip
     return sum(m.weight.numel() for m in linear if not m.weight.requires_grad)
+
+
+def _own_name(name: str) -> str:
+    """Return the last part of a module's name, without the part that peft adds below an adapter."""
+    return name.removesuffix(".base_layer").rpartition(".")[2]
 
 
 def numel(parameter) -> int:

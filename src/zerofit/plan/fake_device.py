@@ -5,6 +5,7 @@ docs/patches.toml lists each patch with its reason and its test.
 
 import contextlib
 import importlib.util
+import sys
 
 from zerofit.base import distributed
 
@@ -326,10 +327,20 @@ def without_values(padded: bool, row: int) -> None:
     masks.find_packed_sequence_indices = lambda position_ids: None
     masks.is_tracing = lambda *args, **kwargs: False
     masks.fast_all = lambda mask: not padded
+    if not padded:
+        _leave_out_masks_of_states(masks)
     for register in (model_attention.register, sequence_parallel.register):
         register(lambda bounds: [(i * row, (i + 1) * row) for i in range(bounds[1:].numel())])
     torch.nn.Module._apply = _apply
     torch.nn.parallel.DistributedDataParallel = _distributed_data_parallel()
+
+
+def _leave_out_masks_of_states(masks) -> None:
+    """Make layers of linear attention and state spaces get no mask, as transformers does for rows without padding."""
+    plain = masks.create_recurrent_attention_mask
+    for name, module in list(sys.modules.items()):
+        if name.startswith("transformers.") and vars(module).get(plain.__name__) is plain:
+            module.create_recurrent_attention_mask = lambda *args, **kwargs: None
 
 
 def without_inference_mode() -> None:
@@ -485,6 +496,8 @@ def quantize(net, device: str) -> None:
     import bitsandbytes
     import torch
 
+    from zerofit.model.kernels import linear_attention
+
     class Linear4bit(bitsandbytes.nn.Linear4bit):
         """Linear4bit with a plain Parameter: bitsandbytes' Params4bit cannot wrap a tensor without memory."""
 
@@ -510,10 +523,10 @@ def quantize(net, device: str) -> None:
             del dequantized
             return out.to(x.dtype)
 
-    head = net.get_output_embeddings()
+    head, read = net.get_output_embeddings(), linear_attention.read_by_kernels(net.config)
     for parent in list(net.modules()):
         for name, child in list(parent.named_children()):
-            if type(child) is torch.nn.Linear and child is not head:
+            if type(child) is torch.nn.Linear and child is not head and name not in read:
                 setattr(parent, name, Linear4bit(child))
     replaced = {}  # a tied head stays tied
     for module in net.modules():

@@ -45,6 +45,7 @@ from zerofit.model import (
     generation,
     patches,
 )
+from zerofit.model.kernels import linear_attention
 from zerofit.model.load import count_parameters
 from zerofit.model.weights import converted
 from zerofit.optim import build, registry, sophia
@@ -127,7 +128,8 @@ class ZerofitTrainer(Trainer):
         pad, documents = tokenizer.pad_token_id, settings.documents_per_row
         self.sequence = sequence_parallel.SequenceParallel(settings)
         slices = settings.ranks_that_split("tokens")
-        self.train_collator = TrainCollator(pad, settings.padding_free, slices)
+        self.seq_idx = linear_attention.reads_documents(getattr(net, "config", None))
+        self.train_collator = TrainCollator(pad, settings.padding_free, slices, self.seq_idx)
         super().__init__(
             model=net,
             args=arguments,
@@ -449,8 +451,10 @@ class ZerofitTrainer(Trainer):
         bound = 1e-3 if self.settings.precision == "fp32" else attention.BEYOND_ROUNDING
         try:
             pad = self.data_collator.pad_token_id
-            logit_error = attention.packed_logit_error(self.model_wrapped, self.tokens.dataset, pad, self.args)
-            gradient_leak = attention.cross_document_gradient(self.model, self.tokens.dataset, self.args)
+            logit_error = attention.packed_logit_error(
+                self.model_wrapped, self.tokens.dataset, pad, self.args, self.seq_idx
+            )
+            gradient_leak = attention.cross_document_gradient(self.model, self.tokens.dataset, self.args, self.seq_idx)
             both = f"gradient of one by another {gradient_leak:.1g}, logits {logit_error:.1e} off those of each alone"
             if logit_error <= bound and gradient_leak < 1e-6:
                 self.settings.checks.append(

@@ -25,6 +25,10 @@ PASSES = {
     "activated": ((4, 6), (4, 6)),
     "added": ((6, 6), (6, 6)),
     "turned": ((4, 4), (4, 4)),
+    # Of the packages' kernels; the backward computes chunks and states again.
+    "delta": ((28, 66), (28, 66)),  # convolution; norms of q and k, keys with keys, w and u, chunks' states, output
+    "state": ((18, 42), (18, 42)),  # convolution; chunks' states, scan with its gate
+    "convolved": ((16, 26), (16, 26)),  # convolution between two products
     "routed": ((30, 60), (7, 10)),  # gathered for the experts, weighted, added at its place: by sorting, where in loops
 }
 
@@ -59,6 +63,8 @@ STATES = 14  # of a trained number of a rank's share: gradient to fp32, its norm
 KERNELS = {"rms": (7, 1), "layer_norm": (1, 1), "rotary": (14, 1), "gated": (2, 1), "attention": 6, "added": 2}
 
 KERNELS_OF_LINEAR, KERNELS_OF_PACKED = 1.2, 4
+
+KERNELS_OF_CONVOLVED = 9  # of a layer with a convolution: with sums of the decay, states of chunks and the rest
 
 KERNELS_OF_ADAPTER = {True: 4, False: 7}  # with B's product added in place, or not
 
@@ -271,6 +277,7 @@ def kernels_started(s: Shape, of_model: Work, kernels: Kernels) -> float:
     started = passes.norms * KERNELS["rms"][fused] + norms_of_one
     of_attention = KERNELS["rotary"][fused] * (passes.rotated > 0) + KERNELS["attention"]
     started += sum(n for _, n in of_model.attentions) * of_attention
+    started += passes.convolutions * KERNELS_OF_CONVOLVED
     started += layers * (KERNELS["added"] + KERNELS["gated"][fused])
     started += passes.linears * KERNELS_OF_LINEAR + passes.packed * KERNELS_OF_PACKED
     started += passes.adapters * KERNELS_OF_ADAPTER[kernels.adapters == "in place"]

@@ -46,12 +46,16 @@ class Passes:
     added: float = 0.0  # to the hidden states
     turned: float = 0.0  # heads of an attention's output, copied into rows
     routed: float = 0.0  # copied to experts and back
+    delta: float = 0.0  # through a convolution and the delta rule of a linear attention
+    state: float = 0.0  # through a convolution and the scan of a state space
+    convolved: float = 0.0  # through a short convolution between two gates
     adapted_in: float = 0.0  # inputs of adapted linear layers
     adapted_out: float = 0.0  # and their outputs
     adapters: float = 0.0  # adapted linear layers
     packed: float = 0.0  # linear layers with packed weights
     norms: float = 0.0  # norms of several kernels
     linears: float = 0.0  # linear layers without adapters' own
+    convolutions: float = 0.0  # layers with a convolution
     modules: float = 0.0  # modules with weights, which ZeRO-3 gathers one by one
 
 
@@ -104,7 +108,8 @@ def of_model(net, config, layers: list, *, heads: int, kv_heads: int, head_dim: 
         rms=reader.normed["rms"], layer_norm=reader.normed["one kernel"],
         rotated=(heads + kv_heads) * head_dim * attending * _is_rotary(text), gated=reader.gated,
         activated=reader.activated, added=float(ADDITIONS * reader.hidden * count), turned=heads * head_dim * attending,
-        routed=reader.routed, adapted_in=reader.adapted_in, adapted_out=reader.adapted_out, adapters=reader.adapters,
+        routed=reader.routed, **reader.convolved, convolutions=reader.convolutions, adapted_in=reader.adapted_in,
+        adapted_out=reader.adapted_out, adapters=reader.adapters,
         packed=reader.packed, norms=reader.norms, linears=reader.linears, modules=reader.modules,
     )  # fmt: skip
     return Work(reader.products(), passes, attentions, heads, head_dim, count)
@@ -113,7 +118,7 @@ def of_model(net, config, layers: list, *, heads: int, kv_heads: int, head_dim: 
 def _attentions(text, layers: int) -> tuple[tuple[int, float], ...]:
     """Return (window, layers) of each kind of attention that a config.json names.
 
-    A hybrid's other layers are left out: their convolutions, scans or linear attentions cost about their products.
+    A hybrid's other layers are no attention: _Reader counts their convolutions, and what comes after them.
     """
     window = getattr(text, "sliding_window", None) or 0
     kinds = getattr(text, "layer_types", None) or getattr(text, "layers_block_type", None)
@@ -148,8 +153,9 @@ class _Reader:
         self.shapes: Counter = Counter()
         self.normed: Counter = Counter()
         self.gated = self.activated = self.routed = 0.0
+        self.convolved, self.after_convolution = Counter(), _after_convolution(config)
         self.adapted_in = self.adapted_out = self.adapters = self.packed = self.norms = self.linears = 0.0
-        self.modules = 0.0
+        self.modules = self.convolutions = 0.0
 
     def products(self) -> tuple[Product, ...]:
         return tuple(replace(product, count=count) for product, count in self.shapes.items())
@@ -166,6 +172,9 @@ class _Reader:
             return
         if weight.ndim == 2:
             self._read_linear(name, module, weight)
+        elif weight.ndim == 3 and type(module).__name__ == "Conv1d" and id(module) in self.inside:
+            self.convolved[self.after_convolution] += weight.shape[0]
+            self.convolutions += 1
         elif weight.ndim == 1 and "norm" in type(module).__name__.lower():
             self._read_norm(name, module, weight)
 
@@ -227,6 +236,16 @@ class _Reader:
         one = type(module).__name__ == "LayerNorm" or type(module).__module__.startswith("torch.")
         self.normed["one kernel" if one else "rms"] += size * heads
         self.norms += not one
+
+
+def _after_convolution(config) -> str:
+    """Return what the layers with a convolution compute after it, as the field of Passes."""
+    from zerofit.model.kernels import linear_attention
+
+    kernels = [kernel for kernel, _ in linear_attention.kernels_of(config).values()]
+    if any(kernel.startswith("chunk_") for kernel in kernels):
+        return "delta"
+    return "state" if any("scan" in kernel for kernel in kernels) else "convolved"
 
 
 def _other(weight, hidden: int) -> int:

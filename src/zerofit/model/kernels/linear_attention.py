@@ -1,0 +1,204 @@
+"""Keep packed documents apart in convolutions, linear attentions and state spaces; name the kernels they lack.
+
+transformers (5.23.0) computes these layers by functions that a package's kernel replaces: causal_conv1d,
+flash-linear-attention (fla), mamba_ssm. Kernels are told where documents begin: `seq_idx`, `cu_seqlens`. Without the
+package transformers raises, or mixes the documents where a layer passes neither. Here its own function in PyTorch is
+called for each document. Mamba-1's scan is told nothing, with or without the package.
+"""
+
+import functools
+import inspect
+import re
+import sys
+from importlib.util import find_spec
+
+import torch
+
+from zerofit.job.technique import Technique
+from zerofit.model.image_text import classes
+
+# Package with the kernels of linear attention and state space layers -> (what pip installs, what its absence costs).
+PACKAGES = {
+    "fla": (
+        "flash-linear-attention",
+        "Qwen3.5-9B took 1.22 instead of 0.70 s a step on 8 B200 (transformers issue 48718)",
+    ),
+    "mamba_ssm": ("mamba-ssm --no-build-isolation", ""),
+    "causal_conv1d": ("causal-conv1d --no-build-isolation", ""),
+}
+
+ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention"}  # kinds of config.layer_types
+
+# Kernel -> axis of the tokens in its first argument; the other kernels are for the single tokens of generation.
+TOKEN_AXIS = {
+    "causal_conv1d_fn": 2,
+    "chunk_gated_delta_rule": 1,
+    "chunk_kda": 1,
+    "mamba_chunk_scan_combined": 1,
+    "mamba_split_conv1d_scan_combined": 1,  # returns None in PyTorch: the layer then calls the convolution and the scan
+}
+
+# Kernel -> linear layers whose weight it reads itself, past an adapter or bitsandbytes' unpacking.
+READS_WEIGHTS = {"mamba_split_conv1d_scan_combined": ("out_proj",)}
+
+TOLD_NOTHING = {"selective_scan_fn", "mamba_inner_fn"}  # kernels of Mamba-1
+
+CHUNK = 64  # tokens that the delta rules compute at once, if they are not told
+
+_KERNEL = re.compile(r'@use_kernel_func_from_hub_with_fallback\(\s*"(\w+)",\s*"(\w+)"[^)]*\)\s*def (\w+)\(')
+
+
+def kernels_of(config) -> dict[str, tuple[str, str]]:
+    """Return {function of the model's source: (kernel that replaces it, its package)}.
+
+    transformers names both there (use_kernel_func_from_hub_with_fallback). LFM3's convolution is too wide for a kernel,
+    and has package "".
+    """
+    cls = classes.text_class(config)
+    source = inspect.getsource(sys.modules[cls.__module__]) if cls else ""
+    found = {function: (kernel, package) for kernel, package, function in _KERNEL.findall(source)}
+    if "\ndef causal_conv1d_fn(" in source:
+        found.setdefault("causal_conv1d_fn", ("causal_conv1d_fn", ""))
+    return found
+
+
+def missing_kernels(config) -> tuple[str, str] | None:
+    """Return (what is slow without which packages, how to install them) for layers other than attention; None if none.
+
+    transformers computes a layer in PyTorch where its package cannot be imported.
+    """
+    if set(getattr(config.get_text_config(), "layer_types", None) or [""]) <= ATTENTION_LAYERS:
+        return None
+    named = {package for _, package in kernels_of(config).values()}
+    missing = [package for package in PACKAGES if package in named and not find_spec(package)]
+    if not missing:
+        return None
+    name = classes.text_class(config).__name__
+    text = f"{name} computes layers in plain PyTorch, which is right but much slower, without "
+    text += " and ".join(PACKAGES[package][0].split()[0] for package in missing)
+    price = "; ".join(PACKAGES[package][1] for package in missing if PACKAGES[package][1])
+    install = " && ".join(f"pip install {PACKAGES[package][0]}" for package in missing)
+    return f"{text}: {price}" if price else text, install
+
+
+def read_by_kernels(config) -> tuple[str, ...]:
+    """Return the linear layers whose weights a kernel reads: they can be neither adapted nor packed."""
+    kernels = {kernel for kernel, _ in kernels_of(config).values()}
+    return tuple(name for kernel in kernels for name in READS_WEIGHTS.get(kernel, ()))
+
+
+def mixes_documents(config) -> str | None:
+    """Return why these layers mix the documents of a row, whatever is installed; None if no reason is known."""
+    told_nothing = TOLD_NOTHING & {kernel for kernel, _ in kernels_of(config).values()}
+    return "its Mamba-1 scan carries the state of one document into the next" if told_nothing else None
+
+
+def reads_documents(config) -> bool:
+    """Return whether a model has such layers, which are to be given `seq_idx` with packed rows."""
+    return config is not None and bool(TOKEN_AXIS.keys() & {kernel for kernel, _ in kernels_of(config).values()})
+
+
+def spans(bounds: torch.Tensor) -> list[tuple[int, int]]:
+    """Return (start, end) of each document on the token axis."""
+    return list(zip(bounds[:-1].tolist(), bounds[1:].tolist(), strict=True))
+
+
+_documents = spans
+
+
+def read_boundaries_by(documents) -> None:
+    """Replace `spans` where boundaries have no values (a simulation)."""
+    global _documents
+    _documents = documents
+
+
+def keep_documents_apart(config) -> None:
+    """Make the functions of the model's source compute each document of a row by itself; once for a process."""
+    cls = classes.text_class(config)
+    for name, (kernel, package) in kernels_of(config).items():
+        plain = getattr(sys.modules[cls.__module__], name)
+        if kernel not in TOKEN_AXIS or hasattr(plain, "of_each_document"):
+            continue
+        if not package or _is_in_pytorch(plain):
+            setattr(sys.modules[cls.__module__], name, _of_each_document(plain, kernel))
+        elif package == "fla":
+            setattr(sys.modules[cls.__module__], name, _told_boundaries(plain))
+
+
+def _is_in_pytorch(function) -> bool:
+    """Return whether transformers has no kernel for a function: it then refuses boundaries before it computes."""
+    try:
+        function(cu_seqlens=())
+    except ValueError as error:
+        return "packed sequences apart" in str(error)
+    except Exception:  # a kernel, which lacks its arguments
+        return False
+    return False
+
+
+def _told_boundaries(plain):
+    """Return a kernel of fla that is told the boundaries: layers of Kimi delta attention pass them by another name."""
+
+    @functools.wraps(plain)
+    def told(*args, cu_seqlens=None, cu_seq_lens_q=None, **named):
+        return plain(*args, cu_seqlens=cu_seq_lens_q if cu_seqlens is None else cu_seqlens, **named)
+
+    told.of_each_document = True
+    return told
+
+
+def _of_each_document(plain, kernel: str):
+    """Return a function of transformers in PyTorch that is called for each document of a row.
+
+    A document shorter than a chunk is a chunk of its own size, of which the padding would change no number.
+    """
+    axis, has_chunks = TOKEN_AXIS[kernel], kernel != "causal_conv1d_fn"
+
+    @functools.wraps(plain)
+    def of_each_document(*args, cu_seqlens=None, cu_seq_lens_q=None, seq_idx=None, **named):
+        bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
+        if bounds is None:
+            return plain(*args, **named) if seq_idx is None else plain(*args, seq_idx=seq_idx, **named)
+        lengths, tokens = [end - start for start, end in _documents(bounds)], args[0].shape[axis]
+
+        def split(value):
+            # Slices by index would each have a gradient of the size of the whole row.
+            is_of_tokens = isinstance(value, torch.Tensor) and value.ndim > 2 and value.shape[axis] == tokens
+            return value.split(lengths, dim=axis) if is_of_tokens else [value] * len(lengths)
+
+        given, given_named = [*map(split, args)], {name: split(value) for name, value in named.items()}
+        parts = []
+        for i, length in enumerate(lengths):
+            own = {name: values[i] for name, values in given_named.items()}
+            if has_chunks:
+                own["chunk_size"] = min(length, named.get("chunk_size", CHUNK))
+            parts.append(plain(*(values[i] for values in given), **own))
+            if parts[0] is None:
+                return None
+        if isinstance(parts[0], tuple):  # with the state after the last token
+            return (torch.cat([part[0] for part in parts], dim=axis), *parts[-1][1:])
+        return torch.cat(parts, dim=axis)
+
+    of_each_document.of_each_document = True
+    return of_each_document
+
+
+def resolve_for_model(settings, config) -> None:
+    """Say that the documents of a row are computed one by one, where packages are missing."""
+    if not (settings.padding_free and reads_documents(config)):
+        return
+    used = {package for kernel, package in kernels_of(config).values() if kernel in TOKEN_AXIS and package}
+    missing = [PACKAGES[package][0].split()[0] for package in PACKAGES if package in used and not find_spec(package)]
+    if missing:
+        why = f"without {' and '.join(missing)}, which would compute the row at once"
+        settings.decisions.append(f"linear attention and convolutions: each document of a row by itself, {why}")
+
+
+def install(settings, model) -> None:
+    """Keep the documents of packed rows apart in a loaded model."""
+    config = getattr(model, "config", None)
+    if settings.padding_free and reads_documents(config):
+        keep_documents_apart(config)
+
+
+TECHNIQUE = Technique(name="documents in linear attention", resolve_for_model=resolve_for_model, install=install)
