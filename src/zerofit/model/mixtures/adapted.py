@@ -1,0 +1,162 @@
+"""Adapt experts with LoRA by peft's target_parameters, and the linear layers that peft takes for experts."""
+
+import copy
+import re
+
+from zerofit.base.errors import UserError
+from zerofit.model.mixtures import weights
+
+FLAG = "lora_target_parameters"
+ALL = "experts"  # its word for all fused experts
+PLAIN = "--lora_target_modules q_proj k_proj v_proj o_proj"  # leaves experts out
+
+# Flags that peft's wrapper of a parameter does not have, and their values without effect.
+_NOT_OF_PARAMETERS = {"lora_dropout": (0.0,), "use_dora": (False,), "init_lora_weights": ("true", "gaussian")}
+
+
+def complete(config, model, settings) -> None:
+    """Complete peft's targets: the word `experts`, and linear layers of the names that peft turns into fused experts.
+
+    peft 0.21 reads gate_proj, up_proj and down_proj of the types in its table as experts, and forgets the linear layers
+    of these names, which are those of shared experts and dense layers. They become target parameters too: the same
+    product of A and B, under the same names in the saved adapter.
+    Args: config: peft's LoraConfig, changed in place; model: not wrapped yet.
+    Raises: UserError for a name that no parameter has, and for flags that an adapter of a parameter does not have.
+    """
+    if not hasattr(config, "target_parameters"):
+        return
+    named = _named(config.target_parameters or [], model)
+    of_model = _copied(config, model, named)
+    lost = _lost(config, of_model, model)
+    if lost and _is_packed(settings):
+        lost = []  # a packed weight cannot be added to; said_of tells it
+    config.target_parameters = sorted({*named, *lost}) or None
+    if named or lost or getattr(of_model, "target_parameters", None):
+        _check_flags(settings)
+
+
+def _is_packed(settings) -> bool:
+    return bool(settings.values.get("load_in_4bit") or settings.values.get("load_in_8bit"))
+
+
+def _suffix(name: str) -> str:
+    """Return the name within its layer: mlp.experts.down_proj."""
+    return re.split(r"\.\d+\.", name)[-1]
+
+
+def _named(asked, model) -> list[str]:
+    """Return the names of the parameters that the flag asks for. Raises: UserError where there are none."""
+    if not asked:
+        return []
+    fused, own = weights.fused(model), dict(model.named_parameters())
+    if list(asked) == [ALL]:
+        if not fused:
+            raise UserError(
+                f"--{FLAG} {ALL}: {type(model).__name__} has no fused experts, the tensors that hold all experts of a "
+                "layer; leave it out."
+            )
+        return sorted({_suffix(name) for name in fused})
+    for name in asked:
+        if not any(key == name or key.endswith(f".{name}") for key in own):
+            there = ", ".join(sorted({_suffix(key) for key in fused})) or "none"
+            raise UserError(f"--{FLAG} {name}: the model has no parameter of that name (fused experts: {there}).")
+    return list(asked)
+
+
+def _copied(config, model, named: list[str]):
+    """Return a copy of peft's configuration as it is for this model. Raises: ValueError of peft."""
+    from peft.utils.transformers_weight_conversion import convert_peft_config_for_transformers
+
+    found = copy.deepcopy(config)
+    found.target_parameters = list(named)
+    convert_peft_config_for_transformers(found, model, None)
+    return found
+
+
+def _lost(config, of_model, model) -> list[str]:
+    """Return the weights of linear layers that the targets name and that peft's configuration of the model does not."""
+    import torch
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    if of_model.target_modules == config.target_modules:
+        return []
+    head = model.get_output_embeddings()
+    linear = {name for name, m in model.named_modules() if isinstance(m, torch.nn.Linear) and m is not head}
+    wanted = copy.copy(config)
+    if config.target_modules == "all-linear":
+        wanted.target_modules = linear
+    missed = {
+        name
+        for name in linear
+        if check_target_module_exists(wanted, name) and not check_target_module_exists(of_model, name)
+    }
+    suffixes = {_suffix(name) for name in missed}
+    covered = {name for name in linear if any(name == s or name.endswith(f".{s}") for s in suffixes)}
+    return [f"{name}.weight" for name in (suffixes if covered == missed else missed)]
+
+
+def _check_flags(settings) -> None:
+    for flag, values in _NOT_OF_PARAMETERS.items():
+        if (value := settings.values.get(flag)) not in values:
+            shown = str(value).lower() if isinstance(value, bool) else value
+            raise UserError(
+                f"--{flag} {shown}: the targets hold fused experts, which peft adapts as parameters, and those have no "
+                f"such setting; leave it out, or adapt linear layers only: {PLAIN}."
+            )
+
+
+def left_out(model, settings) -> str:
+    """Return which packed linear layers have no adapter, because peft takes their names for experts; "" if none."""
+    import torch
+
+    if not _is_packed(settings) or not wrappers(model):
+        return ""
+    mapped = {"gate_proj", "up_proj", "down_proj", "w1", "w2", "w3"}
+    names = {
+        _suffix(name)
+        for name, module in model.named_modules()
+        if type(module) is torch.nn.Linear and name.rpartition(".")[2] in mapped
+    }
+    if not names:
+        return ""
+    return f"no adapter on {', '.join(sorted(names))}: peft 0.21 takes these names for experts, and they are packed"
+
+
+def wrappers(model) -> dict[str, object]:
+    """Return peft's wrappers of parameters, by the name of the parameter in the base model."""
+    from peft.tuners.lora.layer import ParamWrapper
+
+    base = model.get_base_model() if hasattr(model, "get_base_model") else model
+    return {
+        ".".join(part for part in (*name.split("."), module.parameter_name) if part != "base_layer"): module
+        for name, module in base.named_modules()
+        if isinstance(module, ParamWrapper)
+    }
+
+
+def added_weights(model) -> int:
+    """Return the number of weights to which peft adds the product of A and B before they are used."""
+    return sum(wrapper.get_param().numel() for wrapper in wrappers(model).values())
+
+
+def in_words(model) -> str:
+    """Return which experts' parameters are adapted; "" for a dense model or one without LoRA.
+
+    Args: model: with its adapter, on the meta device.
+    """
+    if not hasattr(model, "peft_config") or next(iter(model.peft_config.values())).peft_type != "LORA":
+        return ""
+    names = {name.replace(".base_layer", "") for name in weights.fused(model)}
+    found = {name: wrapper for name, wrapper in wrappers(model).items() if name in names}
+    if not names:
+        return ""
+    if not found:
+        return f"none: they are fused tensors, no linear layers; --{FLAG} {ALL} adapts them"
+    kinds: dict[str, list] = {}
+    for name, wrapper in found.items():
+        kinds.setdefault(_suffix(name), []).append(wrapper)
+    ranks = ", ".join(f"{kind} (rank {next(iter(of[0].r.values()))})" for kind, of in sorted(kinds.items()))
+    first = next(iter(found.values()))
+    own = sum(p.numel() for of in kinds.values() for w in of for m in (w.lora_A, w.lora_B) for p in m.parameters())
+    whole = sum(p.numel() for p in model.parameters() if p.requires_grad)
+    return f"{ranks}, for each of {first.num_experts}: {own / whole:.0%} of the adapter's {whole:,} numbers"
