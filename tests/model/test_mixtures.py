@@ -1,13 +1,12 @@
 """Mixtures of experts of every class of transformers: adapters of experts, router loss, ranks, kernels, MXFP4."""
 
-import json
 import shutil
 import sys
 
 import pytest
 import torch
-from conftest import ROOT, TINY, run_world, runs_slow, slow_but
-from peft import LoraConfig, PeftModel, get_peft_model
+from conftest import ROOT, TINY, slow_but
+from peft import PeftModel
 
 sys.path.insert(0, str(ROOT / "tests" / "matrix"))
 import tiny_models
@@ -15,8 +14,8 @@ import tiny_models
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
 from zerofit.export import export
-from zerofit.model import adapters, experts, load
-from zerofit.model.mixtures import adapted, weights
+from zerofit.model import adapters, load
+from zerofit.model.mixtures import adapted, kernels, weights
 
 # Those that issue trackers ask for most, and the other causal classes of transformers 5.23 with fused experts.
 NAMED = ("qwen3_moe", "mixtral", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss")
@@ -65,7 +64,7 @@ def settings_of(folder, *flags, recipe="lora", ranks=1):
 
 # --- LoRA ---
 
-EXPERTS = ("--lora_target_modules", "q_proj", "--lora_target_parameters", "experts")
+EXPERTS = ("--lora_target_modules", "all-linear", "--lora_target_parameters", "experts")
 
 
 def randomized(kind, folder, *flags):
@@ -99,7 +98,6 @@ def adapted_names(model) -> set[str]:
 def test_an_adapter_of_experts_is_plain_pefts(kind, flags, tmp_path):
     """Saved, it gives the same logits with plain peft, and merged; all-linear adapts every linear layer."""
     saved(kind, tmp_path / "base")
-    flags = ("--lora_target_modules", "all-linear", *EXPERTS[2:]) if flags and kind in ("jetmoe", "zaya") else flags
     model, settings = randomized(kind, tmp_path / "base", *flags)
     names, base = adapted_names(model), read(kind, tmp_path / "base")
     fused, before = set(weights.fused(base)), logits(base)
@@ -119,3 +117,144 @@ def test_an_adapter_of_experts_is_plain_pefts(kind, flags, tmp_path):
     assert torch.equal(logits(plain), after)
     plain.merge_and_unload().save_pretrained(tmp_path / "merged")
     assert torch.allclose(logits(read(kind, tmp_path / "merged")), after, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("kind", ["deepseek_v3"])
+def test_a_merge_of_adapted_experts_is_pefts(kind, tmp_path, capsys):
+    """zerofit export --merge of a folder that a run would leave."""
+    saved(kind, tmp_path / "base")
+    model, _ = randomized(kind, tmp_path / "base", "--lora_target_modules", "all-linear")
+    folder = tmp_path / "run" / "final"
+    model.save_pretrained(folder)
+    for file in ("tokenizer.json", "tokenizer_config.json", "chat_template.jinja"):
+        shutil.copy(TINY / "model" / file, folder)
+    export.main([str(folder), "--merge", "--dtype", "float32", "--output_dir", str(tmp_path / "merged")])
+    assert torch.allclose(logits(read(kind, tmp_path / "merged")), logits(model), rtol=1e-4, atol=1e-4)
+
+
+SHARED = ("mlp.shared_experts.gate_proj", "mlp.shared_experts.up_proj")
+
+
+def test_a_path_to_a_linear_layer_adapts_no_experts(tmp_path):
+    """peft reads the last word of a path only, and would adapt all routed experts."""
+    saved("deepseek_v3", tmp_path / "base")
+    model, settings = randomized("deepseek_v3", tmp_path / "base", "--lora_target_modules", *SHARED)
+    assert adapted_names(model) == {f"model.layers.1.{name}.weight" for name in SHARED}
+    assert any("LoRA adapts: none" in line for line in settings.decisions)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(("kind", "flags", "said"), [
+    ("llama", EXPERTS, "LlamaForCausalLM has no fused experts"),
+    ("gpt_oss", ("--lora_target_parameters", "experts.w1"), "no parameter of that name .*mlp.experts.down_proj, mlp.e"),
+    ("gpt_oss", ("--adapter_config", "target_parameters=[a]"), "a flag of its own; use --lora_target_parameters"),
+    ("gpt_oss", ("--lora_target_modules", "qkv", *EXPERTS[2:]), "qkv: the model has no such module.*k_proj o_proj q_"),
+    ("gpt_oss", ("--adapter", "loha", *EXPERTS[2:]), "peft's LoHaConfig has no such setting"),
+    *((kind, flags, f"{flags[0]} {flags[1]}: the targets hold fused experts.*linear layers only: .*o_proj")
+      for kind, flags in (("olmoe", ("--lora_dropout", "0.1")), ("olmoe", ("--use_dora", "true")),
+                          ("deepseek_v3", ("--init_lora_weights", "pissa")))),
+])  # fmt: skip
+def test_an_adapter_that_experts_cannot_have_is_refused(kind, flags, said, tmp_path):
+    configured(kind).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=said):
+        load.check_model(settings_of(tmp_path, *flags))
+
+
+# --- the router's loss ---
+
+
+def balance(outputs, mask, selected: int) -> torch.Tensor:
+    """The load-balancing loss of Switch Transformer (arXiv 2101.03961, eq. 4 to 6) over all layers, by hand.
+
+    The number of experts times the sum over them of (assignments per token x mean probability), of tokens in the mask.
+    """
+    rows = torch.cat([layer.float()[mask.reshape(-1).bool()] for layer in outputs.router_logits])
+    shares = rows.softmax(-1)
+    assigned = torch.zeros_like(shares).scatter_(1, shares.topk(selected).indices, 1.0)
+    return shares.shape[1] * (assigned.mean(0) * shares.mean(0)).sum()
+
+
+def with_router_loss(kind: str):
+    torch.manual_seed(0)
+    config = configured(kind, output_router_logits=True, router_aux_loss_coef=0.5)
+    return tiny_models.loader_of(kind).from_config(config, dtype=torch.float32)
+
+
+ROUTED = (
+    "qwen3_moe", "mixtral", "olmoe", "gpt_oss", "ernie4_5_moe", "flex_olmo", "granitemoe", "granitemoehybrid",
+    "granitemoeshared", "jamba", "laguna", "mellum", "minimax", "minimax_m2", "phimoe", "qwen2_moe",
+    "qwen3_5_moe_text", "qwen3_next",
+)  # fmt: skip
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("kind", slow_but(ROUTED, NAMED))
+def test_the_router_loss_is_that_of_the_tokens_that_are_no_padding(kind):
+    """The class's own term against one written by hand; the model's loss is left without it; checkpointing keeps it."""
+    from zerofit.model import fused_loss
+
+    model, ids, mask = with_router_loss(kind).eval(), torch.arange(3, 35).view(2, 16), torch.ones(2, 16).long()
+    mask[1, 9:] = 0
+    labels = ids.masked_fill(mask == 0, -100)
+    whole = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False)
+    expected = balance(whole, mask, model.config.num_experts_per_tok)
+    assert float(whole.aux_loss) == pytest.approx(float(expected), rel=1e-5)
+    router = fused_loss.router_loss(model)
+    assert router.coefficient in (0.5, 0.001, 0.01)
+    own = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False)
+    assert float(own.loss) == pytest.approx(float(whole.loss - router.coefficient * expected), rel=1e-4)
+    gradients = {}
+    for checkpointing in (False, True):
+        model.train()
+        if checkpointing:
+            model.gradient_checkpointing_enable({"use_reentrant": False})
+        model.zero_grad()
+        again = model(input_ids=ids, attention_mask=mask, labels=labels, use_cache=False)
+        (again.loss + router.share(again, torch.tensor(4), torch.tensor(8))).backward()
+        gradients[checkpointing] = {name: p.grad for name, p in model.named_parameters() if p.grad is not None}
+    assert gradients[True].keys() == gradients[False].keys()
+    for name, gradient in gradients[True].items():
+        assert torch.allclose(gradient, gradients[False][name], rtol=1e-4, atol=1e-6), name
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("kind", ["deepseek_v3", "glm4_moe", "llama4_text"])
+def test_a_router_loss_that_the_class_does_not_have_is_refused(kind, tmp_path):
+    """DeepSeek-V3 and GLM-4.5 balance their experts by a bias of the router, which training leaves as it is."""
+    configured(kind, output_router_logits=True).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match="computes no router loss .* set output_router_logits to false"):
+        load.check_model(settings_of(tmp_path, recipe="sft"))
+
+
+# --- kernels ---
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("kind", slow_but(ALL, NAMED))
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+def test_a_kernel_is_proven_before_its_use(kind, dtype):
+    with torch.device("meta"):
+        model = tiny_models.loader_of(kind).from_config(configured(kind))
+    modules = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+    assert bool(modules) == weights.has_kernels(model) == (kind not in ("jetmoe", "llama4_text", "longcat_flash"))
+    for name in ("grouped_mm", "batched_mm") if modules else ():
+        assert kernels.difference(modules[0], name, dtype, torch.device("cpu")) is None
+
+
+@pytest.mark.injection
+@pytest.mark.parametrize("asked", ["auto", "grouped_mm"])
+def test_a_kernel_that_computes_something_else_is_not_used(asked, tmp_path, monkeypatch):
+    from transformers.integrations.moe import ALL_EXPERTS_FUNCTIONS
+
+    saved("qwen3_moe", tmp_path / "base")
+    settings = settings_of(tmp_path / "base", "--experts_implementation", asked, recipe="sft")
+    kernels.prove_grouped(settings)
+    assert settings.experts_implementation == asked
+    assert "experts_implementation grouped_mm: computes here what the experts' own loop does" in settings.decisions[-1]
+    right = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
+    monkeypatch.setitem(
+        ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", lambda self, x, i, w: 1.01 * right(self, x, i, w)
+    )
+    with pytest.raises(UserError, match="grouped_mm is [0-9.]+% off the experts' own loop.*use --exp.* eager"):
+        kernels.prove_grouped(settings)

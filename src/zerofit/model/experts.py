@@ -83,7 +83,9 @@ def resolve_for_model(settings, config) -> None:
         say_unpacked(settings, model)
     if said := adapted.in_words(model):
         by_peft = settings.values.get(adapted.FLAG) is None and not said.startswith("none")
-        settings.decisions.append(f"experts that LoRA adapts: {said}" + f"; {adapted.PLAIN} leaves them out" * by_peft)
+        settings.decisions.append(
+            f"experts that LoRA adapts: {said}" + f"; {adapted.attention_only(model)} leaves them out" * by_peft
+        )
     if lost := adapted.left_out(model, settings):
         settings.decisions.append(f"lora_target_modules: {lost}")
 

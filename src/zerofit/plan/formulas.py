@@ -10,8 +10,8 @@ from dataclasses import dataclass, replace
 from zerofit.base import allocator
 from zerofit.config import deepspeed_json
 from zerofit.model import experts
-from zerofit.model.mixtures import adapted
 from zerofit.model.gradient_checkpointing import IN_FLIGHT
+from zerofit.model.mixtures import adapted
 from zerofit.optim import registry
 from zerofit.parallel import whole_layers
 from zerofit.parallel.interface import Parallel

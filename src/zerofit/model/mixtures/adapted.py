@@ -8,7 +8,6 @@ from zerofit.model.mixtures import weights
 
 FLAG = "lora_target_parameters"
 ALL = "experts"  # its word for all fused experts
-PLAIN = "--lora_target_modules q_proj k_proj v_proj o_proj"  # leaves experts out
 
 # Flags that peft's wrapper of a parameter does not have, and their values without effect.
 _NOT_OF_PARAMETERS = {"lora_dropout": (0.0,), "use_dora": (False,), "init_lora_weights": ("true", "gaussian")}
@@ -26,13 +25,35 @@ def complete(config, model, settings) -> None:
     if not hasattr(config, "target_parameters"):
         return
     named = _named(config.target_parameters or [], model)
+    if named:
+        _check_modules(config, model)
+    paths = _paths(config, model)
+    if paths:
+        config.target_modules = sorted(set(config.target_modules) - paths)
+        if _is_packed(settings):
+            raise UserError(
+                f"--lora_target_modules {' '.join(sorted(paths))}: peft 0.21 takes these names for experts, and packed "
+                "layers cannot be named otherwise; leave them out, or the packing of the base."
+            )
+        named += [f"{path}.weight" for path in sorted(paths)]
     of_model = _copied(config, model, named)
     lost = _lost(config, of_model, model)
     if lost and _is_packed(settings):
         lost = []  # a packed weight cannot be added to; said_of tells it
     config.target_parameters = sorted({*named, *lost}) or None
-    if named or lost or getattr(of_model, "target_parameters", None):
-        _check_flags(settings)
+    if config.target_parameters or getattr(of_model, "target_parameters", None):
+        _check_flags(settings, model)
+
+
+def attention_only(model) -> str:
+    """Return the flag that adapts the linear layers of the model's attention, and no experts."""
+    import torch
+
+    paths = (name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear))
+    names = {path.replace(".base_layer", "") for path in paths if "attn" in path or "attention" in path}
+    return (
+        f"--lora_target_modules {' '.join(sorted({name.rpartition('.')[2] for name in names if 'lora' not in name}))}"
+    )
 
 
 def _is_packed(settings) -> bool:
@@ -61,6 +82,42 @@ def _named(asked, model) -> list[str]:
             there = ", ".join(sorted({_suffix(key) for key in fused})) or "none"
             raise UserError(f"--{FLAG} {name}: the model has no parameter of that name (fused experts: {there}).")
     return list(asked)
+
+
+def _check_modules(config, model) -> None:
+    """Raise UserError if no module has a name of the targets: beside parameters peft only warns."""
+    from peft.tuners.tuners_utils import check_target_module_exists
+
+    asked = config.target_modules
+    if not asked or asked == "all-linear":
+        return
+    if not any(check_target_module_exists(config, name) for name, _ in model.named_modules()):
+        shown = asked if isinstance(asked, str) else " ".join(sorted(asked))
+        raise UserError(
+            f"--lora_target_modules {shown}: the model has no such module; the attention's are "
+            f"{attention_only(model).partition(' ')[2]}."
+        )
+
+
+def _paths(config, model) -> set[str]:
+    """Return the targets that are paths of linear layers (shared_experts.up_proj) and that peft takes for experts."""
+    import torch
+
+    if not isinstance(config.target_modules, (list, set)):
+        return set()
+    linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
+    paths = {t for t in config.target_modules if "." in t and any(n == t or n.endswith(f".{t}") for n in linear)}
+    taken = set()
+    for path in paths:
+        alone = copy.copy(config)
+        alone.target_modules = [path]
+        try:
+            kept = _copied(alone, model, []).target_modules
+        except ValueError:  # gate_proj without up_proj, which are one tensor in experts
+            kept = ()
+        if path not in kept:
+            taken.add(path)
+    return taken
 
 
 def _copied(config, model, named: list[str]):
@@ -95,13 +152,13 @@ def _lost(config, of_model, model) -> list[str]:
     return [f"{name}.weight" for name in (suffixes if covered == missed else missed)]
 
 
-def _check_flags(settings) -> None:
+def _check_flags(settings, model) -> None:
     for flag, values in _NOT_OF_PARAMETERS.items():
         if (value := settings.values.get(flag)) not in values:
             shown = str(value).lower() if isinstance(value, bool) else value
             raise UserError(
                 f"--{flag} {shown}: the targets hold fused experts, which peft adapts as parameters, and those have no "
-                f"such setting; leave it out, or adapt linear layers only: {PLAIN}."
+                f"such setting; leave it out, or adapt linear layers only: {attention_only(model)}."
             )
 
 

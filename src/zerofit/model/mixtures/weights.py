@@ -44,7 +44,7 @@ def routed(model) -> dict[str, torch.nn.Parameter]:
         for own, weight in module.named_parameters(prefix=name, recurse=False):
             parts, is_stacked = own.split("."), weight.ndim == 3 and weight.shape[0] == stacked > 0
             inside = any(is_routed(part) for part in parts[:-1])
-            if ".lora_" not in own and (inside or is_stacked and "shared" not in own):
+            if ".lora_" not in own and (inside or (is_stacked and "shared" not in own)):
                 found[own] = weight
     return found
 
