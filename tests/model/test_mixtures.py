@@ -1,11 +1,12 @@
 """Mixtures of experts of every class of transformers: adapters of experts, router loss, ranks, kernels, MXFP4."""
 
+import json
 import shutil
 import sys
 
 import pytest
 import torch
-from conftest import ROOT, TINY, slow_but
+from conftest import ROOT, TINY, run_world, slow_but
 from peft import PeftModel
 
 sys.path.insert(0, str(ROOT / "tests" / "matrix"))
@@ -14,8 +15,9 @@ import tiny_models
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
 from zerofit.export import export
-from zerofit.model import adapters, load
+from zerofit.model import adapters, experts, load
 from zerofit.model.mixtures import adapted, kernels, weights
+from zerofit.plan import candidates, formulas
 
 # Those that issue trackers ask for most, and the other causal classes of transformers 5.23 with fused experts.
 NAMED = ("qwen3_moe", "mixtral", "olmoe", "glm4_moe", "deepseek_v3", "gpt_oss")
@@ -26,7 +28,6 @@ OTHERS = (
     "minimax", "minimax_m2", "mistral4", "phimoe", "qwen2_moe", "qwen3_5_moe_text", "qwen3_next", "solar_open",
 )  # fmt: skip
 ALL = (*NAMED, *OTHERS)
-OF_COUNT = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 
 
 def configured(kind: str, **changes):
@@ -223,7 +224,7 @@ def test_the_router_loss_is_that_of_the_tokens_that_are_no_padding(kind):
 def test_a_router_loss_that_the_class_does_not_have_is_refused(kind, tmp_path):
     """DeepSeek-V3 and GLM-4.5 balance their experts by a bias of the router, which training leaves as it is."""
     configured(kind, output_router_logits=True).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match="computes no router loss .* set output_router_logits to false"):
+    with pytest.raises(UserError, match=r"computes no router loss .* set output_router_logits to false"):
         load.check_model(settings_of(tmp_path, recipe="sft"))
 
 
@@ -256,5 +257,145 @@ def test_a_kernel_that_computes_something_else_is_not_used(asked, tmp_path, monk
     monkeypatch.setitem(
         ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", lambda self, x, i, w: 1.01 * right(self, x, i, w)
     )
-    with pytest.raises(UserError, match="grouped_mm is [0-9.]+% off the experts' own loop.*use --exp.* eager"):
+    with pytest.raises(UserError, match=r"grouped_mm is [0-9.]+% off the experts' own loop.*use --exp.* eager"):
         kernels.prove_grouped(settings)
+
+
+# --- ranks whose tokens go to different experts ---
+
+ROWS = [{"question": "Tell me.", "answer": "No."}, {"question": "Abc 123?", "answer": "xyz"}] * 6
+COMMON = [
+    "--max_steps", "3", "--effective_batch_size", "2", "--per_device_train_batch_size", "1", "--logging_steps", "1",
+    "--save_strategy", "no", "--num_samples", "0", "--train_sampling_strategy", "sequential",
+    # AdamW's momentum moves an expert whose gradient is 0 (stage 3) and not one that has none (stage 0).
+    "--optim", "sgd", "--optim_args", "momentum=0", "--learning_rate", "0.1",
+]  # fmt: skip
+MANY = dict.fromkeys(weights.COUNT, 64)
+
+
+def of_many(kind: str, folder) -> str:
+    """A model of 64 experts in a layer, with the router loss where its class has one, at 500 times the usual weight."""
+    found, balanced = tiny_models.config_of(kind).to_dict(), kind in ROUTED
+    changes = {name: 64 for name in MANY if isinstance(found.get(name), int)}
+    return saved(kind, folder, **changes, **({"output_router_logits": True, "router_aux_loss_coef": 0.5} * balanced))
+
+
+def chosen(model, rows) -> list[set[int]]:
+    """The experts of all layers that each row's tokens go to."""
+    seen, found = [], []
+    for name, module in model.named_modules():
+        if weights.is_routed(name):
+            module.register_forward_hook(lambda module, given, out: seen.append(given[1]))
+    for row in rows:
+        seen.clear()
+        with torch.no_grad():
+            model(input_ids=torch.tensor([row]), use_cache=False)
+        found.append({(i, e) for i, layer in enumerate(seen) for e in layer.reshape(-1).tolist()})
+    return found
+
+
+@pytest.fixture(scope="module")
+def worlds(tmp_path_factory):
+    """{name: Run}: each class at 2 ranks, stages 0 and 3, full and LoRA of its experts; and at 1 rank, stage 0."""
+    folder = tmp_path_factory.mktemp("worlds")
+    (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
+    cases = {}
+    for kind in NAMED:
+        flags = [*COMMON, "--data", str(folder / "rows.jsonl"), "--model", of_many(kind, folder / f"model-{kind}")]
+        for recipe, more in (("sft", ()), ("lora", ("--lora_target_parameters", "experts"))):
+            for zero in ("0", "3"):
+                cases[f"{recipe}-{kind}-{zero}"] = (recipe, [*flags, *more, "--zero", zero])
+    alone = {f"{name}-alone": case for name, case in cases.items() if name.endswith("0")}
+    return run_world(1, alone, folder) | run_world(2, cases, folder)
+
+
+@pytest.mark.slow
+@pytest.mark.oracle
+@pytest.mark.parametrize("kind", NAMED)
+@pytest.mark.parametrize("recipe", ["sft", "lora"])
+def test_ranks_of_other_experts_train_what_one_rank_trains(worlds, kind, recipe):
+    """The router loss too, and a saved adapter is plain peft's."""
+    alone = worlds[f"{recipe}-{kind}-0-alone"]
+    base = alone.folder.parent / f"model-{kind}"
+    tokenizer = load.load_tokenizer(settings_of(base, recipe="sft"))
+    texts = [f"{row['question']} {row['answer']}" for row in ROWS[:2]]
+    first, second = chosen(read(kind, base), [tokenizer(text).input_ids for text in texts])
+    assert first - second and second - first
+    for zero in ("0", "3"):
+        two = worlds[f"{recipe}-{kind}-{zero}"]
+        assert two.losses == pytest.approx(alone.losses, rel=1e-5), zero
+        assert two.grad_norms == pytest.approx(alone.grad_norms, rel=1e-4), zero
+        kept = torch.load(two.folder / "logits.pt", weights_only=True)
+        model = read(kind, base if recipe == "lora" else two.folder / "final")
+        if recipe == "lora":
+            model = PeftModel.from_pretrained(model, two.folder / "final").eval()
+        with torch.no_grad():
+            found = model(input_ids=kept["input_ids"]).logits
+        assert torch.allclose(found, kept["logits"].float(), rtol=1e-4, atol=1e-4), zero
+
+
+@pytest.mark.parametrize("kind", slow_but(ALL, ("gpt_oss",)))
+def test_fused_experts_are_one_module_and_need_no_leaf(kind):
+    """All ranks gather the same tensors; a class with a list of experts would be a leaf (tests/model/test_experts)."""
+    with torch.device("meta"):
+        model = tiny_models.loader_of(kind).from_config(configured(kind))
+    assert experts.blocks(model) == []
+    assert experts.fused_weights(model) > 0
+    assert experts.weights(model) - experts.fused_weights(model) < 0.1 * experts.weights(model)  # biases
+
+
+# --- MXFP4 ---
+
+
+@pytest.mark.injection
+def test_weights_that_are_not_packed_though_config_says_so_are_trained_as_they_are(tmp_path):
+    """A gpt-oss whose files hold 16-bit experts and whose config.json still has the quantization of the original."""
+    saved("gpt_oss", tmp_path / "base")
+    expected = logits(read("gpt_oss", tmp_path / "base"))
+    file = tmp_path / "base" / "config.json"
+    file.write_text(json.dumps(json.loads(file.read_text()) | {"quantization_config": {"quant_method": "mxfp4"}}))
+    settings = settings_of(tmp_path / "base", recipe="sft")
+    load.check_weights(settings)
+    model = load.load_model(settings, load.load_tokenizer(settings)).eval()
+    assert torch.equal(logits(model), expected) and not hasattr(model.config, "quantization_config")
+    random = settings_of(tmp_path / "base", "--random_init", "true", recipe="sft")
+    model = load.load_model(random, load.load_tokenizer(random))
+    assert not hasattr(model.config, "quantization_config")
+
+
+# --- what a plan counts ---
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize("kind", slow_but(ALL, (*NAMED, "llama4_text")))
+def test_a_plan_counts_all_experts_and_those_of_a_token(kind):
+    """Weights of all experts, arithmetic of the selected ones; Llama 4's class computes all of them."""
+    config = configured(kind)
+    with torch.device("meta"):
+        model = tiny_models.loader_of(kind).from_config(config)
+    fused = sum(weight.numel() for weight in weights.fused(model).values())
+    work = formulas.shape(config, model).work
+    routed = [product for product in work.products if product.experts]
+    assert work.loops_experts == (kind in ("jetmoe", "longcat_flash"))
+    if kind == "longcat_flash":  # its first tensor has rows for experts that compute nothing
+        return
+    assert sum(product.weights for product in routed) == pytest.approx(fused, rel=0.01)
+    share = 1.0 if kind == "llama4_text" else weights.selected(config) / weights.count(config)
+    assert sum(product.flops(10) for product in routed) == pytest.approx(20 * fused * share, rel=0.01)
+    assert experts.idle_weights(model, config) == pytest.approx((1 - share) * fused, rel=0.05)
+
+
+@pytest.mark.parametrize(("flags", "said"), [
+    ((), "mlp.experts.down_proj (rank 16), mlp.experts.gate_up_proj (rank 32), for each of 4: "),
+    (("--lora_target_modules", "q_proj"), "none: they are fused tensors, no linear layers; --lora_target_parameters"),
+    (EXPERTS[2:], "mlp.experts.down_proj (rank 16), mlp.experts.gate_up_proj (rank 16), for each of 4: "),
+])  # fmt: skip
+def test_a_plan_says_which_experts_are_adapted(flags, said, tmp_path):
+    configured("qwen3_moe").save_pretrained(tmp_path)
+    flags = ("--lora_target_modules", "q_proj", *flags) if flags[:1] == EXPERTS[2:3] else flags
+    shape = candidates.shape_of(
+        resolve.resolve_settings("lora", ["--model", str(tmp_path), "--data", "none", *flags], 1)
+    )
+    assert shape.adapted.startswith(said)
+    added = 2 * 4 * 3 * 32 * 16  # of two layers with four experts of three matrices
+    assert shape.adapted_experts * 2 == (0 if "none" in said else added + 2 * 4 * 32 * (not flags))  # and the router

@@ -209,10 +209,10 @@ def add_adapter(model, settings, tokenizer=None):
         config.init_lora_weights, changes_base = True, False
     if hasattr(config, "exclude_modules"):
         config.exclude_modules = towers.excluded(model, config.exclude_modules)
-    if not settings.initial_adapter:
-        adapted.complete(config, model, settings)
     set_seed(settings.seed)  # the initial adapter must not depend on what loading has drawn
     try:
+        if not settings.initial_adapter:
+            adapted.complete(config, model, settings)
         model = get_peft_model(
             model, config, autocast_adapter_dtype=settings.keeps_fp32, revision=settings.model_revision
         )

@@ -39,7 +39,7 @@ def complete(config, model, settings) -> None:
     of_model = _copied(config, model, named)
     lost = _lost(config, of_model, model)
     if lost and _is_packed(settings):
-        lost = []  # a packed weight cannot be added to; said_of tells it
+        lost = []  # a packed weight cannot be added to; left_out says so
     config.target_parameters = sorted({*named, *lost}) or None
     if config.target_parameters or getattr(of_model, "target_parameters", None):
         _check_flags(settings, model)

@@ -1,7 +1,5 @@
 """Tell which weights of a model are experts that a router selects, and how many of them a token goes through."""
 
-import torch
-
 # Names that config.json files have for the experts of a layer, and for how many of them a token selects.
 COUNT = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
 SELECTED = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
@@ -35,7 +33,7 @@ def is_routed(name: str) -> bool:
     return "experts" in last and "shared" not in last
 
 
-def routed(model) -> dict[str, torch.nn.Parameter]:
+def routed(model) -> dict:
     """Return the weights of all experts that a router selects, by name; shared experts are not among them."""
     base = model.get_base_model() if hasattr(model, "get_base_model") else model  # PEFT
     stacked = count(base.config) if hasattr(base, "config") else 0
@@ -49,7 +47,7 @@ def routed(model) -> dict[str, torch.nn.Parameter]:
     return found
 
 
-def fused(model) -> dict[str, torch.nn.Parameter]:
+def fused(model) -> dict:
     """Return the expert weights in tensors that hold all experts of a layer; none is a linear layer."""
     return {name: weight for name, weight in routed(model).items() if weight.ndim == 3}
 
