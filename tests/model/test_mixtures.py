@@ -237,7 +237,7 @@ def test_a_router_loss_that_the_class_does_not_have_is_refused(kind, tmp_path):
 def test_a_kernel_is_proven_before_its_use(kind, dtype):
     with torch.device("meta"):
         model = tiny_models.loader_of(kind).from_config(configured(kind))
-    modules = [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+    modules = [module for module in model.modules() if hasattr(module, "is_concatenated")]
     assert bool(modules) == weights.has_kernels(model) == (kind not in ("jetmoe", "llama4_text", "longcat_flash"))
     for name in ("grouped_mm", "batched_mm") if modules else ():
         assert kernels.difference(modules[0], name, dtype, torch.device("cpu")) is None

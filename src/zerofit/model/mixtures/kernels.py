@@ -40,7 +40,7 @@ def prove_grouped(settings) -> None:
 
 def _modules(settings, config) -> list:
     model = load.check_model(settings, copy.deepcopy(config))
-    return [module for module in model.modules() if hasattr(module, "_is_expert_parallel")]
+    return [module for module in model.modules() if hasattr(module, "is_concatenated")]
 
 
 def difference(module, name: str, dtype: torch.dtype, device: torch.device) -> str | None:
@@ -48,18 +48,13 @@ def difference(module, name: str, dtype: torch.dtype, device: torch.device) -> s
 
     Args: module: experts of a layer, of which class and configuration are used; name: of the kernel.
     """
-    config = copy.deepcopy(module.config)
-    for field in weights.COUNT:
-        if isinstance(getattr(config, field, None), int):
-            setattr(config, field, EXPERTS)
-    config._experts_implementation = "eager"
-    with device:
-        loop = type(module)(config)
+    loop = _of_few(module, device)
     generator = torch.Generator(device).manual_seed(0)
     with torch.no_grad():
         for weight in loop.parameters():
             weight.normal_(0, 1 / math.sqrt(weight.shape[-1]), generator=generator)
-    width = _hidden(loop, config)
+    first = loop.gate_up_proj if loop.has_gate else loop.up_proj
+    width = first.shape[1 if loop.is_transposed else 2]
     hidden = torch.randn(TOKENS, width, generator=generator, device=device)
     shares = torch.rand(TOKENS, SELECTED, generator=generator, device=device)
     scores = torch.rand(TOKENS, EXPERTS - 1, generator=generator, device=device)
@@ -73,9 +68,15 @@ def difference(module, name: str, dtype: torch.dtype, device: torch.device) -> s
     return None
 
 
-def _hidden(loop, config) -> int:
-    """Return the width of the experts' input."""
-    return getattr(loop, "hidden_dim", None) or getattr(loop, "hidden_size", None) or config.hidden_size
+def _of_few(module, device: torch.device):
+    """Return experts of the same class and widths, but few of them, that compute by their own loop."""
+    config = copy.deepcopy(module.config)
+    for field in weights.COUNT:
+        if isinstance(getattr(config, field, None), int):
+            setattr(config, field, EXPERTS)
+    config._experts_implementation = "eager"
+    with device:
+        return type(module)(config)
 
 
 def _computed(module, hidden, chosen, shares) -> list[torch.Tensor]:

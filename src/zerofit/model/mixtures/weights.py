@@ -54,7 +54,7 @@ def fused(model) -> dict:
 
 def has_kernels(model) -> bool:
     """Return whether transformers has other kernels for the model's experts than their own loop."""
-    return any(hasattr(module, "_is_expert_parallel") for module in model.modules())
+    return any(hasattr(module, "is_concatenated") for module in model.modules())
 
 
 def computes_all(model) -> bool:
