@@ -295,14 +295,16 @@ def chosen(model, rows) -> list[set[int]]:
 
 
 @pytest.fixture(scope="module")
-def worlds(tmp_path_factory):
-    """{name: Run}: each class at 2 ranks, stages 0 and 3, full and LoRA of its experts; and at 1 rank, stage 0."""
+def worlds(tmp_path_factory, request):
+    """{name: Run}: each selected class at 2 ranks, stages 0 and 3, full and LoRA of its experts; and at 1 rank, stage 0."""
     folder = tmp_path_factory.mktemp("worlds")
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     cases = {}
-    for kind in NAMED:
+    selected = [item.callspec.params for item in request.session.items if "worlds" in item.fixturenames]
+    for kind in dict.fromkeys(params["kind"] for params in selected):
         flags = [*COMMON, "--data", str(folder / "rows.jsonl"), "--model", of_many(kind, folder / f"model-{kind}")]
-        for recipe, more in (("sft", ()), ("lora", ("--lora_target_parameters", "experts"))):
+        for recipe in {params["recipe"]: None for params in selected if params["kind"] == kind}:
+            more = ("--lora_target_parameters", "experts") if recipe == "lora" else ()
             for zero in ("0", "3"):
                 cases[f"{recipe}-{kind}-{zero}"] = (recipe, [*flags, *more, "--zero", zero])
     alone = {f"{name}-alone": case for name, case in cases.items() if name.endswith("0")}

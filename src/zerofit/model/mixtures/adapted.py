@@ -174,7 +174,8 @@ def left_out(model, settings) -> str:
         for name, module in model.named_modules()
         if type(module) is torch.nn.Linear and name.rpartition(".")[2] in mapped
     }
-    if not names:
+    asked = {name.rpartition(".")[2] for name in settings.lora_target_modules}
+    if not names or not asked & {"all-linear", *mapped}:
         return ""
     return f"no adapter on {', '.join(sorted(names))}: peft 0.21 takes these names for experts, and they are packed"
 
@@ -192,8 +193,14 @@ def wrappers(model) -> dict[str, object]:
 
 
 def added_weights(model) -> int:
-    """Return the number of weights to which peft adds the product of A and B before they are used."""
-    return sum(wrapper.get_param().numel() for wrapper in wrappers(model).values())
+    """Return the number of weights to which peft adds the product of A and B before they are used.
+
+    Those of linear layers are not among them: fused_lora.py adds to their outputs.
+    """
+    import torch
+
+    of_others = (w for w in wrappers(model).values() if not isinstance(w.get_base_layer(), torch.nn.Linear))
+    return sum(wrapper.get_param().numel() for wrapper in of_others)
 
 
 def in_words(model) -> str:

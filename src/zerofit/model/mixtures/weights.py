@@ -40,7 +40,8 @@ def routed(model) -> dict:
     found = {}
     for name, module in base.named_modules():
         for own, weight in module.named_parameters(prefix=name, recurse=False):
-            parts, is_stacked = own.split("."), weight.ndim == 3 and weight.shape[0] == stacked > 0
+            shape = _shape(weight)
+            parts, is_stacked = own.split("."), len(shape) == 3 and min(shape) > 1 and shape[0] == stacked
             inside = any(is_routed(part) for part in parts[:-1])
             if ".lora_" not in own and (inside or (is_stacked and "shared" not in own)):
                 found[own] = weight
@@ -49,7 +50,12 @@ def routed(model) -> dict:
 
 def fused(model) -> dict:
     """Return the expert weights in tensors that hold all experts of a layer; none is a linear layer."""
-    return {name: weight for name, weight in routed(model).items() if weight.ndim == 3}
+    return {name: weight for name, weight in routed(model).items() if len(_shape(weight)) == 3}
+
+
+def _shape(weight):
+    """Return the shape of a weight, which under ZeRO-3 has none of its own."""
+    return getattr(weight, "ds_shape", weight.shape)
 
 
 def has_kernels(model) -> bool:
