@@ -90,6 +90,7 @@ def start_processes(settings: Settings, train_set, eval_set):
     from zerofit.config import nvme
     from zerofit.model import attention, gradient_checkpointing, liger
     from zerofit.model.kernels import fp8
+    from zerofit.model.mixtures import kernels
     from zerofit.parallel import sequence_parallel
     from zerofit.train import deepspeed_ops, memory_report, network_check
     from zerofit.train.trainer import training_arguments
@@ -111,6 +112,7 @@ def start_processes(settings: Settings, train_set, eval_set):
     network_check.check(settings, train_set, eval_set)
     if not settings.use_cpu:
         attention.prove_flash_3(settings, load.load_config(settings))
+    kernels.prove_grouped(settings)
     liger.prove(settings)  # collective, so after the check that all nodes have it on
     gradient_checkpointing.prove_streams(settings)
     fp8.prove(settings)

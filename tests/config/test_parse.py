@@ -62,8 +62,8 @@ def test_the_kits_own_flags_are_frozen():
         """,
         "LoraArguments": """
             adapter initial_adapter adapter_config load_in_4bit load_in_8bit lora_r lora_alpha lora_dropout
-            lora_target_modules use_dora use_rslora init_lora_weights fused_lora loraplus_lr_ratio
-            num_virtual_tokens modules_to_save
+            lora_target_modules lora_target_parameters use_dora use_rslora init_lora_weights fused_lora
+            loraplus_lr_ratio num_virtual_tokens modules_to_save
         """,
     }
     groups = [group for recipe in program.kit() for group in arguments.kit_groups(recipe)]

@@ -213,7 +213,7 @@ cls_model_config: AutoConfig
         {
             "data": ["mlabonne/FineTome-100k:0.2"], "sp_size": 4, "effective_batch_size": 12, "max_length": 32768,
             "lora_target_modules": ["q_proj", "v_proj"], "chat_template": "ours.jinja", "adam_epsilon": 1e-8,
-            "adapter_config": ["target_parameters=[experts.gate_up_proj, experts.down_proj]"],
+            "lora_target_parameters": ["experts.gate_up_proj", "experts.down_proj"],
         },
         ranks=8,
         absent=("data_split", "max_samples"),

@@ -163,7 +163,7 @@ def test_the_best_steps_experts_are_loaded(saved):
 @pytest.mark.slow
 @pytest.mark.parametrize("targets", [
     ["gate_proj", "up_proj", "down_proj"], ["q_proj", "down_proj"],
-    ["q_proj", "--adapter_config", "target_parameters=[experts.gate_up_proj, experts.down_proj]"],
+    ["q_proj", "--lora_target_parameters", "experts.gate_up_proj", "experts.down_proj"],
 ])  # fmt: skip
 def test_an_adapter_of_experts_goes_on(targets, tmp_path):
     flags = [*SAVING, "--model", save_model("qwen3_moe", tmp_path / "model"), "--lora_target_modules", *targets]

@@ -402,7 +402,7 @@ def test_the_router_loss_counts_once_a_step_and_is_not_in_the_models_own_loss():
 def test_a_router_loss_whose_coefficient_is_not_known_is_refused():
     model = make("tied")
     model.config.output_router_logits = True
-    with pytest.raises(UserError, match="where LlamaForCausalLM keeps the router loss's coefficient is not known"):
+    with pytest.raises(UserError, match="but LlamaForCausalLM computes no router loss whose coefficient"):
         fused_loss.router_loss(model)
 
 

@@ -16,6 +16,7 @@ SHAPE = (
     "adapter_config",
     "lora_r",
     "lora_target_modules",
+    "lora_target_parameters",
     "use_dora",
     "num_virtual_tokens",
     "modules_to_save",

@@ -416,6 +416,13 @@ class LoraArguments:
         default_factory=lambda: ["all-linear"],
         metadata={"help": "Module names to adapt, or all-linear (every linear layer but the head)."},
     )
+    lora_target_parameters: list[str] | None = field(
+        default=None,
+        metadata={
+            "help": "Parameters to adapt that are no linear layers: experts (all fused ones of a mixture), or their "
+            "names (docs/experts.md)."
+        },
+    )
     use_dora: bool = field(default=False, metadata={"help": "Weight-decomposed LoRA (arXiv 2402.09353)."})
     use_rslora: bool = field(default=False, metadata={"help": "Scale by alpha / sqrt(r) (arXiv 2312.03732)."})
     init_lora_weights: str = field(

@@ -230,7 +230,7 @@ def split_rows(done: Conversion, key: str | None, size: int | None) -> None:
 def parameters(done: Conversion) -> None:
     """Write the parameters that get an adapter beside the modules: those of fused experts."""
     if names := words(done.take("lora_target_parameters", [])):
-        done.put("adapter_config", [f"target_parameters=[{', '.join(names)}]"], "lora_target_parameters")
+        done.put("lora_target_parameters", names, "lora_target_parameters")
 
 
 @dataclass(frozen=True)

@@ -16,6 +16,7 @@ from zerofit.job.technique import AllBut, Conflict, Technique
 from zerofit.model import initial_adapter
 from zerofit.model.image_text import towers
 from zerofit.model.kernels import linear_attention
+from zerofit.model.mixtures import adapted
 
 # Names are peft's PeftType in lower case; tests/model/test_adapters.py trains, saves and reloads each tuner at the
 # stages named there. prompt_tuning and prefix_tuning lengthen the input, the others change modules.
@@ -40,6 +41,7 @@ _FIELDS = {
     "lora_alpha": ("lora_alpha", "alpha"),
     "lora_dropout": ("lora_dropout",),
     "lora_target_modules": ("target_modules",),
+    "lora_target_parameters": ("target_parameters",),
     "use_dora": ("use_dora",),
     "use_rslora": ("use_rslora",),
     "init_lora_weights": ("init_lora_weights",),
@@ -211,6 +213,8 @@ def add_adapter(model, settings, tokenizer=None):
         config.exclude_modules = towers.excluded(model, config.exclude_modules)
     set_seed(settings.seed)  # the initial adapter must not depend on what loading has drawn
     try:
+        if not settings.initial_adapter:
+            adapted.complete(config, model, settings)
         model = get_peft_model(
             model, config, autocast_adapter_dtype=settings.keeps_fp32, revision=settings.model_revision
         )

@@ -8,58 +8,26 @@ from zerofit.base.errors import UserError
 from zerofit.job.settings import decide
 from zerofit.job.technique import Technique
 from zerofit.model import quantization
+from zerofit.model.mixtures import adapted
+from zerofit.model.mixtures import weights as of_experts
 
-# Names that config.json files have for the experts of a layer, and for how many of them a token selects.
-COUNT = ("num_experts", "num_local_experts", "n_routed_experts", "moe_num_experts")
-SELECTED = ("num_experts_per_tok", "moe_topk", "moe_top_k", "top_k_experts")
-
-
-def _first(config, names: tuple[str, ...]) -> int:
-    values = (getattr(config.get_text_config(), name, None) for name in names)
-    return next((value for value in values if isinstance(value, int) and value > 0), 0)
-
-
-def count(config) -> int:
-    """Return the number of experts of a layer; 0 for a dense model."""
-    return _first(config, COUNT)
-
-
-def selected(config) -> int:
-    """Return the number of experts that a token goes through; 0 if config.json does not say."""
-    return _first(config, SELECTED)
+count, selected, is_routed = of_experts.count, of_experts.selected, of_experts.is_routed
 
 
 def weights(model) -> int:
     """Return the number of weights of all experts that a router selects; shared experts are not counted."""
-    return sum(weight.numel() for weight in _routed_weights(model))
+    return sum(weight.numel() for weight in of_experts.routed(model).values())
 
 
 def idle_weights(model, config) -> int:
     """Return the number of expert weights that a token does not use; 0 if config.json does not say how many it does."""
-    used = selected(config)
+    used = 0 if of_experts.computes_all(model) else selected(config)
     return round(weights(model) * (1 - used / count(config))) if used and count(config) else 0
 
 
 def fused_weights(model) -> int:
     """Return the number of expert weights in tensors that hold all experts of a layer; none is a linear layer."""
-    return sum(weight.numel() for weight in _routed_weights(model) if weight.ndim == 3)
-
-
-def _routed_weights(model) -> set[torch.nn.Parameter]:
-    return {p for name, m in model.named_modules() if is_routed(name) for p in m.parameters()}
-
-
-def adapted_weights(model) -> int:
-    """Return the number of fused expert weights in a model whose fused experts have LoRA adapters; else 0."""
-    routed = [module for name, module in model.named_modules() if is_routed(name)]
-    adapted = any(".lora_" in f".{name}" for module in routed for name, _ in module.named_parameters())
-    return fused_weights(model) if adapted else 0
-
-
-def is_routed(name: str) -> bool:
-    """Return whether a module of this name is the experts of a layer: model.layers.0.mlp.experts."""
-    last = name.rpartition(".")[2]
-    return "experts" in last and "shared" not in last
+    return sum(weight.numel() for weight in of_experts.fused(model).values())
 
 
 # --- ranks that select other experts ---
@@ -100,29 +68,38 @@ def install(settings, model) -> None:
 
 
 def resolve_for_model(settings, config) -> None:
-    """Choose `--experts_implementation auto` for a mixture of experts, and say what of it a quantized base leaves.
+    """Choose `--experts_implementation auto` for a mixture of experts; say which experts train and which are packed.
 
     Args: config: of the model.
     """
     if not count(config):
         return
+    from zerofit.model import load
+
+    model = load.check_model(settings, copy.deepcopy(config))
     if settings.experts_implementation == "auto":
-        _choose_implementation(settings, config)
+        _choose_implementation(settings, config, model)
     if quantization.bits(settings):
-        from zerofit.model import load
+        say_unpacked(settings, model)
+    if said := adapted.in_words(model):
+        by_peft = settings.values.get(adapted.FLAG) is None and not said.startswith("none")
+        settings.decisions.append(
+            f"experts that LoRA adapts: {said}" + f"; {adapted.attention_only(model)} leaves them out" * by_peft
+        )
+    if lost := adapted.left_out(model, settings):
+        settings.decisions.append(f"lora_target_modules: {lost}")
 
-        say_unpacked(settings, load.check_model(settings, copy.deepcopy(config)))
 
-
-def _choose_implementation(settings, config) -> None:
+def _choose_implementation(settings, config, model) -> None:
+    if not of_experts.has_kernels(model):
+        return
     fp32_weights = settings.keeps_fp32 and not settings.trains_adapter
     if fp32_weights and settings.precision != "fp32" and settings.dtype == "auto":
         why = "autocast does not reach grouped products, and stage 0 keeps fp32 weights"
         decide(settings, "experts_implementation", "eager", why)
     else:  # not asked for by name, which transformers refuses for models without it
         settings.decisions.append(
-            f"experts_implementation auto: grouped_mm, one product for the {count(config)} experts of a layer, in "
-            "transformers' own classes"
+            f"experts_implementation auto: grouped_mm, one product for the {count(config)} experts of a layer"
         )
 
 

@@ -392,8 +392,8 @@ class RouterLoss:
         name = next((n for n in ("router_aux_loss_coef", "aux_loss_coef") if hasattr(base, n)), None)
         if name is None:
             raise UserError(
-                f"config.json: output_router_logits is true, but where {type(base).__name__} keeps the router loss's "
-                "coefficient is not known here; set output_router_logits to false."
+                f"config.json: output_router_logits is true, but {type(base).__name__} computes no router loss whose "
+                "coefficient (router_aux_loss_coef) it keeps; set output_router_logits to false."
             )
         self.coefficient = getattr(base, name)
         setattr(base, name, 0.0)

@@ -14,7 +14,12 @@ FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 OF_CONFIG = {"lora_r": "r", "lora_alpha": "lora_alpha", "use_dora": "use_dora", "use_rslora": "use_rslora",
              "lora_target_modules": "target_modules", "modules_to_save": "modules_to_save"}  # fmt: skip
 
-NOT_BESIDE = ("adapter_config", "init_lora_weights", "new_tokens")  # flags that would change the configuration
+NOT_BESIDE = (
+    "adapter_config",
+    "init_lora_weights",
+    "lora_target_parameters",
+    "new_tokens",
+)  # flags that would change the configuration
 
 SNAPSHOT = re.compile(r"models--(.+?)--([^/]+)/snapshots/")  # of a hub model in its cache
 

@@ -198,6 +198,8 @@ def load_model(settings, tokenizer, config=None, accept_nan=False):
     in_host = sharded or settings.use_cpu or settings.ranks_that_split("matrices") > 1
     device = None if in_host else torch.device("cuda", torch.cuda.current_device())
     if settings.random_init:
+        if complete.is_mxfp4(config):
+            del config.quantization_config  # of files that are not read: the random weights are not packed
         with device or contextlib.nullcontext():
             model = towers.build(settings, config, **kwargs)
         settings.checks.append(Check("base_weights", None, "base weights: random numbers, by --random_init true"))

@@ -264,6 +264,7 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
         **({"rows": plan.rows} if plan.rows else {}),
         **({} if allocator.expandable_segments() else {"rows of different lengths": _UNEQUAL_ROWS}),
         **({"experts": _EXPERTS.format(shape.experts)} if shape.experts else {}),
+        **({"adapted experts": shape.adapted} if shape.adapted else {}),
         "closed forms": f"{sum(candidate.formula.values()) / GIB:.1f} GiB: {_by_size(candidate.formula)}",
         "sent by each GPU": _sent(candidate, plan),
         "seconds of a step": _parts(candidate, plan),

@@ -11,6 +11,7 @@ from zerofit.base import allocator
 from zerofit.config import deepspeed_json
 from zerofit.model import experts
 from zerofit.model.gradient_checkpointing import IN_FLIGHT
+from zerofit.model.mixtures import adapted
 from zerofit.optim import registry
 from zerofit.parallel import whole_layers
 from zerofit.parallel.interface import Parallel
@@ -46,7 +47,8 @@ class Shape:
     experts: int = 0  # of a mixture's layer, 0: no mixture
     idle: int = 0  # weights of experts that a token does not use
     embedding: int = 0  # weights of the embedding
-    adapted_experts: int = 0  # weights of a layer's fused experts that have LoRA adapters
+    adapted_experts: int = 0  # weights of a layer, fused experts above all, to which LoRA's product is added
+    adapted: str = ""  # which experts have adapters, in words
     by_layer: tuple[int, ...] = ()  # parameters of each layer, (): unknown
     liger: bool = False  # Liger's kernels will run: norms keep no fp32 copies, MLPs no result of their activation
     work: Work | None = None  # the operations of its step; None: those of a dense model of these dimensions
@@ -93,7 +95,8 @@ def shape(config, net, frozen_bytes: float = 2.0, bits: int = 16) -> Shape:
         experts=experts.count(config),
         idle=experts.idle_weights(net, config),
         embedding=hidden * text.vocab_size,
-        adapted_experts=experts.adapted_weights(net) // layers,
+        adapted_experts=adapted.added_weights(net) // layers,
+        adapted=adapted.in_words(net),
         by_layer=tuple(sum(p.numel() for p in layer.parameters()) for layer in modules),
         work=work.of_model(net, config, modules, heads=heads, kv_heads=kv_heads, head_dim=head_dim, bits=bits),
         cut=not getattr(text, "num_kv_shared_layers", 0),  # counted from the last layer: keys of earlier ones

@@ -132,6 +132,8 @@ def of(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> Step:
 def _micro_batch(s: Shape, setting: Setting, found: Rates, sequence: int) -> dict[str, float]:
     """Return the seconds of forward, recomputation and backward of a micro batch by all layers, by fields of Step."""
     of_model = s.work or _dense(s)
+    if of_model.loops_experts:
+        setting = replace(setting, kernels=replace(setting.kernels, loops_experts=True))
     again = 1 / setting.every if setting.every else 0.0
     whole = 0.0 if setting.selective else again  # of products and attention
     forwards = 1.0 + setting.forwards

@@ -3,6 +3,8 @@
 from collections import Counter
 from dataclasses import dataclass, replace
 
+from zerofit.model.mixtures import weights
+
 # Linear layers whose result is only added to the hidden states, and what in a layer would keep it.
 LAST, AFTER_LAST = ("down_proj", "w2", "c_proj", "dense_4h_to_h", "fc2", "fc_out"), ("post_feedforward", "post_mlp")
 
@@ -69,6 +71,7 @@ class Work:
     heads: int  # query heads of a layer
     head_dim: int
     layers: int
+    loops_experts: bool = False  # its class calls one expert after the other, whatever --experts_implementation says
 
 
 def dense(
@@ -112,7 +115,8 @@ def of_model(net, config, layers: list, *, heads: int, kv_heads: int, head_dim: 
         adapted_out=reader.adapted_out, adapters=reader.adapters,
         packed=reader.packed, norms=reader.norms, linears=reader.linears, modules=reader.modules,
     )  # fmt: skip
-    return Work(reader.products(), passes, attentions, heads, head_dim, count)
+    loops = bool(weights.count(config)) and not weights.has_kernels(net) and not weights.computes_all(net)
+    return Work(reader.products(), passes, attentions, heads, head_dim, count, loops)
 
 
 def _attentions(text, layers: int) -> tuple[tuple[int, float], ...]:
@@ -140,15 +144,15 @@ class _Reader:
     """Counts the modules of a model by what they compute."""
 
     def __init__(self, net, config, layers: list, bits: int, heads: dict[str, int]):
-        from zerofit.model import experts
-
-        self.bits, self.experts, self.heads = bits, experts.count(config), heads
-        self.selected = min(self.experts, experts.selected(config)) or self.experts
+        self.bits, self.experts, self.heads = bits, weights.count(config), heads
+        of_token = 0 if weights.computes_all(net) else weights.selected(config)
+        self.selected = min(self.experts, of_token) or self.experts
+        self.fused = {id(weight) for weight in weights.fused(net).values()}
         self.inside = {id(module) for layer in layers for module in layer.modules()}
         head = net.get_output_embeddings()
         self.head = getattr(head, "base_layer", head)  # below its adapter
         self.hidden = getattr(config.get_text_config(), "hidden_size", 1)
-        self.is_routed = experts.is_routed
+        self.is_routed = weights.is_routed
         self.keeps_last = any(part in name for name, _ in net.named_modules() for part in AFTER_LAST)
         self.shapes: Counter = Counter()
         self.normed: Counter = Counter()
@@ -164,7 +168,7 @@ class _Reader:
         """Count what one module computes itself; its children are read on their own."""
         own = dict(module.named_parameters(recurse=False))
         self.modules += bool(own) and id(module) in self.inside
-        stacked = [(key, p) for key, p in own.items() if p.ndim == 3 and self.experts and p.shape[0] == self.experts]
+        stacked = [(key, p) for key, p in own.items() if self.experts and id(p) in self.fused]
         if stacked:
             self._read_experts(stacked)
         weight = own.get("weight")
