@@ -129,6 +129,7 @@ def _answer(asked: simulate.Question) -> dict:
     with contextlib.ExitStack() as stack:
         if asked.fake:
             fake_device.fake_adam()
+            fake_device.without_muon(settings)
             fake_device.skip_triton_kernels()
             fake_device.without_values(asked.padded, settings.max_length)
             tracker.watch = _fake_operations(stack, _rows_by_tokens(settings)).followed
