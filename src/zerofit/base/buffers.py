@@ -22,6 +22,8 @@ LARGEST_WHOLE = 250_000_000
 
 ANY = sys.maxsize  # numbers of a layer of any size
 
+LARGE_VOCABULARY = 8_000  # from here on the head is a large part of the step, and the loss is computed in chunks
+
 LARGEST_BUCKET = 5e8  # numbers; DeepSpeed's own default
 
 

@@ -64,7 +64,8 @@ def resolve_for_model(settings, config) -> None:
     if layers and size <= limit:
         # One more number would gather the first matrix of the layer after the next, and hold both layers for it.
         matrices = max(_numbers(layer, dimensions=2) for layer in layers)
-        _add(settings, names, dict(zip(BUCKETS, map(buffers.bucket_size, (size, matrices)), strict=True)), _reason(settings))
+        sizes = map(buffers.bucket_size, (size, matrices))
+        _add(settings, names, dict(zip(BUCKETS, sizes, strict=True)), _reason(settings))
     elif is_compiled:
         _add_compiled(settings, names)
 

@@ -188,9 +188,10 @@ def _patch_torch_tensor() -> None:
     plain = torch.tensor
 
     def tensor(data, *args, device=None, **kwargs):
-        if device is None or torch.device(device).type != "gpu":
+        asked = torch.get_default_device() if device is None else torch.device(device)  # of `with torch.device(...)`
+        if asked.type != "gpu":
             return plain(data, *args, device=device, **kwargs)
-        shape = plain(data, *args, **kwargs)
+        shape = plain(data, *args, device="cpu", **kwargs)
         return torch.empty(shape.shape, dtype=shape.dtype, device="gpu:0")
 
     torch.tensor = partition_parameters._orig_torch_tensor = tensor  # zero.Init saves and restores this one

@@ -139,6 +139,19 @@ class Setting:
     tiles: int = 1  # of tokens in which each MLP is computed, each checkpointed
     kernels: Kernels = AS_THE_KIT  # with which it computes
 
+    def in_words(self, method: str) -> list[str]:
+        """Return how a method's model states and activations are held, as parts of a label."""
+        parts = [f"{method} ZeRO-{self.zero}" + (f" with hpZ {self.hpz}" if self.hpz > 1 else "")]
+        if self.offload != "none":
+            parts.append(f"offload {self.offload}{' to NVMe' * self.nvme}")
+        if self.every or self.activation_offload:
+            every = f" every {self.every}" if self.every > 1 else ""
+            kind = "selective checkpointing" if self.selective else f"checkpointing{every}"
+            parts.append(kind + " offloaded" * self.activation_offload)
+        if self.tiles > 1:
+            parts.append("tiled MLP")
+        return parts
+
     @property
     def ranks_per_row(self) -> int:
         """Return how many ranks share each row."""
@@ -170,6 +183,15 @@ class Setting:
     def of_a_node(self) -> int:
         """Return the number of GPUs of one node that the job uses."""
         return min(self.ranks, self.node)
+
+
+def sensible(zero: int, offload: str, ranks: int, is_named: bool, precision: str = "bf16") -> bool:
+    """Return whether a plan tries a stage with an offload. is_named: the user has named the stage."""
+    if (offload == "all" and zero != 3) or (offload != "none" and zero == 0):
+        return False
+    if ranks == 1 and zero in (1, 2, 3) and offload == "none" and not is_named:
+        return precision != "fp32" and zero == 1  # one rank: 16-bit weights with a master, nothing else to shard
+    return True
 
 
 def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, float], dict[str, float]]:
