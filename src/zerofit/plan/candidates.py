@@ -166,6 +166,7 @@ class Plan:
     kept: int | None = None  # checkpoints that a run keeps, None: all
     advices: list = field(default_factory=list)  # advice.better.Advice: what would pay beside the chosen setting
     run: Any = None  # advice.cost.Run: how much the job trains, and what a GPU costs
+    listed: dict[tuple, list[Candidate]] = field(default_factory=dict)  # {method and flags: its candidates by formula}
     rows: str = ""  # a sentence on the length of the rows
     notes: list[str] = field(default_factory=list)  # the lines that the search has shown
     seconds: float = 0.0  # that the search took
