@@ -1170,8 +1170,14 @@ import torch._inductor.decomposition
 def test_an_error_of_the_simulation_is_kept_in_a_file(monkeypatch, tmp_path):
     """What the user reads is a sentence; the traceback is in the file that it names."""
     monkeypatch.setattr(simulate, "_start", lambda *of: None)
-    said = '\nsimulation-answer: [0, {"trace": "Traceback ...\\nTypeError: unsupported"}]\n'
-    monkeypatch.setattr(simulate, "_ask", lambda *of, keep: (said, ""))
+    said = 'simulation-answer: [0, {"trace": "Traceback ...\\nTypeError: unsupported"}]\n'
+
+    def ask(process, text, seconds, receive, keep):
+        receive("\n")
+        receive(said)
+        return ""
+
+    monkeypatch.setattr(simulate, "_ask", ask)
     (failed,) = simulate.run_all([simulate.Question(job([]), 2)], tmp_path)
     assert str(failed) == f"the simulation met an error of its own, which {tmp_path}/error.txt holds; please report it"
     assert (tmp_path / "error.txt").read_text().endswith("TypeError: unsupported")

@@ -1,11 +1,13 @@
 """The quick answer of a plan: by the same closed forms as all candidates, without importing torch or transformers."""
 
 import json
+import signal
 import subprocess
 import sys
+from dataclasses import replace
 
 import pytest
-from conftest import ROOT, slow_but
+from conftest import ROOT, TINY, slow_but
 
 from zerofit.base import hardware
 from zerofit.config import parse
@@ -90,3 +92,45 @@ def test_mistakes_are_left_to_the_command(capsys, monkeypatch):
     ):
         quick.begin(["--gpu_type", "h100-80g", *wrong])
     assert capsys.readouterr().out == "" and quick.said == ""
+
+
+# --- all layers of a setting, simulated beside the few that say whether they are needed ---
+
+
+def asked(model):
+    words = ["--model", str(model), "--zero", "2", "--max_length", "64", "--data", "none"]
+    return simulate.Question(parse.request("sft", words), 2, gpu=hardware.GPUS["h100-80g"])
+
+
+@pytest.mark.parametrize("needed", [True, False])
+def test_a_spare_question_is_waited_for_only_if_it_is_needed(needed, monkeypatch, tmp_path):
+    signals, few = [], asked(TINY / "model")
+    spare = simulate.Spare(replace(few, rank=1), lambda found: found == [{"total": {"step": 7}}] and needed)
+
+    class Process:
+        send_signal = signals.append
+
+    def ask(process, text, seconds, receive, keep):
+        assert [plain.get("spare", False) for plain in json.loads(text)] == [False, True]
+        receive(f'{simulate.MARK}[0, {{"total": {{"step": 7}}}}]')
+        receive(f"{simulate.MARK}[1, {json.dumps({'failed': 'killed'} if signals else {'total': {'step': 9}})}]")
+        return ""
+
+    monkeypatch.setattr(simulate, "_start", lambda *of: Process)
+    monkeypatch.setattr(simulate, "_ask", ask)
+    assert simulate.run_all([few], tmp_path, spare=spare) == [{"total": {"step": 7}}]
+    assert signals == ([] if needed else [signal.SIGUSR1])
+    (of_spare,) = simulate.run_all([spare.question], tmp_path) if needed else [None]
+    assert (of_spare == {"total": {"step": 9}}) is needed and len(list(tmp_path.iterdir())) == 1 + needed
+
+
+@pytest.mark.slow
+def test_a_spare_simulation_ends_and_the_process_goes_on(tmp_path):
+    few, said = asked(TINY / "model"), []
+    with simulate.reused():
+        for rank, needed in enumerate((False, True)):
+            spare = simulate.Spare(replace(few, rank=rank, padded=True), lambda found, needed=needed: needed)
+            said += simulate.run_all([replace(few, rank=rank)], tmp_path, spare=spare)
+            assert (tmp_path / f"{simulate.key(spare.question)}.json").exists() is needed
+        (alone,) = simulate.run_all([replace(few, rank=0)])
+    assert alone["total"] == said[0]["total"]
