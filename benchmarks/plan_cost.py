@@ -7,8 +7,8 @@
 Each case runs in a fresh process without cached answers: the seconds that the check adds to a launch that waits for its
 end (its process imports while the launcher reads model and tokenizer code; a launch waits for 18 s and then uses the
 closed forms), the seconds of the whole process, the two depths it measured, and how far the extended peak is from that
-of the whole model; and the search for 8B on 8 and 70B on 64 GPUs: seconds and the largest process's memory. Writes
-benchmarks/results/plan-cost.{json,md}.
+of the whole model; and the search for 8B on 8 and 70B on 64 GPUs: seconds until the first answer and until the end, of
+processor time too, and the largest process's memory. Writes benchmarks/results/plan-cost.{json,md}.
 """
 
 import argparse
@@ -103,13 +103,29 @@ def measure(fast: bool) -> list[dict]:
 
 
 def plan(model: str, gpus: int) -> dict:
-    """Return {"seconds", "largest_process_bytes"} of one `zerofit plan` with an empty cache."""
-    began = time.perf_counter()
-    with tempfile.TemporaryDirectory() as out:
-        _run([sys.executable, "-m", "zerofit", "plan", "--gpu_type", "h100-80g", "--gpus", str(gpus), "--model",
-              str(CONFIGS / model), "--output_dir", str(Path(out) / "plan")])  # fmt: skip
+    """Return {"first_seconds", "seconds", "cpu_seconds", "largest_process_bytes"} of a plan with an empty cache."""
+    began, before, first = time.perf_counter(), _cpu_seconds(), None
+    with tempfile.TemporaryDirectory() as folder:
+        env = os.environ | {"ZEROFIT_CACHE": folder, "PYTHONPATH": str(ROOT / "src")}
+        process = subprocess.Popen(
+            [sys.executable, "-m", "zerofit", "plan", "--gpu_type", "h100-80g", "--gpus", str(gpus), "--model",
+             str(CONFIGS / model), "--output_dir", str(Path(folder) / "plan")],
+            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env, cwd=folder,
+        )  # fmt: skip
+        for line in process.stdout:
+            if line.startswith("first answer") and first is None:
+                first = time.perf_counter() - began
+        if process.wait():
+            raise SystemExit(f"the plan of {model} failed with exit code {process.returncode}")
     peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    return {"seconds": round(time.perf_counter() - began, 1), "largest_process_bytes": peak}
+    return {"first_seconds": first and round(first, 1), "seconds": round(time.perf_counter() - began, 1),
+            "cpu_seconds": round(_cpu_seconds() - before, 1), "largest_process_bytes": peak}  # fmt: skip
+
+
+def _cpu_seconds() -> float:
+    """Return the processor time of all processes that this one has waited for."""
+    used = resource.getrusage(resource.RUSAGE_CHILDREN)
+    return used.ru_utime + used.ru_stime
 
 
 def markdown(rows: list[dict], plans: dict, about: list[str]) -> list[str]:
@@ -130,7 +146,8 @@ def markdown(rows: list[dict], plans: dict, about: list[str]) -> list[str]:
 
 def said(plans: dict) -> list[str]:
     return [
-        f"`zerofit plan` for {job}: {found['seconds']:.0f} s, largest process so far "
+        f"`zerofit plan` for {job}: first answer after {found['first_seconds'] or 0:.1f} s, the exact one after "
+        f"{found['seconds']:.0f} s ({found['cpu_seconds']:.0f} s of processor time), largest process so far "
         f"{found['largest_process_bytes'] / 1e9:.2f} GB."
         for job, found in plans.items()
     ]

@@ -21,11 +21,10 @@ from pathlib import Path
 
 from machine import ROOT, describe, facts, save, versions
 
-from zerofit.base import hardware
+from zerofit.base import buffers, hardware
 from zerofit.commands import plan as plan_command
 from zerofit.config import parse, resolve
 from zerofit.model import fused_loss
-from zerofit.parallel import whole_layers
 from zerofit.plan import candidates, formulas, gpu_memory, predict, simulate
 from zerofit.plan.speed import links, step
 
@@ -128,7 +127,7 @@ def measure(gpu, answers: dict) -> list[dict]:
 
 
 def _setting(zero: int, hpz: int, ranks: int, accumulation: int = 1, micro: int = MICRO) -> formulas.Setting:
-    whole = whole_layers.ANY if zero == 3 and ranks > whole_layers.ABOVE else 0
+    whole = buffers.ANY if zero == 3 and ranks > buffers.WHOLE_ABOVE else 0
     tokens = micro * LENGTH
     return formulas.Setting(zero, "none", 1, micro, tokens, accumulation, ranks, node=NODE, hpz=hpz, whole_layers=whole)
 
@@ -220,7 +219,7 @@ def ended(self, *a, **k):
     ends.append(len(calls))
     return found
 DeepSpeedEngine.step = ended
-from zerofit.base import hardware
+from zerofit.base import buffers, hardware
 from zerofit.config import parse
 from zerofit.plan import simulate
 from zerofit.plan import simulated_rank

@@ -88,6 +88,10 @@ def _main() -> None:
     if argv in (["--version"], ["-V"]):
         print(_versions())
     elif argv and argv[0] in VERBS:
+        if argv[0] == "plan":
+            from zerofit.plan import quick
+
+            quick.begin(argv[1:])
         if argv[0] not in LIGHT:
             _check_and_import(*argv)
         module, _, function = VERBS[argv[0]].partition(":")

@@ -592,7 +592,7 @@ def test_questions_for_a_real_gpu_are_not_answered_in_forks(monkeypatch):
     monkeypatch.setattr(
         simulate,
         "_ask",
-        lambda process, text, seconds, keep: (asked.append((process, len(json.loads(text)))), ("", ""))[1],
+        lambda process, text, seconds, receive, keep: (asked.append((process, len(json.loads(text)))), "")[1],
     )
     questions = [simulate.Question(parse.request("sft", []), 2, rank, device="cuda", fake=False) for rank in (0, 1)]
     simulate.run_all(questions)

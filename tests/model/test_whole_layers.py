@@ -6,7 +6,7 @@ import shutil
 import pytest
 from conftest import ROOT, TINY, run_world, two_layers
 
-from zerofit.base import hardware
+from zerofit.base import buffers, hardware
 from zerofit.config import resolve
 from zerofit.parallel import whole_layers
 from zerofit.plan import candidates, formulas
@@ -69,15 +69,15 @@ def test_a_plan_prices_fewer_calls_and_the_larger_buffers():
     setting, shape = candidates.setting_of(settings, 8), candidates.shape_of(settings)
     resolve.resolve_for_model(settings)
     assert candidates.setting_of(settings, 8) == setting, "what it has added itself counts as the user's"
-    assert setting.whole_layers == whole_layers.ANY
+    assert setting.whole_layers == buffers.ANY
     calls, seconds, peaks = {}, {}, {}
-    for whole in (whole_layers.ANY, LAYER - 1):
+    for whole in (buffers.ANY, LAYER - 1):
         of_matrices = formulas.replace(setting, whole_layers=whole)
         calls[whole] = sum(c.calls for c in formulas.collectives(shape, of_matrices))
         seconds[whole] = links.wire_seconds(shape, of_matrices, hardware.GPUS["h100-80g"])
         peaks[whole] = formulas.memory(shape, of_matrices, settings, True)["buffers"]
-    assert calls[whole_layers.ANY] < calls[LAYER - 1] / 3 and seconds[whole_layers.ANY] < seconds[LAYER - 1]
-    assert peaks[whole_layers.ANY] - peaks[LAYER - 1] == 2 * (max(shape.by_layer) - 4096**2)
+    assert calls[buffers.ANY] < calls[LAYER - 1] / 3 and seconds[buffers.ANY] < seconds[LAYER - 1]
+    assert peaks[buffers.ANY] - peaks[LAYER - 1] == 2 * (max(shape.by_layer) - 4096**2)
 
 
 @pytest.mark.slow

@@ -1,6 +1,7 @@
 """Run `zerofit plan`: find whether a job fits, and the fastest setting that does."""
 
 import argparse
+import functools
 import math
 import shutil
 import sys
@@ -112,6 +113,7 @@ def _search(args: argparse.Namespace, flags: list[str], ranks: int) -> candidate
             notes.append("note: {}; {}".format(*missing))
         print("\n".join(notes), flush=True)
         with plan_progress.Shown(notes) as progress:
+            progress.meanwhile = functools.partial(_meanwhile, methods=methods, request=request)
             there = disk_free if for_this_machine else None
             plan = search.search(methods, request, ranks, gpu, progress, host_limit, node, there)
             plan.run = run
@@ -125,6 +127,13 @@ def _search(args: argparse.Namespace, flags: list[str], ranks: int) -> candidate
     plan.host_here = psutil.virtual_memory().total
     plan.disk_free = disk_free
     return plan
+
+
+def _meanwhile(candidate: candidates.Candidate, plan: candidates.Plan, methods: list[str], request: Request) -> None:
+    """Do what follows the search while it simulates a candidate."""
+    import matplotlib.figure  # noqa: F401  (for plan.png)
+
+    search.list_adapters(candidate, plan, methods, request)
 
 
 def _for_this_terminal(text: str) -> str:

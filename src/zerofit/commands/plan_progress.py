@@ -5,8 +5,7 @@ import sys
 import threading
 import time
 
-from zerofit.base.hardware import GIB
-from zerofit.plan import candidates, search
+from zerofit.plan import candidates, quick, search
 from zerofit.plan.candidates import Candidate, Plan
 
 SILENCE = 20.0  # seconds after which a log, which is no terminal, gets a line on what is simulated; then twice that ...
@@ -41,8 +40,11 @@ class Shown(search.Progress):
         self._show()
 
     def first(self, candidate: Candidate | None, plan: Plan) -> None:
-        self.answer = candidate
-        self._say(first_answer(candidate, plan), stays=True)
+        self.answer, text = candidate, first_answer(candidate, plan)
+        if text == quick.said:  # before anything was imported
+            self.lines.append(text)
+        else:
+            self._say(text, stays=True)
 
     def _say(self, text: str, stays: bool = False) -> None:
         self.lines.append(text)
@@ -80,10 +82,7 @@ def first_answer(candidate: Candidate | None, plan: Plan) -> str:
     margin = f"with a margin of {candidates.FORMULA_MARGIN:.0%}"
     if candidate is None:
         return f"first answer, by formula {margin}: none of these settings fits; the simulation, which decides, follows"
-    return (
-        f"first answer, by formula {margin}: {candidate.label}, about {candidate.peak / GIB:.1f} of "
-        f"{plan.limit / GIB:.1f} GiB; the exact answer, by simulation, follows and may be another"
-    )
+    return quick.sentence(candidate.label, candidate.peak, plan.limit)
 
 
 def compared(first: Candidate | None, plan: Plan) -> str:

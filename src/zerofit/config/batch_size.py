@@ -6,6 +6,8 @@ DEFAULT_EFFECTIVE_BATCH_SIZE = 32
 
 DEFAULT_MAX_MICRO_BATCH = 8
 
+LARGEST_MICRO = 64  # rows of a micro batch that a plan tries
+
 
 def _largest_divisor(number: int, at_most: int) -> int:
     return next(d for d in range(min(number, at_most), 0, -1) if number % d == 0)
@@ -53,6 +55,11 @@ def solve(
     per_rank = effective // ranks
     micro = micro or (per_rank // accumulation if accumulation else _largest_divisor(per_rank, max_micro))
     return effective, micro, per_rank // micro
+
+
+def divisors(rows: int) -> list[int]:
+    """Return the micro batches into which the rows of a rank's step divide."""
+    return [n for n in range(1, min(rows, LARGEST_MICRO) + 1) if rows % n == 0]
 
 
 def learning_rate_factor(rule: str, effective: int, base: int) -> float:

@@ -8,7 +8,7 @@ import typing
 from pathlib import Path
 from typing import Any
 
-from zerofit.base import distributed
+from zerofit.base import buffers, distributed
 from zerofit.base.errors import UserError
 from zerofit.base.paths import PROJECT, read_text
 from zerofit.config import defaults, offload, synonyms
@@ -55,10 +55,6 @@ INSTEAD = {
     "it, and use --zero 3, which shards the experts too",
     "pipeline": "this section starts no pipeline; delete it, and use recipes/pipeline.py with --pp_size",
 }
-
-# Data-parallel ranks up to which stages 1 and 2 reduce gradients to their owners. NCCL reduces along a chain of them,
-# whose latency outweighs the saved bytes from about 100 GPUs on, by its cost model (docs/notes/speed_techniques.md).
-REDUCE_UP_TO = 64
 
 # JSON key -> the argument with the same meaning; "auto" in the JSON takes the argument's value.
 SAME_AS_ARGUMENT = {
@@ -343,7 +339,7 @@ def _reducing_to_owners(config: dict, settings) -> dict:
     replicas = settings.world_size // settings.ranks_that_split("matrices", "layers")
     if settings.zero not in (1, 2) or asked:
         return config
-    if replicas <= REDUCE_UP_TO:
+    if replicas <= buffers.REDUCE_UP_TO:
         return merge_json(config, {"zero_optimization": {"use_multi_rank_bucket_allreduce": False}})
     if "overlap_comm" in zero or settings.ranks_per_row > 1 or settings.offload != "none":
         return config

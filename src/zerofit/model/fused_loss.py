@@ -15,13 +15,12 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from zerofit.base import distributed
+from zerofit.base.buffers import LARGE_VOCABULARY
 from zerofit.base.errors import UserError
 from zerofit.job.settings import decide
 from zerofit.job.technique import Conflict, Technique
 
 CHUNK_BYTES = 2**30  # of fp32 logits: 2,048 rows at V = 128k
-
-LARGE_VOCABULARY = 8_000  # from here on the head is a large part of the step, and half of it is for prompts
 
 IGNORED = -100
 

@@ -10,6 +10,7 @@ from torch.autograd.graph import save_on_cpu, saved_tensors_hooks
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import CheckpointPolicy, checkpoint, create_selective_checkpoint_contexts
 
+from zerofit.base.buffers import IN_FLIGHT
 from zerofit.base.errors import UserError
 from zerofit.job.settings import decide
 from zerofit.job.technique import AllBut, Conflict, Technique
@@ -33,8 +34,6 @@ ARGUMENTS = (
     "gradient_checkpointing", "gradient_checkpointing_every", "gradient_checkpointing_policy",
     "gradient_checkpointing_kwargs", "activation_offload", "activation_offload_streams",
 )  # fmt: skip
-
-IN_FLIGHT = 2  # offloaded tensors that are on the GPU at once: one in use, one on its way
 
 PROOF_LAYERS, PROOF_WIDTH, PROOF_ROWS = 6, 2048, (2048, 1024)  # of the proof of the streams; rows of two micro batches
 

@@ -5,26 +5,11 @@ DeepSpeed runs hooks around each module. A decoder layer that is a leaf module (
 gathered at once, with the hooks of one module, and a bucket of its size is reduced at once (docs/scaling.md).
 """
 
-import sys
-
+from zerofit.base import buffers
 from zerofit.base.errors import UserError
 from zerofit.job.settings import decide, json_value, merge_json
 from zerofit.job.technique import Technique
 from zerofit.model import experts, load
-
-ABOVE = 128  # ranks; a ring over more takes longer than the bytes of a matrix (plan/formulas.py)
-
-# Tokens of a micro batch times numbers of a layer: where the host runs hooks for longer than the GPU computes. 3,072
-# tokens of Llama-3 8B, whose layers have 218 million numbers.
-SHORT = 3072 * 218_112_000
-
-# Numbers of a layer that is exchanged whole for a short micro batch. Its gradients, its bucket and their copy are on
-# each GPU beside what the matrices need: in 16 bits up to 1.5 GB.
-LARGEST = 250_000_000
-
-ANY = sys.maxsize  # numbers of a layer of any size
-
-LARGEST_BUCKET = 5e8  # numbers; DeepSpeed's own default
 
 BUCKETS = ("reduce_bucket_size", "stage3_prefetch_bucket_size")
 
@@ -40,9 +25,7 @@ def largest(settings, tokens: int) -> int:
     """
     if settings.zero != 3 or settings.trains_adapter or not settings.whole_layers:
         return 0
-    if settings.world_size > ABOVE:
-        return ANY
-    return 0 if settings.offload == "all" else min(LARGEST, SHORT // max(1, tokens))
+    return buffers.whole_layers_up_to(tokens, settings.world_size, settings.offload)
 
 
 def resolve(settings) -> None:
@@ -68,11 +51,6 @@ def tokens_of(settings) -> int:
     return rows * settings.max_length // settings.ranks_that_split("tokens")
 
 
-def bucket_size(largest_layer: int) -> int:
-    """Return the numbers of a bucket. largest_layer: parameters of it."""
-    return int(min(largest_layer, LARGEST_BUCKET))
-
-
 def resolve_for_model(settings, config) -> None:
     """Add the layers' class and buckets of their size to the DeepSpeed configuration, where that pays.
 
@@ -86,7 +64,8 @@ def resolve_for_model(settings, config) -> None:
     if layers and size <= limit:
         # One more number would gather the first matrix of the layer after the next, and hold both layers for it.
         matrices = max(_numbers(layer, dimensions=2) for layer in layers)
-        _add(settings, names, dict(zip(BUCKETS, map(bucket_size, (size, matrices)), strict=True)), _reason(settings))
+        sizes = map(buffers.bucket_size, (size, matrices))
+        _add(settings, names, dict(zip(BUCKETS, sizes, strict=True)), _reason(settings))
     elif is_compiled:
         _add_compiled(settings, names)
 
@@ -98,7 +77,7 @@ def _numbers(layer, dimensions: int = 1) -> int:
 
 def _reason(settings) -> str:
     off = "--whole_layers false turns it off"
-    if settings.world_size > ABOVE:
+    if settings.world_size > buffers.WHOLE_ABOVE:
         return f"{settings.world_size} ranks, where fewer calls save more than larger buffers cost; {off}"
     return (
         f"a micro batch of at most {tokens_of(settings):,} tokens, which is computed faster than the hooks around each "

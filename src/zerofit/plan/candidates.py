@@ -10,6 +10,7 @@ from typing import Any
 from zerofit.base import hardware
 from zerofit.base.errors import EXIT_CODES, UserError
 from zerofit.config import nvme, parse, resolve
+from zerofit.config.batch_size import divisors
 from zerofit.config.offload import hpz
 from zerofit.job import groups, program
 from zerofit.job.recipe import Recipe
@@ -20,13 +21,10 @@ from zerofit.model.kernels import fp8
 from zerofit.parallel import whole_layers
 from zerofit.plan import formulas, gpu_memory
 from zerofit.plan.formulas import Setting, Shape
+from zerofit.plan.gpu_memory import FORMULA_MARGIN
 from zerofit.plan.speed import kernels, step
 
 CLEARLY_TOO_MUCH = 1.25  # settings above this share of the limit by formula are simulated only if nothing else fits
-
-FORMULA_MARGIN = 0.1  # added to the closed forms' bytes
-
-LARGEST_MICRO = 64  # rows of a micro batch that are tried
 
 ENOUGH = "the closed forms leave room"  # why a job is not simulated
 
@@ -58,15 +56,7 @@ class Candidate:
     def label(self) -> str:
         """Return the setting in words: "sft ZeRO-3, offload optimizer, checkpointing, micro batch 8"."""
         s = self.setting
-        parts = [f"{self.method} ZeRO-{s.zero}" + (f" with hpZ {s.hpz}" if s.hpz > 1 else "")]
-        if s.offload != "none":
-            parts.append(f"offload {s.offload}{' to NVMe' * s.nvme}")
-        if s.every or s.activation_offload:
-            every = f" every {s.every}" if s.every > 1 else ""
-            kind = "selective checkpointing" if s.selective else f"checkpointing{every}"
-            parts.append(kind + " offloaded" * s.activation_offload)
-        if s.tiles > 1:
-            parts.append("tiled MLP")
+        parts = s.in_words(self.method)
         if self.request.get("use_liger_kernel"):
             parts.append("Liger")
         if self.change:
@@ -80,7 +70,7 @@ class Candidate:
     @property
     def workspace(self) -> int:
         """Return the bytes of cuBLAS's workspaces; 0 on a CPU."""
-        return gpu_memory.workspace_bytes(self.gpu) if self.gpu else 0
+        return gpu_memory.workspace_bytes(self.gpu)
 
     @property
     def by_formula(self) -> float:
@@ -92,7 +82,7 @@ class Candidate:
         """Return the peak of allocated bytes, by simulation, or else by the closed forms with a margin."""
         if self.answer:
             return max(self.answer["total"].values()) + self.workspace
-        return int(sum(self.formula.values()) * (1 + FORMULA_MARGIN)) + self.workspace
+        return gpu_memory.with_margin(sum(self.formula.values()), self.gpu)
 
     @property
     def unused(self) -> dict[str, int]:
@@ -176,6 +166,7 @@ class Plan:
     kept: int | None = None  # checkpoints that a run keeps, None: all
     advices: list = field(default_factory=list)  # advice.better.Advice: what would pay beside the chosen setting
     run: Any = None  # advice.cost.Run: how much the job trains, and what a GPU costs
+    listed: dict[tuple, list[Candidate]] = field(default_factory=dict)  # {method and flags: its candidates by formula}
     rows: str = ""  # a sentence on the length of the rows
     notes: list[str] = field(default_factory=list)  # the lines that the search has shown
     seconds: float = 0.0  # that the search took
@@ -325,7 +316,8 @@ def _of_group(base, shape: Shape, gpu, node: int, disk: str | None, splits: bool
     """
     found, error = [], None
     for zero, (offload, on_disk), checkpointing, micro in itertools.product(*_open(base, disk, splits)):
-        if not _sensible(zero, offload, base) or (on_disk and zero != 3):
+        is_named = is_set(base, "zero")
+        if not formulas.sensible(zero, offload, base.world_size, is_named, base.precision) or (on_disk and zero != 3):
             continue
         request = _requested(base, zero, offload, checkpointing, micro)
         request = request.put(offload_path=disk) if on_disk and disk else request
@@ -570,23 +562,10 @@ def _open(base, disk: str | None, splits: bool) -> tuple[list, list, list, list]
     return stages, offloads, checkpointing, micros
 
 
-def divisors(rows: int) -> list[int]:
-    """Return the micro batches into which the rows of a rank's step divide."""
-    return [n for n in range(1, min(rows, LARGEST_MICRO) + 1) if rows % n == 0]
-
-
 def is_set(base, name: str) -> bool:
     """Return whether the user set the argument, in any place."""
     source = base.source[name]
     return source in _FIXED or source.startswith("preset") or source == base.config
-
-
-def _sensible(zero: int, offload: str, base) -> bool:
-    if (offload == "all" and zero != 3) or (offload != "none" and zero == 0):
-        return False
-    if base.world_size == 1 and zero in (1, 2, 3) and offload == "none" and not is_set(base, "zero"):
-        return base.precision != "fp32" and zero == 1  # one rank: 16-bit weights with a master, nothing else to shard
-    return True
 
 
 def _requested(base, zero: int, offload: str, checkpointing: Checkpointing, micro: int) -> Request:

@@ -6,6 +6,7 @@ docs/patches.toml lists each patch with its reason and its test.
 import contextlib
 import importlib.util
 import sys
+import types
 
 from zerofit.base import distributed
 
@@ -66,6 +67,22 @@ def fake_adam() -> None:
         create_adam=nothing, adam_update=nothing, destroy_adam=nothing
     )
     FusedAdamBuilder.load = lambda self, verbose=True: SimpleNamespace(multi_tensor_adam=nothing)
+
+
+MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
+
+
+def without_muon(settings) -> None:
+    """Give DeepSpeed (0.19.8) a class in place of its Muon, where the job has another optimizer.
+
+    Every engine imports it to ask whether the optimizer is one. Its functions are compiled, so the import loads
+    torch._inductor: two seconds in each simulation.
+    """
+    named = f"{settings.optim} {(settings.deepspeed or {}).get('optimizer', '')}".lower()
+    if MUON not in sys.modules and "muon" not in named and settings.optim not in settings.recipe.optimizers:
+        module = types.ModuleType(MUON)
+        module.MuonWithAuxAdam = type("MuonWithAuxAdam", (), {})  # nothing is an instance of it
+        sys.modules[MUON] = module
 
 
 def register_gpu(tracker, total_bytes: int, overlaps: bool) -> None:
@@ -171,9 +188,10 @@ def _patch_torch_tensor() -> None:
     plain = torch.tensor
 
     def tensor(data, *args, device=None, **kwargs):
-        if device is None or torch.device(device).type != "gpu":
+        asked = torch.get_default_device() if device is None else torch.device(device)  # of `with torch.device(...)`
+        if asked.type != "gpu":
             return plain(data, *args, device=device, **kwargs)
-        shape = plain(data, *args, **kwargs)
+        shape = plain(data, *args, device="cpu", **kwargs)
         return torch.empty(shape.shape, dtype=shape.dtype, device="gpu:0")
 
     torch.tensor = partition_parameters._orig_torch_tensor = tensor  # zero.Init saves and restores this one

@@ -7,13 +7,9 @@ decides. The time of a step is in plan/speed.
 import math
 from dataclasses import dataclass, replace
 
-from zerofit.base import allocator
-from zerofit.config import deepspeed_json
-from zerofit.model import experts
-from zerofit.model.gradient_checkpointing import IN_FLIGHT
-from zerofit.model.mixtures import adapted
+from zerofit.base import allocator, buffers
+from zerofit.base.buffers import IN_FLIGHT
 from zerofit.optim import registry
-from zerofit.parallel import whole_layers
 from zerofit.parallel.interface import Parallel
 from zerofit.plan.gpu_memory import GPUS_OF_A_NODE
 from zerofit.plan.speed import work
@@ -65,6 +61,9 @@ def shape(config, net, frozen_bytes: float = 2.0, bits: int = 16) -> Shape:
     Args: config: its config.json; net: with its adapter, on the meta device; frozen_bytes: of a frozen parameter; bits:
         of the frozen linear layers but the head.
     """
+    from zerofit.model import experts  # torch, which the closed forms need for nothing else
+    from zerofit.model.mixtures import adapted
+
     text = config.get_text_config()
     # the configuration of each layer where they differ (Gemma 4): the whole one refuses what differs
     configs = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
@@ -143,6 +142,19 @@ class Setting:
     tiles: int = 1  # of tokens in which each MLP is computed, each checkpointed
     kernels: Kernels = AS_THE_KIT  # with which it computes
 
+    def in_words(self, method: str) -> list[str]:
+        """Return how a method's model states and activations are held, as parts of a label."""
+        parts = [f"{method} ZeRO-{self.zero}" + (f" with hpZ {self.hpz}" if self.hpz > 1 else "")]
+        if self.offload != "none":
+            parts.append(f"offload {self.offload}{' to NVMe' * self.nvme}")
+        if self.every or self.activation_offload:
+            every = f" every {self.every}" if self.every > 1 else ""
+            kind = "selective checkpointing" if self.selective else f"checkpointing{every}"
+            parts.append(kind + " offloaded" * self.activation_offload)
+        if self.tiles > 1:
+            parts.append("tiled MLP")
+        return parts
+
     @property
     def ranks_per_row(self) -> int:
         """Return how many ranks share each row."""
@@ -174,6 +186,15 @@ class Setting:
     def of_a_node(self) -> int:
         """Return the number of GPUs of one node that the job uses."""
         return min(self.ranks, self.node)
+
+
+def sensible(zero: int, offload: str, ranks: int, is_named: bool, precision: str = "bf16") -> bool:
+    """Return whether a plan tries a stage with an offload. is_named: the user has named the stage."""
+    if (offload == "all" and zero != 3) or (offload != "none" and zero == 0):
+        return False
+    if ranks == 1 and zero in (1, 2, 3) and offload == "none" and not is_named:
+        return precision != "fp32" and zero == 1  # one rank: 16-bit weights with a master, nothing else to shard
+    return True
 
 
 def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, float], dict[str, float]]:
@@ -327,8 +348,8 @@ def _work(s: Shape, setting: Setting, weight: float) -> float:
 
 
 def _bucket(s: Shape, setting: Setting) -> float:
-    """Return the numbers of a bucket of gradients, as whole_layers.py or transformers' "auto" sets it."""
-    return whole_layers.bucket_size(max(s.by_layer)) if _whole(s, setting) else s.hidden**2
+    """Return the numbers of a bucket of gradients, as parallel/whole_layers.py or transformers' "auto" sets it."""
+    return buffers.bucket_size(max(s.by_layer)) if _whole(s, setting) else s.hidden**2
 
 
 def _whole(s: Shape, setting: Setting) -> bool:
@@ -392,7 +413,7 @@ def _of_states(s: Shape, setting: Setting) -> list[Collective]:
 
     A GPU sends M (n-1)/n bytes to gather or to reduce-scatter M bytes over n GPUs, and twice that to all-reduce them
     (arXiv 1910.02054, section 7). The calls were counted in simulations (benchmarks/scaling.py --count): stages 1 and 2
-    reduce each gradient to the rank that owns it, on many ranks they all-reduce (deepspeed_json.REDUCE_UP_TO), and
+    reduce each gradient to the rank that owns it, on many ranks they all-reduce (buffers.REDUCE_UP_TO), and
     stage 3 gathers twice, whether layers are recomputed or not. The 1e9 numbers that it keeps gathered are not
     subtracted. With hpZ (arXiv 2306.10209) the first forward creates a copy within the node, which serves every later
     gather.
@@ -406,7 +427,7 @@ def _of_states(s: Shape, setting: Setting) -> list[Collective]:
     if setting.zero in (1, 2):
         times = accumulation if setting.zero == 2 else 1
         buckets = s.trainable / s.hidden**2
-        reduced = _all_reduced if n > deepspeed_json.REDUCE_UP_TO else _sharded
+        reduced = _all_reduced if n > buffers.REDUCE_UP_TO else _sharded
         return [reduced(trained * times, n, buckets * times), _sharded(trained, n, 1)]
     all_weights, whole = trained + s.frozen * s.frozen_bytes, _whole(s, setting)
     calls = s.layers * (GATHERS_OF_A_LAYER if whole else MATRICES_OF_A_LAYER)

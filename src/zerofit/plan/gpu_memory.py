@@ -43,6 +43,8 @@ SINCE_HOPPER = (
 
 FRAGMENTATION = 0.03  # of the allocated bytes: what the allocator loses to fragmentation where it is not simulated
 
+FORMULA_MARGIN = 0.1  # added to the bytes of the closed forms
+
 MARGIN = 0.01  # of a GPU's memory: the largest error of allocated bytes in benchmarks/published, where all is stated
 
 
@@ -51,8 +53,15 @@ MARGIN = 0.01  # of a GPU's memory: the largest error of allocated bytes in benc
 UNEQUAL_ROWS = 1.9
 
 
-def workspace_bytes(gpu: Gpu) -> int:
-    """Return the bytes of cuBLAS's workspaces on this GPU."""
+def with_margin(by_formula: float, gpu: Gpu | None) -> int:
+    """Return the allocated bytes that the closed forms stand for, with their margin. gpu: None for a CPU."""
+    return int(by_formula * (1 + FORMULA_MARGIN)) + workspace_bytes(gpu)
+
+
+def workspace_bytes(gpu: Gpu | None) -> int:
+    """Return the bytes of cuBLAS's workspaces on this GPU; 0 on a CPU."""
+    if gpu is None:
+        return 0
     return WORKSPACE_BYTES["Hopper" if _is_one_of(gpu, SINCE_HOPPER) else "older"]
 
 

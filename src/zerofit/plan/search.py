@@ -4,6 +4,7 @@ Closed forms order the candidates by predicted time and drop those far above the
 which runs zerofit's trainer and the real engine on tensors without memory, decides about the rest.
 """
 
+import contextlib
 import time
 from collections.abc import Callable
 
@@ -41,6 +42,9 @@ class Progress:
 
     def now(self, text: str) -> None:
         """Tell what is simulated now, which takes seconds."""
+
+    def meanwhile(self, candidate: Candidate, plan: Plan) -> None:
+        """Do work of one's own while a candidate is simulated."""
 
     def first(self, candidate: Candidate | None, plan: Plan) -> None:
         """Tell the fastest setting that fits by formula, before anything is simulated; None: none does."""
@@ -180,25 +184,49 @@ def adapters_instead(plan: Plan, methods: list[str], request: Request) -> dict[s
     offload.
     """
     chosen = plan.chosen
-    if chosen and chosen.setting.offload == "none" and chosen.peak <= EDGE * plan.limit:
+    if len(methods) > 1 or (chosen and not _is_near_the_edge(chosen, plan)):
         return {}
-    found, recipe = {}, candidates.recipe_of(methods[0])
-    offers = [(name, request, f"METHOD={name}") for name in recipe.smaller if name != methods[0]]
-    offers = [(candidates.method_of(name).title, name, own, hint) for name, own, hint in offers]
-    for one in recipe.variants:
-        if not one.method and all(request.get(name) is None for name in one.arguments):
-            offers.append((one.title, recipe.name, request.put(**one.arguments), one.flags))
-    for title, method, own, hint in offers if len(methods) == 1 else []:
+    found = {}
+    for title, method, own, hint in _with_adapters(methods[0], request):
         try:
-            if chosen and chosen.setting.tiles > 1:
-                tried = long_rows.settings(method, own, plan, [])
-            else:
-                tried = candidates.candidates(method, own, plan.ranks, plan.gpu, node=plan.node)
+            is_long = chosen and chosen.setting.tiles > 1
+            tried = long_rows.settings(method, own, plan, []) if is_long else _listed(plan, method, own)
         except UserError:
             continue  # the user's other flags do not go with it
         fit = (c for c in tried if c.setting.offload == "none" and c.peak <= plan.limit)
         found[title] = next(fit, None), hint
     return found
+
+
+def list_adapters(candidate: Candidate, plan: Plan, methods: list[str], request: Request) -> None:
+    """List what `adapters_instead` will ask for if this candidate is chosen, which by its closed forms may fit."""
+    if len(methods) == 1 and candidate.by_formula <= plan.limit and _is_near_the_edge(candidate, plan):
+        for _, method, own, _ in _with_adapters(methods[0], request):
+            with contextlib.suppress(UserError):
+                _listed(plan, method, own)
+
+
+def _is_near_the_edge(candidate: Candidate, plan: Plan) -> bool:
+    return candidate.setting.offload != "none" or candidate.peak > EDGE * plan.limit
+
+
+def _with_adapters(method: str, request: Request) -> list[tuple[str, str, Request, str]]:
+    """Return (title, method, its request, words that plan it) of the ways to train an adapter instead."""
+    recipe = candidates.recipe_of(method)
+    offers = [(name, request, f"METHOD={name}") for name in recipe.smaller if name != method]
+    offers = [(candidates.method_of(name).title, name, own, hint) for name, own, hint in offers]
+    for one in recipe.variants:
+        if not one.method and all(request.get(name) is None for name in one.arguments):
+            offers.append((one.title, recipe.name, request.put(**one.arguments), one.flags))
+    return offers
+
+
+def _listed(plan: Plan, method: str, request: Request) -> list[Candidate]:
+    """Return the candidates of a method, listed once a plan. Raises: UserError as `candidates.candidates`."""
+    key = method, *request.flags()
+    if key not in plan.listed:
+        plan.listed[key] = candidates.candidates(method, request, plan.ranks, plan.gpu, node=plan.node)
+    return plan.listed[key]
 
 
 def pipeline_instead(plan: Plan, methods: list[str], request: Request) -> dict[str, tuple[Candidate | None, str]]:
@@ -299,6 +327,7 @@ def _expected(candidate: Candidate, simulated: list[Candidate]) -> float:
 def _fits(candidate: Candidate, plan: Plan, progress: Progress) -> bool:
     """Simulate the candidate, report its peak, and choose it if it fits."""
     progress.now(f"simulating {candidate.label}")
+    simulate.while_waiting(lambda: progress.meanwhile(candidate, plan))
     predict.ask(candidate, plan.limit)
     how = (
         f"by formula, + {candidates.FORMULA_MARGIN:.0%}: the exact check failed"

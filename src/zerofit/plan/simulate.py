@@ -20,6 +20,7 @@ import subprocess
 import sys
 import tempfile
 import threading
+from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
@@ -91,8 +92,19 @@ def _own_program(recipe: Recipe) -> tuple[str, ...]:
     return tuple(own.facts.values()) if own else ()
 
 
+@dataclass(frozen=True)
+class Spare:
+    """A question that will be asked next, unless the answers to others make it needless: it is simulated beside them.
+
+    Its answer goes to the cache only.
+    """
+
+    question: Question
+    is_needed: Callable[[list[dict]], bool]  # asked with the answers to the others; True: wait for it
+
+
 def run_all(
-    questions: list[Question], cache: Path | None = None, seconds: float | None = None
+    questions: list[Question], cache: Path | None = None, seconds: float | None = None, spare: Spare | None = None
 ) -> list[dict | Exception]:
     """Return the answers in order; in place of one a UserError for the user's mistake, or why it is not there.
 
@@ -113,26 +125,45 @@ def run_all(
             (answers[i],) = run_all([questions[i]], cache, seconds)
         return answers
     asked = [questions[i] for i in open_questions]
-    for i, answer in zip(open_questions, _ask_all(asked, seconds), strict=True):
+    if len(asked) < len(questions) or cache is None or (spare and _read_cached(cache, spare.question)):
+        spare = None
+    found = _ask_all(asked, seconds, spare)
+    for i, answer in zip(open_questions, found[: len(asked)], strict=True):
         answers[i] = _as_exception(answer, cache)
         if cache and not isinstance(answers[i], Exception):  # failures may be temporary
             keep(cache / f"{key(questions[i])}.json", answer)
+    if spare and "total" in found[-1]:
+        keep(cache / f"{key(spare.question)}.json", found[-1])
     return answers
 
 
-def _ask_all(questions: list[Question], seconds: float | None) -> list[dict]:
-    """Return the answers of one process to the questions, or in their place why there is none (see `_as_exception`)."""
+def _ask_all(questions: list[Question], seconds: float | None, spare: Spare | None = None) -> list[dict]:
+    """Return the answers of one process to the questions, or in their place why there is none (see `_as_exception`).
+
+    That to the spare question comes last.
+    """
     fake, cuda = all(q.fake for q in questions), any(q.device == "cuda" for q in questions)
     process = _ready.pop() if fake and not cuda and _ready else _start(fake, cuda)
-    output, errors = _ask(process, json.dumps([q.as_json() for q in questions]), seconds, keep=_reused and fake)
-    if output is None:
-        return [{"too slow": True}] * len(questions)
-    answers = [{"trace": errors or "the simulation's process printed nothing"}] * len(questions)
-    for line in output.splitlines():
-        if line.startswith(MARK):
-            number, answer = json.loads(line.removeprefix(MARK))
-            answers[number] = answer
-    return answers
+    plain = [q.as_json() for q in questions] + ([spare.question.as_json() | {"spare": True}] if spare else [])
+    answers: dict[int, dict] = {}
+
+    def receive(line: str) -> None:
+        if not line.startswith(MARK):
+            return
+        number, answer = json.loads(line.removeprefix(MARK))
+        answers[number] = answer
+        if spare and len(questions) not in answers and len(answers) == len(questions):
+            with contextlib.suppress(Exception):  # an answer that is none: the spare one is needless
+                if spare.is_needed([answers[i] for i in range(len(questions))]):
+                    return
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGUSR1)
+
+    errors = _ask(process, json.dumps(plain), seconds, receive, keep=_reused and fake)
+    if errors is None:
+        return [{"too slow": True}] * len(plain)
+    lost = {"trace": errors or "the simulation's process printed nothing"}
+    return [answers.get(i, lost) for i in range(len(plain))]
 
 
 MARK = "simulation-answer: "
@@ -141,6 +172,8 @@ DONE = "simulation-done"  # a line after the answers to one list of questions
 
 _ready: list[subprocess.Popen] = []  # processes that import, or have imported, the libraries and wait for questions
 
+_meanwhile: list[Callable[[], None]] = []  # what to do while answers are waited for
+
 _reused = False  # whether to keep a process for the next questions
 
 
@@ -148,6 +181,11 @@ def prestart() -> None:
     """Start the process for the next questions, so that its imports, which take seconds, run in parallel."""
     if not _ready:
         _ready.append(_start(fake=True, cuda=False))
+
+
+def while_waiting(work: Callable[[], None]) -> None:
+    """Have work that is needed later done when simulations are next waited for: this process is idle then."""
+    _meanwhile[:] = [work]
 
 
 @contextlib.contextmanager
@@ -186,12 +224,15 @@ def _end(process: subprocess.Popen, reader: threading.Thread | None = None) -> N
             stream.close()
 
 
-def _ask(process: subprocess.Popen, text: str, seconds: float | None, keep: bool = False) -> tuple[str | None, str]:
-    """Return the process's answers to `text` (None: not within `seconds`), and its output on stderr.
+def _ask(
+    process: subprocess.Popen, text: str, seconds: float | None, receive: Callable[[str], None], keep: bool = False
+) -> str | None:
+    """Pass each line that the process prints for `text` to `receive`; return its output on stderr.
 
+    Returns None if the answers are not all there within `seconds`.
     Args: keep: let the process wait for the next questions; else it and its forks are killed afterwards.
     """
-    answers, received_all = [], False
+    received_all = False
 
     def read():
         nonlocal received_all
@@ -199,7 +240,7 @@ def _ask(process: subprocess.Popen, text: str, seconds: float | None, keep: bool
             if line.strip() == DONE:
                 received_all = True
                 return
-            answers.append(line)
+            receive(line)
 
     reader = threading.Thread(target=read, daemon=True)
     reader.start()
@@ -207,13 +248,15 @@ def _ask(process: subprocess.Popen, text: str, seconds: float | None, keep: bool
         with contextlib.suppress(BrokenPipeError):  # the process has ended; its stderr holds the reason
             process.stdin.write(text + "\n")
             process.stdin.flush()
+        while _meanwhile:
+            _meanwhile.pop()()
         reader.join(None if seconds is None else max(0.0, seconds))
         if reader.is_alive():
-            return None, ""
+            return None
         if received_all and keep:
             _ready.append(process)
         process.stderr.seek(0)
-        return "".join(answers), process.stderr.read()
+        return process.stderr.read()
     finally:
         if process not in _ready:
             _end(process, reader)
