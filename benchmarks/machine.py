@@ -27,14 +27,18 @@ def versions() -> dict[str, str]:
 
 def facts() -> dict:
     """Return processor, memory, load at the start of the benchmark, date, commit."""
-    processor = platform.processor() or platform.machine()
+    processor, instructions = platform.processor() or platform.machine(), ""
     if (info := Path("/proc/cpuinfo")).exists():
         names = [line.split(":")[1].strip() for line in info.read_text().splitlines() if line.startswith("model name")]
         processor = names[0] if names else processor
+        flags = next((line.split() for line in info.read_text().splitlines() if line.startswith("flags")), [])
+        known = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
+        instructions = next((name for name in known if name in flags), "")
     commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     return {
         "date": datetime.date.today().isoformat(),
         "processor": processor,
+        "instructions": instructions,  # the widest of these: without the first two there is no bf16 arithmetic
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "load_average_before": round(os.getloadavg()[0], 1),
@@ -45,7 +49,8 @@ def facts() -> dict:
 def describe(machine: dict, environments: dict[str, dict]) -> list[str]:
     """Return the facts as Markdown lines."""
     lines = [
-        f"{machine['date']}, commit {machine['commit']}; {machine['processor']}, {machine['cores']} cores, "
+        f"{machine['date']}, commit {machine['commit']}; {machine['processor']}"
+        f"{' with ' * bool(machine.get('instructions'))}{machine.get('instructions', '')}, {machine['cores']} cores, "
         f"{machine['memory_gib']} GiB; load average before the first run {machine['load_average_before']}.",
         "",
     ]

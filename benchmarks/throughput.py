@@ -1,9 +1,9 @@
 """Measure the real tokens a second of a training step: the recipe, other kits, and a hand-written loop.
 
-    python benchmarks/throughput.py --peers .venv-peers/bin/python        # `make bench-peers`; without: no TRL
-    python benchmarks/throughput.py --llama_factory .venv-llama-factory/bin/python --swift .venv-swift/bin/python
+    python benchmarks/throughput.py                                   # with the kits that are in .venv-peers (kits.py)
     python benchmarks/throughput.py --only 'zerofit.*bf16' --rounds 1 --more
-    python benchmarks/throughput.py --model 1b/config.json --micro 8      # on a GPU, which is used where there is one
+    python benchmarks/throughput.py --isa avx2 --more                 # as on a processor without AVX-512
+    python benchmarks/throughput.py --model 1b/config.json --micro 8  # on a GPU, which is used where there is one
 
 One process, random weights of --model's shape, tokenized rows as long as those of gsm8k, half of each an answer that
 is trained on; the same rows in the same order (packs: shuffled), AdamW, weights in fp32 (bf16: autocast), no
@@ -37,8 +37,6 @@ SHAPE = {
 
 THREADS = len(os.sched_getaffinity(0))  # the cores that this process may use: `taskset -c 0` leaves one
 
-LENGTH = 1024  # of packed rows, and the longest of others
-
 SYSTEMS = {  # the ways of batching that each has
     "hand-written loop": ("padded", "packed"),
     "zerofit": ("padded", "padding-free", "by length", "packed"),
@@ -48,12 +46,33 @@ SYSTEMS = {  # the ways of batching that each has
     "ms-swift": ("padded",),
 }
 
-PYTHONS = {"TRL": "peers", "LLaMA-Factory": "llama_factory", "ms-swift": "swift"}  # the option with each one's Python
+# Variables with which torch, oneDNN and MKL compute as on a processor that has no more than these instructions.
+INSTRUCTION_SETS = {
+    "native": {},
+    "avx2": {"ATEN_CPU_CAPABILITY": "avx2", "ONEDNN_MAX_CPU_ISA": "AVX2", "MKL_ENABLE_INSTRUCTIONS": "AVX2"},
+}
+
+
+def python_of(system: str, peers: Path) -> str | None:
+    """Return the Python that trains with this system; None: its environment is not there."""
+    if system not in kits.ENVIRONMENTS:
+        return sys.executable
+    found = peers / kits.ENVIRONMENTS[system] / "bin" / "python"
+    return str(found) if found.exists() else None
 
 
 def cases(options) -> list[str]:
-    systems = [name for name in SYSTEMS if name not in PYTHONS or getattr(options, PYTHONS[name])]
-    return [f"{s}, {mode}, {p}" for p in ("fp32", "bf16") for s in systems for mode in SYSTEMS[s]]
+    """Return the cases that can run here, in the order of a round."""
+    systems = [name for name in SYSTEMS if python_of(name, options.peers)]
+    suffix = "" if options.isa == "native" else f" {options.isa}"
+    return [
+        f"{system}, {method}, {mode}, {precision}{suffix}"
+        for precision in ("fp32", "bf16")
+        for method in ("full", "LoRA")
+        for system in systems
+        for mode in SYSTEMS[system]
+        if method == "full" or (system != "transformers Trainer" and mode != "by length")
+    ]
 
 
 # --- model and rows ---
@@ -86,7 +105,7 @@ def write_rows(file: Path, count: int) -> None:
     with file.open("w") as out:
         for _ in range(count):
             question, answer = (int(draw.lognormvariate(mean, sd)) for mean, sd in ((4.12, 0.38), (4.35, 0.49)))
-            ids = draw.choices(words, k=min(LENGTH, question + answer + 10))
+            ids = draw.choices(words, k=min(kits.LENGTH, question + answer + 10))
             labels = [-100] * (question + 8) + ids[question + 8 :]
             out.write(json.dumps({"input_ids": ids, "labels": labels[: len(ids)]}) + "\n")
 
@@ -139,115 +158,13 @@ class Meter:
         Trainer.__init__, Trainer.training_step = built, counted
 
 
-def shared_arguments(job: dict) -> dict:
-    """Return the arguments of transformers that all three trainers have."""
-    packed = job["mode"] == "packed"
-    return {
-        "output_dir": job["folder"], "max_steps": job["steps"], "logging_steps": 1, "save_strategy": "no",
-        "per_device_train_batch_size": job["packs"] if packed else job["micro"],
-        "gradient_accumulation_steps": job["accumulation"], "learning_rate": 1e-3, "lr_scheduler_type": "constant",
-        "weight_decay": 0.0, "max_grad_norm": 1.0, "optim": "adamw_torch_fused", "seed": 0,
-        # Packs are made longest documents first, so only shuffled ones have the average length.
-        "train_sampling_strategy": {"by length": "group_by_length", "packed": "random"}.get(job["mode"], "sequential"),
-        "gradient_checkpointing": False, "bf16": job["precision"] == "bf16", "report_to": "none",
-        "use_cpu": job["use_cpu"],
-    }  # fmt: skip
-
-
-def train_zerofit(job: dict, meter: Meter) -> None:
-    import runpy
-
-    meter.watch()
-    flags = shared_arguments(job) | {
-        "model": job["model"], "data": job["rows"], "max_length": LENGTH, "num_samples": 0, "zero": 0,
-        "packing": job["mode"] == "packed", "padding_free": job["mode"] in ("packed", "padding-free"),
-    }  # fmt: skip
-    recipe = str(machine.ROOT / "recipes" / "sft.py")
-    sys.argv = [recipe, *(f"--{k}={v}" for k, v in flags.items())]
-    runpy.run_path(recipe, run_name="__main__")
-
-
-def train_transformers(job: dict, meter: Meter) -> None:
-    import datasets
-    from transformers import AutoModelForCausalLM, AutoTokenizer, DataCollatorForSeq2Seq, Trainer, TrainingArguments
-
-    meter.watch()
-    tokenizer = AutoTokenizer.from_pretrained(job["model"])
-    tokenizer.padding_side = "right"
-    Trainer(
-        AutoModelForCausalLM.from_pretrained(job["model"]),
-        TrainingArguments(**shared_arguments(job)),
-        DataCollatorForSeq2Seq(tokenizer, pad_to_multiple_of=8),
-        datasets.load_dataset("json", data_files=job["rows"], split="train"),
-    ).train()
-
-
-def train_trl(job: dict, meter: Meter) -> None:
-    import datasets
-    from transformers import AutoModelForCausalLM, AutoTokenizer
-    from trl import SFTConfig, SFTTrainer
-
-    meter.watch()
-    SFTTrainer(
-        AutoModelForCausalLM.from_pretrained(job["model"]),
-        SFTConfig(**shared_arguments(job), max_length=LENGTH, packing=job["mode"] == "packed"),
-        train_dataset=datasets.load_dataset("json", data_files=job["rows"], split="train"),
-        processing_class=AutoTokenizer.from_pretrained(job["model"]),
-    ).train()
-
-
-def train_loop(job: dict, meter: Meter) -> None:
-    """Train with plain torch on the batches that the recipe makes."""
-    import torch
-    from transformers import AutoModelForCausalLM
-
-    from zerofit.data import batches
-    from zerofit.model import attention
-
-    device = "cpu" if job["use_cpu"] else "cuda"
-    packed, micro = job["mode"] == "packed", shared_arguments(job)["per_device_train_batch_size"]
-    rows = [json.loads(line) for line in Path(job["rows"]).read_text().splitlines()]
-    if packed:
-        groups = batches.best_fit_decreasing([len(row["input_ids"]) for row in rows], LENGTH)
-        rows = [batches.join([rows[i] for i in group]) for group in groups]
-        rows = [rows[i] for i in torch.randperm(len(rows), generator=torch.Generator().manual_seed(0))]
-    collate = batches.PackedCollator() if packed else batches.Collator(0)
-    attn = attention.register() if packed else "sdpa"
-    net = AutoModelForCausalLM.from_pretrained(job["model"], attn_implementation=attn).to(device)
-    net.train()
-    optimizer = torch.optim.AdamW(net.parameters(), lr=1e-3, weight_decay=0.0, fused=True)
-    taken = iter([rows[i : i + micro] for i in range(0, len(rows), micro)])
-    for _ in range(job["steps"]):
-        inputs = [collate(next(taken)) for _ in range(job["accumulation"])]
-        supervised, total = sum(int((batch["labels"][..., 1:] != -100).sum()) for batch in inputs), 0.0
-        for batch in inputs:
-            meter.count(batch)
-            batch = {k: v.to(device) if torch.is_tensor(v) else v for k, v in batch.items()}
-            with torch.autocast(device, torch.bfloat16, enabled=job["precision"] == "bf16"):
-                loss = net(**batch, num_items_in_batch=supervised, use_cache=False).loss
-            loss.backward()
-            total += loss.detach()
-        torch.nn.utils.clip_grad_norm_(net.parameters(), 1.0)
-        optimizer.step()
-        optimizer.zero_grad()
-        meter.losses.append(float(total))
-        meter.step()
-
-
-TRAIN = {
-    "zerofit": train_zerofit, "transformers Trainer": train_transformers, "TRL": train_trl,
-    "LLaMA-Factory": lambda job, meter: kits.train_llama_factory(job, meter, shared_arguments(job)),
-    "ms-swift": lambda job, meter: kits.train_swift(job, meter, shared_arguments(job)),
-}  # fmt: skip
-
-
 def worker(job: dict) -> None:
     """Train and print the measurement as the last line."""
     import torch
 
     job["use_cpu"] = not torch.cuda.is_available()
     meter, result = Meter(), {"peak_flops": peak_flops(job["precision"])}
-    TRAIN.get(job["system"], train_loop)(job, meter)
+    kits.TRAIN[job["system"]](job, meter)
     times, tokens = zip(*meter.steps[job["warm_up"] :], strict=True)
     seconds = times[-1] - meter.steps[job["warm_up"] - 1][0]
     result |= {"tokens_per_second": sum(tokens) / seconds, "losses": meter.losses, "tokens": sum(tokens)}
@@ -274,17 +191,18 @@ def peak_flops(precision: str) -> float:
 
 def measure(case: str, options, folder: Path) -> dict:
     """Run one case in its own process."""
-    system, mode, precision = case.split(", ")
+    system, method, mode, precision = case.split(", ")
     job = {
-        "system": system, "mode": mode, "precision": precision, "model": str(folder / "model"),
-        "rows": str(folder / "rows.jsonl"), "steps": options.warm_up + options.steps, "length": LENGTH,
+        "system": system, "method": method, "mode": mode, "precision": precision.split()[0],
+        "model": str(folder / "model"),
+        "rows": str(folder / "rows.jsonl"), "steps": options.warm_up + options.steps,
         **{name: getattr(options, name) for name in ("warm_up", "micro", "packs", "accumulation")},
     }  # fmt: skip
     with tempfile.TemporaryDirectory(dir=folder) as cache:
         job["folder"] = f"{cache}/run"
-        python = getattr(options, PYTHONS[system]) if system in PYTHONS else sys.executable
-        env = machine.environment(cache, ours=system not in PYTHONS) | {"OMP_NUM_THREADS": str(THREADS)}
-        words = [python, str(Path(__file__).resolve()), "--worker", json.dumps(job)]
+        env = machine.environment(cache, ours=system not in kits.ENVIRONMENTS) | {"OMP_NUM_THREADS": str(THREADS)}
+        env |= INSTRUCTION_SETS[options.isa]
+        words = [python_of(system, options.peers), str(Path(__file__).resolve()), "--worker", json.dumps(job)]
         process = subprocess.run(words, env=env, capture_output=True, text=True, cwd=machine.ROOT)
     if process.returncode:
         sys.exit(f"{case} failed:\n{process.stdout[-2000:]}{process.stderr[-4000:]}")
@@ -302,12 +220,12 @@ def flops_per_token(config: dict) -> int:
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--peers", help="python of an environment with TRL")
-    parser.add_argument("--llama_factory", help="python of an environment with LLaMA-Factory (kits.py)")
-    parser.add_argument("--swift", help="python of an environment with ms-swift (kits.py)")
+    peers = machine.ROOT / ".venv-peers"
+    parser.add_argument("--peers", type=Path, default=peers, help="folder with the other kits' environments (kits.py)")
     parser.add_argument("--model", type=Path, help="config.json of the shape; default: a Llama of 12 M parameters")
+    parser.add_argument("--isa", choices=INSTRUCTION_SETS, default="native", help="instructions that all may use")
     parser.add_argument("--rounds", type=int, default=3)
-    parser.add_argument("--only", default="", help="regular expression of the cases, e.g. 'zerofit, packed'")
+    parser.add_argument("--only", default="", help="regular expression of the cases, e.g. 'zerofit, full'")
     parser.add_argument("--more", action="store_true", help="add rounds to those of the result file, if it is of today")
     parser.add_argument("--steps", type=int, default=6, help="that are timed")
     parser.add_argument("--warm_up", type=int, default=2)
@@ -334,7 +252,7 @@ def main() -> None:
             for case in chosen:
                 result = measure(case, options, folder)
                 system = case.split(", ")[0]
-                record["versions"][system if system in PYTHONS else "zerofit"] = result.pop("versions")
+                record["versions"][system if system in kits.ENVIRONMENTS else "zerofit"] = result.pop("versions")
                 record["cases"].setdefault(case, []).append(result)
                 print(f"round {number + 1}, {case}: {result['tokens_per_second']:,.0f} tok/s", flush=True)
                 machine.save(options.name, report(record), record, quiet=True)
@@ -350,21 +268,23 @@ def report(record: dict) -> list[str]:
     sizes = ", ".join(f"{name} {value}" for name, value in record["batches"].items())
     lines += [
         f"{flops / 6e6:.1f} M weights that multiply; {sizes}; {record['threads']} threads. Real tokens a second, "
-        "medians of the rounds; the share of the machine is 6 x weights x tokens/s over the best matrix product of "
-        "1,024 x 1,024 (GPU: 8,192) in the same process, so it leaves the attention out.",
+        "medians of the rounds; the share of the machine is 6 x weights x tokens/s (LoRA: 4) over the best matrix "
+        "product of 1,024 x 1,024 (GPU: 8,192) in the same process, so it leaves attention and adapters out.",
         "",
-        "| | batches | | rounds | tokens/s | lowest to highest | share of the machine | of the loop | last loss |",
-        "|---|---|---|---:|---:|---|---:|---:|---:|",
+        "| | | batches | | rounds | tokens/s | lowest to highest | share of the machine | of the loop | last loss |",
+        "|---|---|---|---|---:|---:|---|---:|---:|---:|",
     ]
-    for case, rounds in sorted(measured.items(), key=lambda item: item[0].split(", ")[::-1]):
-        system, mode, precision = case.split(", ")
+    for case in sorted(measured, key=lambda name: [name.split(", ")[part] for part in (3, 1, 2, 0)]):
+        (system, method, mode, precision), rounds = case.split(", "), measured[case]
         all_speeds = [r["tokens_per_second"] for r in rounds]
-        share = speed[case] * flops / max(r["peak_flops"] for r in rounds)
-        loop = speed.get(f"hand-written loop, {'packed' if mode == 'packed' else 'padded'}, {precision}")
+        work = flops if method == "full" else flops * 2 // 3
+        share = speed[case] * work / max(r["peak_flops"] for r in rounds)
+        loop = speed.get(f"hand-written loop, {method}, {'packed' if mode == 'packed' else 'padded'}, {precision}")
         of_loop = f"{speed[case] / loop:.0%}" if loop else ""
+        spread, loss = f"{min(all_speeds):,.0f} to {max(all_speeds):,.0f}", rounds[-1]["losses"][-1]
         lines.append(
-            f"| {system} | {mode} | {precision} | {len(rounds)} | **{speed[case]:,.0f}** | {min(all_speeds):,.0f} to "
-            f"{max(all_speeds):,.0f} | {share:.0%} | {of_loop} | {rounds[-1]['losses'][-1]:.4f} |"
+            f"| {system} | {method} | {mode} | {precision} | {len(rounds)} | **{speed[case]:,.0f}** | {spread} | "
+            f"{share:.0%} | {of_loop} | {loss:.4f} |"
         )
     return lines
 

@@ -191,13 +191,19 @@ def test_every_technique_and_resolver_is_in_one_list():
 
 @pytest.mark.parametrize("has_bf16", [True, False])
 def test_precision_on_a_cpu(monkeypatch, has_bf16):
-    """The same on every machine: bf16 is advised where the CPU multiplies such numbers itself, and never chosen."""
+    """The same on every machine: bf16 is advised where the CPU multiplies such numbers itself, and never chosen.
+
+    Where it does not, a line says that the bf16 that was asked for is slow.
+    """
     monkeypatch.setattr(hardware, "cpu_has_bf16", lambda: has_bf16)
     settings = resolve.resolve_settings("sft", [], 1)
     assert settings.precision == "fp32"
     (said,) = [sentence for sentence in settings.decisions if sentence.startswith("precision fp32: exact")]
     assert ("(--bf16 true)" in said) == has_bf16
-    assert resolve.resolve_settings("sft", ["--bf16", "true"], 1).precision == "bf16"
+    for flag in ("--bf16", "--pure_bf16"):
+        asked = resolve.resolve_settings("sft", [flag, "true"], 1)
+        assert asked.precision == "bf16"
+        assert any("has no bf16 arithmetic" in sentence for sentence in asked.decisions) != has_bf16
 
 
 @pytest.mark.parametrize(("words", "rows"), [

@@ -151,6 +151,24 @@ def test_ranks_on_gpus_are_forks_on_request_only(monkeypatch):
     assert standby._may_become_ranks(os.environ | {"ZEROFIT_FORK": "1"})
 
 
+@pytest.mark.parametrize(("variables", "started"), [
+    ({}, 0), ({"CUDA_VISIBLE_DEVICES": "1"}, 0), ({"CUDA_VISIBLE_DEVICES": ""}, 1), ({"CUDA_VISIBLE_DEVICES": "-1"}, 1),
+    ({"ZEROFIT_FORK": "1"}, 1),
+])  # fmt: skip
+def test_no_process_waits_where_ranks_may_use_a_gpu(variables, started, monkeypatch):
+    """It would import everything beside the launcher, and then start fresh interpreters all the same."""
+    for name, value in {"OF_BOTH": (), "Standby": object, "_waiting": []}.items():
+        monkeypatch.setattr(standby, name, value)
+    monkeypatch.setattr(standby.threading, "active_count", lambda: 1)
+    monkeypatch.setattr(standby.Path, "glob", lambda self, _: iter([self / "nvidia0"]))  # of /dev
+    for name in ("CUDA_VISIBLE_DEVICES", standby.FORKS):
+        monkeypatch.delenv(name, raising=False)
+    for name, value in variables.items():
+        monkeypatch.setenv(name, value)
+    standby.prefork()
+    assert len(standby._waiting) == started
+
+
 def test_a_launch_that_is_refused_leaves_no_process():
     code = """
 import psutil

@@ -216,6 +216,11 @@ def choose_precision(settings: Settings) -> None:
         raise UserError(
             "--dtype float16 --fp16 true with stage 0: the loss scaler needs fp32 weights; use --dtype auto."
         )
+    if settings.use_cpu and (settings.bf16 or settings.pure_bf16) and not hardware.cpu_has_bf16():
+        settings.decisions.append(
+            "bf16: this CPU has no bf16 arithmetic (avx512_bf16, AMX), so its products are emulated and can take many "
+            "times as long as in fp32 (--bf16 false)"
+        )
     if set_by_user:
         return
     if settings.pure_bf16:
