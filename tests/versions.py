@@ -45,16 +45,17 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--sets", nargs="+", choices=SETS, default=["oldest", "pinned", "newest"])
     parser.add_argument("--only", nargs="+", default=[], help="tests to run instead of the fast suite")
+    parser.add_argument("--failed", action="store_true", help="run only what failed in the last run of each set")
     parser.add_argument("--no_table", action="store_true", help="leave docs/install.md as it is")
     given = parser.parse_args()
     failed = []
     for name in given.sets:
         python = install(name)
-        counts = run(python, name, given.only)
+        counts = run(python, name, given.only, given.failed)
         print(f"{name}: {counts}", flush=True)
         if not (given.no_table or given.only or name == "prerelease"):
             write(name, row(name, python, counts))
-        if "failed" in counts or "error" in counts:
+        if "failed" in counts:
             failed.append(name)
     sys.exit(f"tests failed with: {', '.join(failed)}" if failed else 0)
 
@@ -93,26 +94,44 @@ def uv(*words) -> None:
     subprocess.run([Path(sys.prefix) / "bin" / "uv", *map(str, words)], cwd=ROOT, check=True, env=env)
 
 
-def run(python: Path, name: str, only: list[str]) -> str:
-    """Run the fast suite (or some of it) and return its counts, as "4447 passed, 5 skipped"."""
-    results = python.parents[1] / "results.xml"
-    versions = of_set(python)
-    words = [python, "-m", "pytest", "-q", "-n", "3", "--dist", "loadfile", "--no-loadscope-reorder"]
-    with (python.parents[1] / "tests.log").open("w") as log:
-        print(f"{name}: tests; {log.name}", flush=True)
-        env = os.environ | {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
-        subprocess.run([*words, f"--junit-xml={results}", *only], cwd=ROOT, stdout=log, stderr=log, env=env)
-    if of_set(python) != versions:
-        sys.exit(
-            f"{name}: a test has installed other packages: {' '.join(of_set(python))} instead of {' '.join(versions)}"
-        )
-    suite = ElementTree.parse(results).getroot().find("testsuite")
+def run(python: Path, name: str, only: list[str], failed_only: bool) -> str:
+    """Run the fast suite (or some of it), then alone what has failed; return the counts, as "4447 passed, 5 skipped".
+
+    Args: failed_only: run alone what has failed in the last run of this set, instead of all.
+    """
+    first, again = (python.parents[1] / f"{which}.xml" for which in ("results", "again"))
+    if not failed_only:
+        test(python, name, first, ["-n", "3", "--dist", "loadfile", "--no-loadscope-reorder", *only])
+    suite = ElementTree.parse(first).getroot().find("testsuite")
     count = {what: int(suite.get(what)) for what in ("tests", "failures", "errors", "skipped")}
-    passed = count["tests"] - count["failures"] - count["errors"] - count["skipped"]
-    bad = {"failed": count["failures"], "errors": count["errors"]}
-    return ", ".join(
-        [f"{passed} passed", *(f"{n} {what}" for what, n in bad.items() if n), f"{count['skipped']} skipped"]
-    )
+    bad = failed(suite)
+    passed = count["tests"] - len(bad) - count["skipped"]
+    if bad:
+        test(python, name, again, bad)
+        still = failed(ElementTree.parse(again).getroot().find("testsuite"))
+        alone = len(bad) - len(still)
+        said = [f"{passed + alone} passed ({alone} of them alone)", *([f"{len(still)} failed"] if still else [])]
+    else:
+        said = [f"{passed} passed"]
+    return ", ".join([*said, f"{count['skipped']} skipped"])
+
+
+def test(python: Path, name: str, results: Path, words: list[str]) -> None:
+    """Run tests with the set's interpreter. Raises: SystemExit if they have changed the set."""
+    versions, log = of_set(python), results.with_suffix(".log")
+    print(f"{name}: tests; {log}", flush=True)
+    env = os.environ | {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
+    with log.open("w") as out:
+        command = [python, "-m", "pytest", "-q", f"--junit-xml={results}", *words]
+        subprocess.run(command, cwd=ROOT, stdout=out, stderr=out, env=env)
+    if (now := of_set(python)) != versions:
+        sys.exit(f"{name}: a test has installed other packages: {' '.join(now)} instead of {' '.join(versions)}")
+
+
+def failed(suite) -> list[str]:
+    """Return the tests of a suite that have failed, or whose fixtures have, as pytest names them."""
+    bad = [one for one in suite.iter("testcase") if one.find("failure") is not None or one.find("error") is not None]
+    return [f"{one.get('classname').replace('.', '/')}.py::{one.get('name')}" for one in bad]
 
 
 def row(name: str, python: Path, counts: str) -> str:
