@@ -560,7 +560,8 @@ def test_which_documents_a_cpu_attends_to_in_fp32(monkeypatch):
     cpu, longest = torch.device("cpu"), attention.FP32_TOKENS
     for can, tokens, dtype, wanted in [
         (X86, longest, torch.bfloat16, torch.float32),
-        (X86, longest + 1, torch.bfloat16, torch.bfloat16),
+        (X86 | {"avx512_bf16": True}, longest + 1, torch.bfloat16, torch.bfloat16),
+        (X86 | {"avx512_bf16": False}, longest + 1, torch.bfloat16, torch.float32),
         (X86, 1, torch.float64, torch.float64),
         (X86, 1, torch.float16, torch.float16),
         (AMX, 1, torch.bfloat16, torch.bfloat16),

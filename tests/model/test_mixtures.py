@@ -296,7 +296,7 @@ def chosen(model, rows) -> list[set[int]]:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory, request):
-    """{name: Run}: each selected class at 2 ranks, stages 0 and 3, full and LoRA of its experts; and at 1 rank, stage 0."""
+    """{name: Run}: each selected class at 2 ranks, stages 0 and 3, full and LoRA of its experts; at 1 rank, stage 0."""
     folder = tmp_path_factory.mktemp("worlds")
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     cases = {}
