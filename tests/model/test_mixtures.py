@@ -270,14 +270,15 @@ COMMON = [
     # AdamW's momentum moves an expert whose gradient is 0 (stage 3) and not one that has none (stage 0).
     "--optim", "sgd", "--optim_args", "momentum=0", "--learning_rate", "0.1",
 ]  # fmt: skip
-MANY = dict.fromkeys(weights.COUNT, 64)
 
 
 def of_many(kind: str, folder) -> str:
     """A model of 64 experts in a layer, with the router loss where its class has one, at 500 times the usual weight."""
-    found, balanced = tiny_models.config_of(kind).to_dict(), kind in ROUTED
-    changes = {name: 64 for name in MANY if isinstance(found.get(name), int)}
-    return saved(kind, folder, **changes, **({"output_router_logits": True, "router_aux_loss_coef": 0.5} * balanced))
+    found = tiny_models.config_of(kind).to_dict()
+    changes = {name: 64 for name in weights.COUNT if isinstance(found.get(name), int)}
+    if kind in ROUTED:
+        changes |= {"output_router_logits": True, "router_aux_loss_coef": 0.5}
+    return saved(kind, folder, **changes)
 
 
 def chosen(model, rows) -> list[set[int]]:
@@ -296,7 +297,7 @@ def chosen(model, rows) -> list[set[int]]:
 
 @pytest.fixture(scope="module")
 def worlds(tmp_path_factory, request):
-    """{name: Run}: each selected class at 2 ranks, stages 0 and 3, full and LoRA of its experts; at 1 rank, stage 0."""
+    """{name: Run}: each selected class at 2 ranks, stages 0 and 3, full or LoRA of its experts; and at 1 rank."""
     folder = tmp_path_factory.mktemp("worlds")
     (folder / "rows.jsonl").write_text("\n".join(map(json.dumps, ROWS)))
     cases = {}
