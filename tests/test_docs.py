@@ -13,6 +13,7 @@ LONGER = {
     "code.md": "made from the code: a line for each file and each patch",
     "compatibility.md": "made from the code: a row for each technique",
     "flags.md": "made from the code: a row for each flag",
+    "models.md": "made from the results of make models: a row for each type",
     "troubleshooting.md": "a row for each symptom, found by searching",
 }
 

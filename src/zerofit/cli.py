@@ -89,7 +89,7 @@ def _main() -> None:
         print(_versions())
     elif argv and argv[0] in VERBS:
         if argv[0] == "plan":
-            from zerofit.plan import quick
+            from zerofit.plan.answer import quick
 
             quick.begin(argv[1:])
         if argv[0] not in LIGHT:

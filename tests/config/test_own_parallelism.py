@@ -14,7 +14,8 @@ from zerofit.config import parse, resolve
 from zerofit.job import groups, program
 from zerofit.job.technique import Conflict
 from zerofit.parallel.interface import Parallel
-from zerofit.plan import answer_text, candidates, run_line
+from zerofit.plan import candidates
+from zerofit.plan.answer import answer_text, run_line
 
 MODEL = ["--model", str(ROOT / "tests" / "configs" / "llama3.1-8b"), "--data", "unread"]
 

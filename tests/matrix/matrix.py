@@ -22,6 +22,9 @@ import matrix_page  # noqa: E402
 import plan  # noqa: E402
 import tiny_models  # noqa: E402
 
+from zerofit.base import rank_status  # noqa: E402
+from zerofit.report import live  # noqa: E402
+
 RESULTS = ROOT / "benchmarks" / "results" / "models.json"
 COMMON = [
     "--data", str(conftest.TINY / "train.jsonl"), "--max_samples", "12", "--max_steps", "3", "--num_samples", "0",
@@ -31,6 +34,7 @@ COMMON = [
 ]  # fmt: skip
 PLAIN = ["--gradient_checkpointing", "false", "--fused_loss", "false", "--zero", "0"]
 PADDED = [*PLAIN, "--padding_free", "false"]
+WITHOUT_PAGES = {"OMP_NUM_THREADS": "1", live.OFF: "0", rank_status.FOLDER: tempfile.gettempdir()}
 OUT_OF_SCOPE = "not trained on text: "
 LONGEST = 240  # seconds of a run
 CHUNK = 10  # types whose plans are simulated together: starting the simulation takes longest
@@ -63,7 +67,7 @@ def main() -> None:
         record["versions"] = machine.versions()
         RESULTS.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
         print(f"{min(first + CHUNK, len(wanted))} of {len(wanted)} tried", flush=True)
-    matrix_page.write(record, COLUMNS)
+    matrix_page.write(record, COLUMNS, tiny_models.IMAGE_TEXT)
 
 
 def try_all(kinds: list[str], folder: Path, found: dict) -> None:
@@ -111,7 +115,7 @@ def trained(recipe: str, words: list[str], ranks: int) -> str:
     """Train; return "" or why it failed: the sentence of a refusal, else the exception."""
     program = [str(ROOT / "recipes" / f"{recipe}.py"), *words, "--gpus", str(ranks)]
     try:
-        done = conftest.run_python(program, ranks=ranks if ranks > 1 else 0, timeout=LONGEST, OMP_NUM_THREADS="1")
+        done = conftest.run_python(program, ranks=ranks if ranks > 1 else 0, timeout=LONGEST, **WITHOUT_PAGES)
     except subprocess.TimeoutExpired:
         return f"no end within {LONGEST} s"
     if done.returncode == 0:

@@ -1,15 +1,19 @@
-"""Write docs/models.md from the results of `make models`."""
+"""Write docs/models.md and the list of tried classes from the results of `make models`."""
 
+import json
 import re
 from collections import Counter
 from pathlib import Path
 
-PAGE = Path(__file__).resolve().parents[2] / "docs" / "models.md"
+ROOT = Path(__file__).resolve().parents[2]
+PAGE = ROOT / "docs" / "models.md"
+LIST = ROOT / "src" / "zerofit" / "model" / "tried" / "classes.json"
 SIGNS = {None: "", "": "yes"}
+APART = ("side by side", "packed")  # columns whose place a state space model takes by padding
 HEAD = """# Which models were tried
 
 A tiny model of random weights, of each of transformers' causal and image-text classes, is trained on the CPU
-(`make models`). A class that is not here was never tried. A number leads to the reason below.
+(`make models`), on rows of text. A class that is not here was never tried. A number leads to the reason below.
 
 | column | holds when |
 |---|---|
@@ -25,20 +29,30 @@ A tiny model of random weights, of each of transformers' causal and image-text c
 """
 
 
-def write(record: dict, columns: tuple[str, ...]) -> None:
+def write(record: dict, columns: tuple[str, ...], image_text: tuple[str, ...]) -> None:
     """Write the page: how many hold each column, a row for each type, and the reasons why not."""
-    kinds, reasons = record["kinds"], {}
-    lines = [f"| type | {' | '.join(columns[1:])} |", "|" + "---|" * len(columns)]
-    not_built = []
-    for kind, found in sorted(kinds.items()):
-        if found["columns"]["built"]:
-            not_built.append(f"- `{kind}`: {shown(found['columns']['built'])}")
-            continue
-        cells = [cell(found["columns"].get(name), reasons) for name in columns[1:]]
-        lines.append(f"| `{kind}` | {' | '.join(cells)} |")
+    kinds = {kind: found["columns"] for kind, found in sorted(record["kinds"].items())}
+    tried = {kind: own for kind, own in kinds.items() if not own["built"] and not refused(own)}
+    reasons, parts = {}, [HEAD + f"Versions: transformers {record['versions']['transformers']}.\n"]
+    for title, chosen in (("Causal", False), ("Image-text", True)):
+        of_title = {kind: own for kind, own in tried.items() if (kind in image_text) == chosen}
+        rows = [f"| `{kind}` | {' | '.join(cell(own.get(name), reasons) for name in columns[1:])} |"
+                for kind, own in of_title.items()]  # fmt: skip
+        head = [f"| type | {' | '.join(columns[1:])} |", "|" + "---|" * len(columns)]
+        parts += [f"## {title}", "", totals(of_title, columns), "", *head, *rows, ""]
     numbered = [f"{number}. {shown(reason)}" for reason, number in reasons.items()]
-    PAGE.write_text("\n".join([HEAD + totals(kinds, columns), "", *lines, "", "## Why not", "", *numbered, "",
-                               "## Not built", "", *not_built]).rstrip() + "\n")  # fmt: skip
+    others = [f"- `{kind}`: {shown(general(own['built'] or refused(own)))}"
+              for kind, own in kinds.items() if kind not in tried]  # fmt: skip
+    PAGE.write_text(
+        "\n".join([*parts, "## Why not", "", *numbered, "", "## Refused, or not built", "", *others]) + "\n"
+    )
+    bad = {kind: {name: general(why) for name, why in own.items() if why} for kind, own in tried.items()}
+    LIST.write_text(json.dumps({"transformers": record["versions"]["transformers"], "types": bad}, indent=1) + "\n")
+
+
+def refused(own: dict) -> str:
+    """Return the sentence with which zerofit refuses a type, or ""."""
+    return own.get("padded", "").partition(": error: ")[2] if ": error: --model" in own.get("padded", "") else ""
 
 
 def cell(found: str | None, reasons: dict[str, int]) -> str:
@@ -57,9 +71,9 @@ def shown(reason: str) -> str:
     return re.sub(r"\s+", " ", reason.replace("|", "/").replace("<", "(").replace(">", ")"))
 
 
-def totals(kinds: dict, columns: tuple[str, ...]) -> str:
-    built = [found["columns"] for found in kinds.values() if not found["columns"]["built"]]
-    holds = Counter(name for found in built for name in columns if found.get(name) == "")
-    every = sum(all(found.get(name) == "" for name in columns) for found in built)
+def totals(tried: dict, columns: tuple[str, ...]) -> str:
+    holds = Counter(name for own in tried.values() for name in columns if own.get(name) == "")
+    every = sum(all(own.get(name) == "" for name in columns) for own in tried.values())
+    but = sum(all(own.get(name) == "" for name in columns if name not in APART) for own in tried.values())
     each = ", ".join(f"{name} {holds[name]}" for name in columns[1:])
-    return f"{len(kinds)} types tried, {len(built)} built; all columns hold for {every}. Each: {each}.\n"
+    return f"{len(tried)} types. All columns hold for {every}, all but {' and '.join(APART)} for {but}. Each: {each}."

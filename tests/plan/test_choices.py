@@ -15,8 +15,9 @@ from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.commands import plan as plan_command
 from zerofit.config import parse, resolve
-from zerofit.plan import answer_text, candidates, run_line, search, simulate
+from zerofit.plan import candidates, search, simulate
 from zerofit.plan.advice import better, cost, long_rows, methods, table
+from zerofit.plan.answer import answer_text, run_line
 from zerofit.plan.speed import step
 
 CONFIGS = ROOT / "tests" / "configs"

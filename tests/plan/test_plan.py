@@ -34,18 +34,17 @@ from zerofit.model.kernels import linear_attention
 from zerofit.model.load import load_tokenizer
 from zerofit.parallel import pipeline, sequence_parallel, tensor_parallel
 from zerofit.plan import (
-    answer_text,
     candidates,
     choice,
     formulas,
     gpu_memory,
     predict,
     preflight,
-    run_line,
     search,
     simulate,
     simulated_rank,
 )
+from zerofit.plan.answer import answer_text, run_line
 from zerofit.plan.speed import step
 from zerofit.train import run as training_run
 
@@ -1285,6 +1284,17 @@ def test_what_is_no_causal_language_model_is_refused(kind, said, tmp_path):
     """Though transformers has a causal class of each."""
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=rf"^--model .*: {kind} is {said}"):
+        candidates.candidates("sft", job(["--model", str(tmp_path), "--zero", "2"]), 2, GPU)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("kind", "more", "name"),
+    [("bart", {"is_encoder_decoder": False, "is_decoder": True}, "BartForCausalLM"), ("xlnet", {}, "XLNetLMHeadModel")],
+)
+def test_a_class_whose_loss_is_not_of_the_next_token_is_refused(kind, more, name, tmp_path):
+    AutoConfig.for_model(kind, **more).save_pretrained(tmp_path)
+    with pytest.raises(UserError, match=rf"^--model .*: the loss of {name} is not that of the next token"):
         candidates.candidates("sft", job(["--model", str(tmp_path), "--zero", "2"]), 2, GPU)
 
 

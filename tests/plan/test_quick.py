@@ -11,7 +11,8 @@ from conftest import ROOT, TINY, slow_but
 
 from zerofit.base import hardware
 from zerofit.config import parse
-from zerofit.plan import candidates, quick, simulate
+from zerofit.plan import candidates, simulate
+from zerofit.plan.answer import quick
 
 CONFIGS = ROOT / "tests" / "configs"
 # The model, GPUs and flags of a plan.

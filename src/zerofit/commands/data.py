@@ -25,7 +25,8 @@ def main(argv: list[str]) -> None:
     from zerofit.checkpoint import resumable
     from zerofit.data.load import load_datasets
     from zerofit.job import run_folder
-    from zerofit.model.load import load_tokenizer
+    from zerofit.model.load import load_config, load_tokenizer
+    from zerofit.model.tried import classes
 
     folder = resumable.choose_folder(settings)
     tokenizer = load_tokenizer(settings)
@@ -34,6 +35,7 @@ def main(argv: list[str]) -> None:
     ends = checks.note(counting, train_set, eval_set, tokenizer)
     facts = inspection.inspect(counting, train_set, eval_set, tokenizer, ends)
     colored = bool(sys.stdout.isatty() or os.environ.get("FORCE_COLOR"))
+    facts["decisions"].append(classes.sentence(load_config(counting).model_type))
     print(inspection.describe(counting, facts))
     for text in inspection.render_rows(train_set.dataset, tokenizer, colored):
         print(text)

@@ -18,6 +18,7 @@ from zerofit.job import program
 from zerofit.job.request import Request
 from zerofit.model import load
 from zerofit.model.kernels import linear_attention
+from zerofit.model.tried import classes
 from zerofit.plan import candidates, gpu_memory, search, simulate
 from zerofit.plan.advice import better, cost, table
 
@@ -35,7 +36,7 @@ def main(argv: list[str]) -> None:
     if {"--help", "-h"} & set(flags):
         parser.print_help()
         return
-    from zerofit.plan import answer_text
+    from zerofit.plan.answer import answer_text
 
     folder = Path(args.output_dir or Path("runs") / f"plan-{time.strftime('%Y%m%d-%H%M%S')}").expanduser()
     if folder.exists() and not folder.is_dir():
@@ -109,7 +110,9 @@ def _search(args: argparse.Namespace, flags: list[str], ranks: int) -> candidate
         run = replace(run, price=_price(args.gpu_price))
         disk_free = shutil.disk_usage(nearest_existing(Path("runs"))).free
         notes = [f"rows: {rows}"]
-        if missing := linear_attention.missing_kernels(load.load_config(first)):
+        config = load.load_config(first)
+        notes.append(f"note: {classes.sentence(config.model_type)}")
+        if missing := linear_attention.missing_kernels(config):
             notes.append("note: {}; {}".format(*missing))
         print("\n".join(notes), flush=True)
         with plan_progress.Shown(notes) as progress:

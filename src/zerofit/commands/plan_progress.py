@@ -5,7 +5,8 @@ import sys
 import threading
 import time
 
-from zerofit.plan import candidates, quick, search
+from zerofit.plan import candidates, search
+from zerofit.plan.answer import quick
 from zerofit.plan.candidates import Candidate, Plan
 
 SILENCE = 20.0  # seconds after which a log, which is no terminal, gets a line on what is simulated; then twice that ...

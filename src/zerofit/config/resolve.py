@@ -29,6 +29,7 @@ from zerofit.model import (
 )
 from zerofit.model.image_text import towers
 from zerofit.model.kernels import compiled, fp8, linear_attention
+from zerofit.model.tried import classes
 from zerofit.optim import registry
 from zerofit.parallel import ways, whole_layers
 
@@ -198,6 +199,7 @@ ARGUMENTS = (
 # What they exclude and require of each other: of each its conflicts, then its `resolve`. When the model is known, the
 # `resolve_for_model` of all follow, and on a rank their `install`, in the same order.
 TECHNIQUES = (
+    classes.TECHNIQUE,  # says what of the model's class was tried
     *gradient_checkpointing.TECHNIQUES,
     *defaults.PRECISION,
     *registry.TECHNIQUES,  # may add to the DeepSpeed configuration

@@ -2,6 +2,7 @@
 
 import contextlib
 import hashlib
+import inspect
 import json
 import math
 import os
@@ -347,6 +348,12 @@ def check_kind(settings, config) -> None:
         raise UserError(
             f"--model {settings.model}: {config.model_type} is a bidirectional model: each token sees the next one, "
             "which it would learn to copy; name a causal language model (its config.json would say is_decoder true)."
+        )
+    cls = classes.text_class(config)
+    if cls is not None and "loss_function" not in Path(inspect.getfile(cls)).read_text():
+        raise UserError(
+            f"--model {settings.model}: the loss of {cls.__name__} is not that of the next token, as it is older than "
+            "transformers' loss functions; name another model."
         )
 
 

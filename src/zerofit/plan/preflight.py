@@ -139,7 +139,7 @@ def chosen_request(request: Request, ranks: int, node: int = gpu_memory.GPUS_OF_
         host_limit=psutil.virtual_memory().total,
         node=node,
     )
-    from zerofit.plan import answer_text
+    from zerofit.plan.answer import answer_text
 
     if plan.chosen is None:
         raise candidates.NothingFits(answer_text.nothing_fits(plan))

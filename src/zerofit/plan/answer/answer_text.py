@@ -6,8 +6,9 @@ from pathlib import Path
 from zerofit.base import allocator, paths
 from zerofit.base.hardware import GIB
 from zerofit.job import memory_figure, run_folder
-from zerofit.plan import candidates, formulas, gpu_memory, run_line
+from zerofit.plan import candidates, formulas, gpu_memory
 from zerofit.plan.advice import accepted, cost, table
+from zerofit.plan.answer import run_line
 from zerofit.plan.candidates import Candidate, Plan
 from zerofit.plan.speed import accuracy, rates, step
 

@@ -1,0 +1,1 @@
+"""Say which of transformers' model types were tried with zerofit, and with what."""
