@@ -9,7 +9,7 @@ import transformers
 from conftest import TINY
 from transformers import AutoModelForImageTextToText
 
-TEXT = {"vocab_size": 512, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
+TEXT = {"vocab_size": 544, "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4,
             "num_key_value_heads": 2, "max_position_embeddings": 512, "pad_token_id": 0, "bos_token_id": 1,
             "eos_token_id": 1}  # fmt: skip
 VISION = {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
@@ -32,7 +32,7 @@ KINDS = {
                                         "vision_config": VISION | HEADS | {"model_type": "pixtral"}}),
     "gemma4": ("Gemma4Config", {
         "text_config": TEXT | HEADS | {"global_head_dim": 8, "sliding_window": 16, "hidden_size_per_layer_input": 8,
-                                        "vocab_size_per_layer_input": 512},
+                                        "vocab_size_per_layer_input": 544},
         "vision_config": {"hidden_size": 16, "intermediate_size": 24, "num_hidden_layers": 1, "num_attention_heads": 2,
                            "num_key_value_heads": 2, "head_dim": 8, "patch_size": 8}, "image_token_id": 511}),
     "glm4v": ("Glm4vConfig", dict(text_config=TEXT | {"rope_parameters": MROPE | {"partial_rotary_factor": 1.0}},

@@ -506,7 +506,7 @@ def test_a_full_gpu_ends_the_proof_of_packing_as_such(monkeypatch):
 
     monkeypatch.setattr(train_trainer.attention, "packed_logit_error", full)
     trainer = SimpleNamespace(settings=SimpleNamespace(precision="bf16"), data_collator=SimpleNamespace(pad_token_id=0),
-                              model_wrapped=None, tokens=SimpleNamespace(dataset=None), args=None)  # fmt: skip
+                              model_wrapped=None, tokens=SimpleNamespace(dataset=None), args=None, seq_idx=False)  # fmt: skip
     with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
         train_trainer.ZerofitTrainer.prove_documents_apart(trainer)
 
@@ -522,7 +522,7 @@ def test_the_gradient_judges_packed_rows_in_half_precision(precision, logits, le
     settings = SimpleNamespace(precision=precision, packing=False, checks=[])
     trainer = SimpleNamespace(settings=settings, data_collator=SimpleNamespace(pad_token_id=0), model=None,
                               train_collator=SimpleNamespace(packed=True), args=SimpleNamespace(process_index=0),
-                              model_wrapped=None, tokens=SimpleNamespace(dataset=None))  # fmt: skip
+                              model_wrapped=None, tokens=SimpleNamespace(dataset=None), seq_idx=False)  # fmt: skip
     train_trainer.ZerofitTrainer.prove_documents_apart(trainer)
     said = capsys.readouterr().out + "".join(check.sentence for check in settings.checks)
     assert trainer.train_collator.packed == packed == bool(settings.checks)

@@ -7,10 +7,12 @@ make models ARGS=--page                        only the page
 
 import argparse
 import json
+import multiprocessing
 import subprocess
 import sys
 import tempfile
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[2]
@@ -37,7 +39,8 @@ PADDED = [*PLAIN, "--padding_free", "false"]
 WITHOUT_PAGES = {"OMP_NUM_THREADS": "1", live.OFF: "0", rank_status.FOLDER: tempfile.gettempdir()}
 OUT_OF_SCOPE = "not trained on text: "
 LONGEST = 240  # seconds of a run
-CHUNK = 10  # types whose plans are simulated together: starting the simulation takes longest
+AT_ONCE = 2  # types that are tried beside each other
+CHUNK = 24  # types whose plans are simulated together: starting the simulation takes longest
 
 # column -> (recipe, flags, ranks, flag that a run may turn off, largest relative difference of a loss from `padded`'s)
 RUNS = {
@@ -72,12 +75,9 @@ def main() -> None:
 
 def try_all(kinds: list[str], folder: Path, found: dict) -> None:
     """Try these types and put each one's {"columns", "date"} into `found`."""
-    for kind in kinds:
-        began = time.time()
-        columns = tried(kind, folder / kind)
-        found[kind] = {"columns": columns, "date": time.strftime("%Y-%m-%d")}
-        bad = [name for name, why in columns.items() if why]
-        print(f"{kind}: {f'not {chr(44).join(bad)}' if bad else 'all'} ({time.time() - began:.0f} s)", flush=True)
+    with ProcessPoolExecutor(AT_ONCE, multiprocessing.get_context("spawn")) as pool:
+        for kind, columns in zip(kinds, pool.map(tried, kinds, [folder / kind for kind in kinds]), strict=True):
+            found[kind] = {"columns": columns, "date": time.strftime("%Y-%m-%d")}
     trained_ones = [kind for kind in kinds if found[kind]["columns"].get("padded") == ""]
     cases = [("sft", f"--model {folder / kind / 'model'} --zero 2 --padding_free false", 2) for kind in trained_ones]
     for kind, row in zip(trained_ones, plan.compare(cases), strict=True):
@@ -86,7 +86,15 @@ def try_all(kinds: list[str], folder: Path, found: dict) -> None:
 
 
 def tried(kind: str, folder: Path) -> dict[str, str]:
-    """Return {column: "" or why it does not hold}; nothing comes after a model that cannot be made or trained."""
+    """Return {column: "" or why it does not hold} and print those; nothing comes after what is not made or trained."""
+    began = time.time()
+    columns = columns_of(kind, folder)
+    bad = ", ".join(name for name, why in columns.items() if why)
+    print(f"{kind}: {f'not {bad}' if bad else 'all'} ({time.time() - began:.0f} s)", flush=True)
+    return columns
+
+
+def columns_of(kind: str, folder: Path) -> dict[str, str]:
     if kind in tiny_models.OUT_OF_SCOPE:
         return {"built": OUT_OF_SCOPE + tiny_models.OUT_OF_SCOPE[kind]}
     model = folder / "model"

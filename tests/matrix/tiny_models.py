@@ -38,7 +38,9 @@ SIZES = {
           mamba_n_groups
           n_groups""",
     64: "mamba_d_ssm attention_chunk_size",
-    512: """vocab_size vocab_size_per_layer_input max_position_embeddings n_positions n_ctx max_sequence_length""",
+    # more than the bundled tokenizer's 512 tokens: a tokenizer class of a model's own adds some
+    544: "vocab_size vocab_size_per_layer_input decoder_vocab_size",
+    512: "max_position_embeddings n_positions n_ctx max_sequence_length",
 }
 SIZE_OF = {name: size for size, names in SIZES.items() for name in names.split()}
 HEADS = ("num_attention_heads", "n_head", "num_heads", "n_heads")
@@ -89,7 +91,6 @@ SPECIAL = {
     "chameleon": {"vocabulary_map": {"<image>": 511}},
     "glm5_next_text": {"qk_rope_head_dim": 0},
     "hrm_text": {"num_layers_per_stack": None},
-    "marian": {"decoder_vocab_size": 512},
     "qwen4_exp_text": {
         "indexer_n_heads": 2,
         "indexer_kv_heads": 1,
@@ -177,14 +178,19 @@ def small(config) -> dict:
             continue
         if name in KEY_HEADS and isinstance(value, int):
             found[name] = 4 if value == heads else min(value, 2)
+        elif "drop" in name and isinstance(value, float):
+            found[name] = 0.0  # losses are compared
         elif name in SIZE_OF and isinstance(value, int):
             found[name] = SIZE_OF[name]
         elif name in KINDS_OF_LAYERS and isinstance(value, (list, tuple)) and len(value) > 2:
             found[name] = (list(dict.fromkeys(value)) + list(value))[:2]
-        elif name == "per_layer_config":
-            found[name] = None
         elif name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
             found[name] = small_rope(value)
+    if layers := found.get("per_layer_config"):
+        found["per_layer_config"] = None
+        if all(set(own) == {"head_dim"} for own in layers.values()):  # Gemma-4 makes it of this
+            del found["per_layer_config"]
+            found["global_head_dim"] = 16
     ids = {"pad_token_id": 0, "bos_token_id": 0, "eos_token_id": 1}
     return found | {name: number for name, number in ids.items() if name in found}
 

@@ -5,15 +5,20 @@ matrix of all adapters and stages, and QLoRA on the whole bundled task.
 """
 
 import contextlib
+import importlib.util
 import json
 import math
+import re
+from pathlib import Path
 
 import pytest
 import torch
 from conftest import TINY, run_world, runs_slow, slow_but, two_layers
 from safetensors.torch import load_file
+from transformers import AutoConfig
 
 from zerofit.base.errors import UserError
+from zerofit.base.hardware import GPUS
 from zerofit.config import arguments, deepspeed_json, resolve
 from zerofit.model import adapters, quantization
 from zerofit.model.load import check_model, count_parameters, load_model, load_tokenizer
@@ -353,3 +358,23 @@ def test_an_8_bit_base_trains_in_every_precision(tmp_path):
         weights = load_file(runs[name].folder / "final" / "adapter_model.safetensors")
         assert {weight.dtype for weight in weights.values()} == {dtype}, name
     assert runs["bf16"].losses == pytest.approx(runs["fp32"].losses, rel=0.02)
+
+
+def test_every_linear_layer_with_a_forward_of_its_own_is_left_out():
+    folder = Path(importlib.util.find_spec("transformers.models").origin).parent
+    others = {"falcon", "idefics", "esm"}  # a product and a bias; refused types
+    found = {}
+    for file in folder.glob("*/modeling_*.py"):
+        for name, body in re.findall(r"class (\w+)\(nn\.Linear\):\n((?:    .*\n|\n)+)", file.read_text()):
+            if "def forward" in body and file.parent.name not in others:
+                modules = re.findall(rf"self\.(\w+) = {name}\(", file.read_text())
+                found[file.parent.name] = modules[0]
+    assert found == {kind: name for kind, name in adapters.NO_PRODUCTS.items() if kind != "llama4_text"}
+
+
+@pytest.mark.parametrize("kind", sorted(adapters.NO_PRODUCTS))
+def test_such_a_layer_gets_no_adapter(kind, tmp_path):
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    settings = resolve.resolve_settings("lora", ["--model", str(tmp_path), "--data", "none"], 1, GPUS["h100-80g"])
+    resolve.resolve_for_model(settings)
+    assert settings.adapter_config == [f"exclude_modules=[{adapters.NO_PRODUCTS[kind]}]"]

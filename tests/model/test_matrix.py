@@ -1,5 +1,6 @@
 """A class of each family of `make models`; the page is that of the result file."""
 
+import json
 import sys
 
 import pytest
@@ -44,15 +45,27 @@ def test_every_column_of_a_class_is_tried(tmp_path):
 
 def test_the_page_shows_what_holds_and_why_not(tmp_path, monkeypatch):
     monkeypatch.setattr(matrix_page, "PAGE", tmp_path / "models.md")
-    columns = ("built", "padded", "packed")
+    monkeypatch.setattr(matrix_page, "LIST", tmp_path / "classes.json")
     kinds = {
-        "one": {"columns": {"built": "", "padded": "", "packed": ""}},
-        "two": {"columns": {"built": "", "padded": "", "packed": "no <kernel> | of /a/b/c.py"}},
-        "three": {"columns": {"built": "ValueError: no size"}},
-        "four": {"columns": {"built": "", "padded": "RuntimeError: x"}},
+        "one": {"built": "", "padded": "", "packed": ""},
+        "two": {"built": "", "padded": "", "packed": "no <kernel> | of /a/b/c.py"},
+        "three": {"built": "ValueError: no size"},
+        "four": {"built": "", "padded": "RuntimeError: x"},
+        "five": {"built": "", "padded": "", "packed": ""},
+        "six": {"built": "", "padded": "zerofit sft: error: --model /a/six: not trained"},
     }
-    matrix_page.write({"kinds": kinds}, columns)
+    record = {"kinds": {kind: {"columns": own} for kind, own in kinds.items()}, "versions": {"transformers": "1.2.3"}}
+    matrix_page.write(record, ("built", "padded", "packed"), ("five",))
     text = matrix_page.PAGE.read_text()
-    assert "4 types tried, 3 built; all columns hold for 1. Each: padded 2, packed 1." in text
-    assert "| `two` | yes | [2] |" in text and "2. no (kernel) / of c.py" in text
-    assert "| `four` | [1] |  |" in text and "- `three`: ValueError: no size" in text
+    causal, image_text = text.split("## Image-text")
+    assert "3 types. All columns hold for 1, all but side by side and packed for 2. Each: padded 2, packed 1." in causal
+    assert "| `two` | yes | [2] |" in causal and "2. no (kernel) / of c.py" in text
+    assert "| `four` | [1] |  |" in causal and "- `three`: ValueError: no size" in text
+    assert "| `five` | yes | yes |" in image_text and "- `six`: --model six: not trained" in text
+    types = json.loads(matrix_page.LIST.read_text())["types"]
+    assert types == {
+        "one": {},
+        "two": {"packed": "no <kernel> | of c.py"},
+        "four": {"padded": "RuntimeError: x"},
+        "five": {},
+    }

@@ -123,6 +123,26 @@ def test_a_qlora_step_at_stage_3_holds_no_gathered_layer(checkpointing, tmp_path
         assert grows < 0.25 * PACKED_LAYER_BYTES, (phase, grows, PACKED_LAYER_BYTES)
 
 
+def test_transformers_still_compares_with_a_partitioned_shape(monkeypatch):
+    """When the first part fails, patches.compare_whole_shapes can go."""
+    from transformers.core_model_loading import Transpose
+
+    monkeypatch.setattr(Transpose, "convert", getattr(Transpose.convert, "plain", Transpose.convert))
+    partitioned = torch.nn.Parameter(torch.zeros(0))
+    partitioned.ds_shape = torch.Size([2, 3, 4])
+    model = SimpleNamespace(get_parameter={"experts": partitioned, "whole": torch.zeros(2, 3, 4)}.__getitem__)
+
+    def shape_of(given, name="experts"):
+        found = Transpose(1, 2, check_dims=True).convert(
+            {"experts": torch.zeros(given)}, ["experts"], ["experts"], model=model, full_layer_name=name
+        )
+        return tuple(found["experts"].shape)
+
+    assert shape_of((2, 3, 4)) == (2, 4, 3)  # in order, and transposed all the same
+    patches.compare_whole_shapes()
+    assert shape_of((2, 3, 4)) == shape_of((2, 4, 3)) == shape_of((2, 4, 3), "whole") == (2, 3, 4)
+
+
 def test_transformers_still_asks_the_device_for_documents(monkeypatch):
     """When the first part fails, patches.look_for_no_documents can go."""
     from test_fused_loss import NoWaits

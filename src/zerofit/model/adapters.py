@@ -33,6 +33,10 @@ CHANGES_BASE = r"pissa(_niter_\d+)?|olora"
 _LORA_LIKE = ("lora", "adalora", "randlora")
 _WITH_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 
+# Model type -> linear modules whose forward is another than a product: a router returns two tensors, a grouped one takes
+# a part of its input for each group. tests/model/test_adapters.py looks for them in transformers.
+NO_PRODUCTS = {"llama4": "router", "llama4_text": "router", "phimoe": "router", "deepseek_v4": "o_a_proj"}
+
 _KEEPS_BASE = ("true", "gaussian", "orthogonal")
 
 # Flag -> candidate fields of peft's configuration classes; the first that a class has is used.
@@ -97,17 +101,22 @@ def resolve(settings) -> None:
 
 
 def resolve_for_model(settings, config) -> None:
-    """Leave out of all-linear what the kernels of Mamba layers read the weights of; peft refuses it in some models."""
+    """Leave out of all-linear what no adapter can stand on: Mamba's weights that kernels read, other forwards."""
     words = settings.values.get("adapter_config") or []
     of_all = settings.trains_adapter and settings.lora_target_modules == ["all-linear"]
-    read = linear_attention.read_by_kernels(config)
-    if not of_all or settings.adapter not in _LORA_LIKE or not (read or config.model_type in _WITH_MAMBA):
+    if not of_all or settings.adapter not in _LORA_LIKE or settings.initial_adapter:  # which has its own list
         return
-    if settings.initial_adapter:  # which has its own list of modules
+    if linear_attention.read_by_kernels(config) or config.model_type in _WITH_MAMBA:
+        left, why = "out_proj, conv1d", f"Mamba's kernels read their weights in {config.model_type}, past an adapter"
+    elif config.model_type in NO_PRODUCTS:
+        left, why = (
+            NO_PRODUCTS[config.model_type],
+            f"in {config.model_type} it is a linear layer with a forward of its own",
+        )
+    else:
         return
     if not any(word.startswith("exclude_modules=") for word in words):
-        why = f"Mamba's kernels read their weights in {config.model_type}, past an adapter"
-        decide(settings, "adapter_config", [*words, "exclude_modules=[out_proj, conv1d]"], why)
+        decide(settings, "adapter_config", [*words, f"exclude_modules=[{left}]"], why)
 
 
 def _resolve_prompts(settings) -> None:

@@ -258,7 +258,10 @@ def logit_form(base, head) -> tuple[float, float | None]:
     grid = torch.linspace(-60, 60, 2 * head.out_features, dtype=torch.float64).view(1, 2, -1)
     grid[0, 0, 0], grid[0, 0, 1] = SMALL, LARGE
     hidden, ids = torch.zeros(1, 2, head.in_features), torch.zeros(1, 2, dtype=torch.long)
-    backbone, dense_loss, seen, values = base.base_model, base.loss_function, [], []
+    backbone = base.base_model
+    if backbone is base:  # Llama-4 with images has a causal model inside
+        backbone = getattr(base.get_decoder(), "model", base.get_decoder())
+    dense_loss, seen, values = base.loss_function, [], []
 
     def note(logits, labels, vocab_size, **kwargs):
         seen.append(logits)

@@ -13,7 +13,7 @@ from zerofit.base import hub
 from zerofit.base.errors import UserError, first_line
 from zerofit.data.chat_templates import arguments, built_in
 from zerofit.job.settings import Check
-from zerofit.model import adapters, attention, generation, quantization
+from zerofit.model import adapters, attention, generation, patches, quantization
 from zerofit.model.image_text import classes, towers
 from zerofit.model.kernels import linear_attention
 from zerofit.model.weights import complete, files, finite
@@ -232,6 +232,8 @@ def _load_weights(settings, config, dtype, kwargs: dict):
         kwargs["quantization_config"] = quantization.config(
             bits, dtype, (*towers.of_class(model_class), *linear_attention.read_by_kernels(config))
         )
+    if settings.deepspeed is not None and settings.zero == 3:
+        patches.compare_whole_shapes()
     try:
         with complete.without_report():
             model, info = _load(
@@ -248,7 +250,8 @@ def _load_weights(settings, config, dtype, kwargs: dict):
     except RuntimeError as error:
         if "state_dict" not in str(error) and "conversion" not in str(error):
             raise
-        raise UserError(f"{place}: its weights do not fit config.json: {first_line(error)}.") from error
+        why = first_line(RuntimeError(str(error).replace(":\n\t", ": ")))
+        raise UserError(f"{place}: its weights do not fit config.json: {why}.") from error
     if unpacked:
         complete.save_unpacked(model)
     towers.loaded(model, config, folder)

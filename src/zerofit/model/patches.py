@@ -6,6 +6,7 @@ docs/patches.toml lists all, with the private names that are used elsewhere.
 
 import functools
 import inspect
+import types
 
 
 def release_gathered_4bit_weights() -> None:
@@ -112,3 +113,27 @@ def look_for_no_documents(name: str) -> None:
 
     without_a_search.plain = plain
     masking_utils._preprocess_mask_arguments = without_a_search
+
+
+def compare_whole_shapes() -> None:
+    """Make transformers' conversion of weights (5.23.0) compare shapes with those of whole ZeRO-3 parameters.
+
+    `Transpose(check_dims=True)`, for the experts of Qwen3-VL-MoE, transposes what has not the parameter's shape. That
+    is (0,) at stage 3, so weights that are already in order were transposed, and refused if they are not square.
+    """
+    from transformers.core_model_loading import Transpose
+
+    plain = Transpose.convert
+    if plain.__name__ == "convert_whole":
+        return
+
+    def convert_whole(self, input_dict, source_patterns, target_patterns, **named):
+        if self.check_dims:
+            shape = getattr(named["model"].get_parameter(named["full_layer_name"]), "ds_shape", None)
+            if shape is not None:
+                whole = types.SimpleNamespace(shape=shape)
+                named["model"] = types.SimpleNamespace(get_parameter=lambda name: whole)
+        return plain(self, input_dict, source_patterns, target_patterns, **named)
+
+    convert_whole.plain = plain
+    Transpose.convert = convert_whole
