@@ -505,8 +505,9 @@ def test_a_full_gpu_ends_the_proof_of_packing_as_such(monkeypatch):
         raise RuntimeError("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`")
 
     monkeypatch.setattr(train_trainer.attention, "packed_logit_error", full)
-    trainer = SimpleNamespace(settings=SimpleNamespace(precision="bf16"), data_collator=SimpleNamespace(pad_token_id=0),
-                              model_wrapped=None, tokens=SimpleNamespace(dataset=None), args=None, seq_idx=False)  # fmt: skip
+    trainer = SimpleNamespace(
+        seq_idx=False, settings=SimpleNamespace(precision="bf16"), data_collator=SimpleNamespace(pad_token_id=0),
+        model_wrapped=None, tokens=SimpleNamespace(dataset=None), args=None)  # fmt: skip
     with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
         train_trainer.ZerofitTrainer.prove_documents_apart(trainer)
 
@@ -516,14 +517,20 @@ def test_a_full_gpu_ends_the_proof_of_packing_as_such(monkeypatch):
     ("bf16", 0.5, 0.0, False), ("bf16", 0.01, 1e-3, False), ("bf16", float("nan"), 0.0, False),
     ("fp32", 1e-4, 0.0, True), ("fp32", 0.12, 0.0, False),
 ])  # fmt: skip
-def test_the_gradient_judges_packed_rows_in_half_precision(precision, logits, leak, packed, monkeypatch, capsys):
+def test_the_gradient_judges_packed_rows_in_half_precision(
+    precision, logits, leak, packed, monkeypatch, capsys, tmp_path
+):
+    (tmp_path / "run.json").write_text('{"decisions": ["first"]}')
     monkeypatch.setattr(train_trainer.attention, "packed_logit_error", lambda *args: logits)
     monkeypatch.setattr(train_trainer.attention, "cross_document_gradient", lambda *args: leak)
     settings = SimpleNamespace(precision=precision, packing=False, checks=[])
     trainer = SimpleNamespace(settings=settings, data_collator=SimpleNamespace(pad_token_id=0), model=None,
-                              train_collator=SimpleNamespace(packed=True), args=SimpleNamespace(process_index=0),
+                              train_collator=SimpleNamespace(packed=True),
+                              args=SimpleNamespace(process_index=0, output_dir=str(tmp_path)),
                               model_wrapped=None, tokens=SimpleNamespace(dataset=None), seq_idx=False)  # fmt: skip
     train_trainer.ZerofitTrainer.prove_documents_apart(trainer)
+    _, *decided = json.loads((tmp_path / "run.json").read_text())["decisions"]
+    assert [line.partition(":")[0] for line in decided] == ([] if packed else ["padding_free false"])
     said = capsys.readouterr().out + "".join(check.sentence for check in settings.checks)
     assert trainer.train_collator.packed == packed == bool(settings.checks)
     assert f"gradient of one by another {leak:.1g}" in said and f"logits {logits:.1e} off" in said

@@ -136,8 +136,8 @@ def trained(recipe: str, words: list[str], ranks: int) -> str:
 def compared(run, reference, flag: str | None, bound: float | None) -> str:
     """Return "" or what differs: a flag that the run has turned off, a loss that is none or not the padded run's."""
     facts = run.json("run.json")
-    if flag and facts["arguments"][flag]["value"] in (False, "false"):
-        said = [line for line in facts["decisions"] if line.startswith(f"{flag} false")]
+    said = [line for line in facts["decisions"] if line.startswith(f"{flag} false")]
+    if flag and (said or facts["arguments"][flag]["value"] in (False, "false")):
         return f"turned off: {said[0].partition(': ')[2] if said else 'no reason given'}"[:300]
     losses = run.losses
     if len(losses) != 3 or any(loss != loss or loss <= 0 for loss in losses):

@@ -142,3 +142,10 @@ def test_products_of_experts_in_fp32_have_a_shape():
         *(torch.ones(size) for size in sizes.values()), offs=torch.tensor([2, 6], dtype=torch.int32)
     )
     assert real.shape == product.shape and real.stride() == product.stride()
+
+
+def test_an_index_of_the_last_dimensions_has_a_shape():
+    """As Falcon takes the keys and values of its heads: the first indices are None."""
+    with FakeTensorMode() as fake, fake_operations.FakeOperations(fake, {}):
+        taken = torch.empty(2, 3, 6, 4)[..., [-2], :]
+    assert taken.shape == (2, 3, 1, 4)

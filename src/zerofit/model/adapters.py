@@ -33,8 +33,8 @@ CHANGES_BASE = r"pissa(_niter_\d+)?|olora"
 _LORA_LIKE = ("lora", "adalora", "randlora")
 _WITH_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 
-# Model type -> linear modules whose forward is another than a product: a router returns two tensors, a grouped one takes
-# a part of its input for each group. tests/model/test_adapters.py looks for them in transformers.
+# Model type -> linear modules whose forward is another than a product: a router returns two tensors, a grouped one
+# takes a part of its input for each group. tests/model/test_adapters.py looks for them in transformers.
 NO_PRODUCTS = {"llama4": "router", "llama4_text": "router", "phimoe": "router", "deepseek_v4": "o_a_proj"}
 
 _KEEPS_BASE = ("true", "gaussian", "orthogonal")

@@ -136,7 +136,7 @@ class FakeOperations(TorchDispatchMode):
         if operation is _INDICES:  # of the labels that count: all of them
             count = args[0].numel() - self.rows.get(args[0].numel(), 0)
             return args[0].new_empty((count, args[0].ndim), dtype=torch.long)
-        if operation is _SELECTED and args[1][0].dtype == torch.bool and len(args[1]) == 1:
+        if operation is _SELECTED and len(args[1]) == 1 and args[1][0].dtype == torch.bool:
             mask = args[1][0]
             return args[0].new_empty(mask.numel(), *args[0].shape[mask.ndim :])
         if operation is _ALIKE:

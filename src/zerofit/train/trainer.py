@@ -483,6 +483,7 @@ class ZerofitTrainer(Trainer):
         self.train_collator.packed = False
         if self.args.process_index == 0:
             print(f"note: padding_free is off: {problem}", flush=True)
+            run_folder.add_to_run(Path(self.args.output_dir), "decisions", [f"padding_free false: {problem}"])
 
     def prove_slices(self) -> None:
         """Check with the real model that ranks which split a row compute what one rank computes for the whole row.
