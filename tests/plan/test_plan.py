@@ -1278,12 +1278,17 @@ def test_towers_count_to_the_byte_where_they_are_in_memory(kind, zero, tmp_path)
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("kind", "said"),
-    [("bert", "a bidirectional model"), ("bart", "an encoder-decoder model"), ("musicgen", "an encoder-decoder model")],
+    [
+        ("bert", "is a bidirectional model"),
+        ("bart", "is an encoder-decoder model"),
+        ("musicgen", "is an encoder-decoder model"),
+        ("paligemma", "reads a prompt in both directions"),
+    ],
 )
 def test_what_is_no_causal_language_model_is_refused(kind, said, tmp_path):
     """Though transformers has a causal class of each."""
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=rf"^--model .*: {kind} is {said}"):
+    with pytest.raises(UserError, match=rf"^--model .*: {kind} {said}"):
         candidates.candidates("sft", job(["--model", str(tmp_path), "--zero", "2"]), 2, GPU)
 
 

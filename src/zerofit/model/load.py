@@ -216,7 +216,7 @@ def load_model(settings, tokenizer, config=None, accept_nan=False):
         adapters.resize_embeddings(model, tokenizer, settings)
     text = model.config.get_text_config()
     text.use_cache = False
-    if text.pad_token_id is None:
+    if getattr(text, "pad_token_id", None) is None:  # CodeGen has none
         text.pad_token_id = tokenizer.pad_token_id
     check_vocabulary(settings, tokenizer, model.config)
     return model
@@ -351,6 +351,11 @@ def check_kind(settings, config) -> None:
         raise UserError(
             f"--model {settings.model}: {config.model_type} is a bidirectional model: each token sees the next one, "
             "which it would learn to copy; name a causal language model (its config.json would say is_decoder true)."
+        )
+    if config.model_type == "paligemma":
+        raise UserError(
+            f"--model {settings.model}: {config.model_type} reads a prompt in both directions; these recipes train causal "
+            "language models; name one."
         )
     cls = classes.text_class(config)
     if cls is not None and "loss_function" not in Path(inspect.getfile(cls)).read_text():
