@@ -354,8 +354,8 @@ def check_kind(settings, config) -> None:
         )
     if config.model_type == "paligemma":
         raise UserError(
-            f"--model {settings.model}: {config.model_type} reads a prompt in both directions; these recipes train causal "
-            "language models; name one."
+            f"--model {settings.model}: {config.model_type} reads a prompt in both directions; these recipes train "
+            "causal language models; name one."
         )
     cls = classes.text_class(config)
     if cls is not None and "loss_function" not in Path(inspect.getfile(cls)).read_text():

@@ -471,7 +471,7 @@ class ZerofitTrainer(Trainer):
             problem = f"documents in one row {what} ({both}; bounds 1e-06 and {bound:.0e})"
         except ValueError as error:  # the attention cannot do what this model needs, e.g. a soft cap
             problem = " ".join(str(error).split()).rstrip(".")
-        # A kernel refuses the GPU or the shapes, the model's own code needs a mask; or a bug, so the traceback is saved.
+        # A kernel refuses the GPU or the shapes, the model's code needs a mask; or a bug: the traceback is saved.
         except (RuntimeError, TypeError) as error:
             if rank_status.gpu_is_full(error):
                 raise
