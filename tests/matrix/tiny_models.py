@@ -24,14 +24,15 @@ SIZES = {
           linear_num_value_heads linear_num_heads""",
     2: """num_hidden_layers n_layer num_layers n_layers encoder_layers decoder_layers num_blocks num_experts_per_tok
           num_experts_per_token experts_per_token moe_topk moe_k num_selected_experts top_k_experts
-          linear_num_key_heads index_n_heads""",
+          linear_num_key_heads""",
     8: """head_dim global_head_dim attention_head_dim kv_channels d_kv hidden_size_per_layer_input qk_rope_head_dim
           qk_nope_head_dim v_head_dim state_size mamba_d_state mamba_d_head mamba_n_heads mamba_chunk_size
           mamba_head_dim
           mamba_num_heads mamba_state_dim ssm_state_size chunk_size linear_key_head_dim linear_value_head_dim
           linear_head_dim index_head_dim block_size rotary_dim""",
-    16: """moe_intermediate_size shared_expert_intermediate_size expert_intermediate_size q_lora_rank kv_lora_rank
-           moe_shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size qk_head_dim
+    # the scores of an indexer are sums over its heads of what is above 0; of few they tie at 0
+    16: """index_n_heads moe_intermediate_size shared_expert_intermediate_size expert_intermediate_size q_lora_rank
+          kv_lora_rank moe_shared_expert_intermediate_size shared_intermediate_size expert_ffn_hidden_size qk_head_dim
           sliding_window
            index_topk attention_window_size""",
     1: """n_group topk_group num_expert_group moe_layer_start_index first_k_dense_replace num_dense_layers
@@ -50,6 +51,7 @@ KINDS_OF_LAYERS = ("layer_types", "layers_block_type", "block_types", "mlp_layer
 # What the rules above do not find, as arguments of the configuration class or of its part of that name.
 MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2], "partial_rotary_factor": 1.0}
 SPECIAL = {
+    "gemma4_unified": {"vision_config": {"mm_embed_dim": 32, "mm_posemb_size": 16, "output_proj_dims": 32}},
     "gpt_neo": {
         "num_layers": 2,
         "attention_types": [[["global", "local"], 1]],
@@ -215,6 +217,8 @@ def tiny(config, special: dict) -> dict:
     found = small(config)
     for name in getattr(type(config), "sub_configs", None) or {}:
         part = getattr(config, name, None)
+        if part is None and name in special:
+            part = type(config).sub_configs[name]()
         if hasattr(part, "to_dict"):
             found[name] = tiny(part, SPECIAL.get(part.model_type, {}) | special.get(name, {}))
     return found | {name: value for name, value in special.items() if not name.endswith("_config")}

@@ -428,3 +428,12 @@ def test_a_failed_proof_turns_the_streams_off_with_one_line(context, why, monkey
 def test_a_failure_of_another_rank_turns_the_streams_off_here_too(monkeypatch):
     monkeypatch.setattr(prove.distributed, "all_gather", lambda value: [value, "it failed here (x)"])
     assert proven(monkeypatch, StreamedOffload).activation_offload_streams is False
+
+
+@pytest.mark.parametrize(("flags", "value"), [((), False), (("--gradient_checkpointing", "true"), True)])
+def test_a_class_without_checkpointing_trains_without_it_unless_asked(flags, value, tmp_path):
+    AutoConfig.for_model("jetmoe").save_pretrained(tmp_path)
+    words = ["--model", str(tmp_path), "--data", "none", *flags]
+    settings = resolve.resolve_settings("sft", words, 1, hardware.GPUS["h100-80g"])
+    resolve.resolve_for_model(settings)
+    assert settings.gradient_checkpointing is value

@@ -4,7 +4,10 @@ import json
 import sys
 
 import pytest
+import torch
 from conftest import ROOT, run_world
+
+from zerofit.data import batches
 
 sys.path.insert(0, str(ROOT / "tests" / "matrix"))
 import matrix
@@ -69,3 +72,19 @@ def test_the_page_shows_what_holds_and_why_not(tmp_path, monkeypatch):
         "four": {"padded": "RuntimeError: x"},
         "five": {},
     }
+
+
+def test_a_row_that_fills_a_batch_has_a_finite_gradient(tmp_path):
+    """Gemma-3n's norms of zeros have none, and its padding token is embedded as zeros."""
+    tiny_models.checkpoint("gemma3n_text", tmp_path)
+    model = tiny_models.loader_of("gemma3n_text").from_pretrained(tmp_path)
+
+    def finite(row):
+        model.zero_grad()
+        batch = {name: torch.tensor([row[name]]) for name in ("input_ids", "labels")}
+        model(**batch, num_items_in_batch=1).loss.backward()
+        return all(parameter.grad is None or parameter.grad.isfinite().all() for parameter in model.parameters())
+
+    pad = model.config.pad_token_id
+    row = batches.filler(pad)
+    assert finite(row) and not finite(row | {"input_ids": [pad] * len(row["input_ids"])})

@@ -52,9 +52,18 @@ def lengths_of(rows) -> np.ndarray:
     return np.concatenate([pc.list_value_length(table["input_ids"]) for table in tables(rows, ["input_ids"])])
 
 
+def without_labels(pad_token_id: int, length: int) -> dict:
+    """Return a document that adds nothing to the loss.
+
+    It is not of the padding token, whose embedding is often zeros: the gradient of a norm of zeros can be NaN, as in
+    Gemma-3n.
+    """
+    return {"input_ids": [int(pad_token_id == 0)] * length, "labels": [conversations.IGNORE] * length}
+
+
 def filler(pad_token_id: int, documents: int = 1) -> dict:
     """Return a row without labels: it adds nothing to the loss."""
-    row = {"input_ids": [pad_token_id] * 2 * documents, "labels": [conversations.IGNORE] * 2 * documents}
+    row = without_labels(pad_token_id, 2 * documents)
     return row if documents == 1 else row | {"lengths": [2] * documents}
 
 
@@ -256,7 +265,7 @@ class PackedCollator:
     def __call__(self, batch: list[dict]) -> dict:
         flat = [document for row in batch for document in documents(row)]
         if missing := -sum(len(document["input_ids"]) for document in flat) % self.multiple_of:
-            flat.append({"input_ids": [self.pad_token_id] * missing, "labels": [conversations.IGNORE] * missing})
+            flat.append(without_labels(self.pad_token_id, missing))
         return self.flatten(flat) | _references(batch)
 
 

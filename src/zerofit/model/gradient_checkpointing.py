@@ -84,6 +84,15 @@ def resolve(settings) -> None:
         )
 
 
+def resolve_for_model(settings, config) -> None:
+    """Leave it out, where only a default asks for it, for a class of transformers that has none (JetMoE, CTRL)."""
+    from zerofit.model.image_text import classes
+
+    cls = classes.text_class(config) if is_open(settings) else None
+    if cls is not None and not cls.supports_gradient_checkpointing:
+        decide(settings, "gradient_checkpointing", False, f"{cls.__name__} of transformers has none")
+
+
 def _one_name(settings, old: str, new: str) -> None:
     """Move the value of the `new` name (transformers 5.20) to the `old` one, which is used here."""
     value = settings.values.get(new)
@@ -322,7 +331,13 @@ _IS_OFF = Conflict(
 
 # The first one's hooks are for all.
 TECHNIQUES = (
-    Technique(name="gradient checkpointing", flag="gradient_checkpointing", resolve=resolve, install=enable),
+    Technique(
+        name="gradient checkpointing",
+        flag="gradient_checkpointing",
+        resolve=resolve,
+        resolve_for_model=resolve_for_model,
+        install=enable,
+    ),
     Technique(
         name="no gradient checkpointing",
         flag="gradient_checkpointing",
