@@ -81,8 +81,14 @@ def try_all(kinds: list[str], folder: Path, found: dict) -> None:
     trained_ones = [kind for kind in kinds if found[kind]["columns"].get("padded") == ""]
     cases = [("sft", f"--model {folder / kind / 'model'} --zero 2 --padding_free false", 2) for kind in trained_ones]
     for kind, row in zip(trained_ones, plan.compare(cases), strict=True):
-        exact = "" if row.get("error") == 0 else f"{row.get('error', 0):+.2%} of the bytes of real tensors"
-        found[kind]["columns"]["plan"] = _last_line(row["failed"]) if "failed" in row else exact
+        found[kind]["columns"]["plan"] = _last_line(row["failed"]) if "failed" in row else planned(**row)
+
+
+def planned(predicted: dict, measured: dict, **row) -> str:
+    """Return "" or by how much the bytes of a step's phases are not those of real tensors."""
+    off = {phase: predicted[phase] / size - 1 for phase, size in measured.items() if phase != "load"}
+    phase = max(off, key=lambda name: abs(off[name]))
+    return f"{off[phase]:+.2%} of the bytes of real tensors ({phase})" if off[phase] else ""
 
 
 def tried(kind: str, folder: Path) -> dict[str, str]:

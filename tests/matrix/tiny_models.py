@@ -180,7 +180,7 @@ def small(config) -> dict:
             continue
         if name in KEY_HEADS and isinstance(value, int):
             found[name] = 4 if value == heads else min(value, 2)
-        elif "drop" in name and isinstance(value, float):
+        elif ("drop" in name or "jitter" in name) and isinstance(value, float):
             found[name] = 0.0  # losses are compared
         elif name in SIZE_OF and isinstance(value, int):
             found[name] = SIZE_OF[name]

@@ -32,6 +32,9 @@ def fused_weights(model) -> int:
 
 # --- ranks that select other experts ---
 
+# Classes that call their parts for each token, of which ranks have other numbers.
+ONCE_A_TOKEN = ("Qwen4ExpTextQSAIndexer",)
+
 
 def blocks(model) -> list[torch.nn.Module]:
     """Return the modules of a model whose experts are modules of their own; fused experts are one module."""
@@ -44,7 +47,7 @@ def blocks(model) -> list[torch.nn.Module]:
 
 
 def install(settings, model) -> None:
-    """Make the ranks gather and reduce the same experts, where each calls only those that its tokens select.
+    """Make the ranks gather and reduce the same weights, where each calls only those that its tokens select.
 
     ZeRO-3 gathers the weights of a module when it is called, so the ranks would wait for each other forever. The
     weights of a leaf module are gathered together, and its unused experts get a gradient of zeros.
@@ -58,7 +61,8 @@ def install(settings, model) -> None:
             f"--zero {settings.zero}: the experts of {type(model).__name__} are modules of their own, and ranks that "
             f"select other experts would reduce other gradients; use {instead}."
         )
-    for block in expert_blocks:
+    of_tokens = [module for module in model.modules() if type(module).__name__ in ONCE_A_TOKEN]
+    for block in [] if settings.zero != 3 else expert_blocks + of_tokens:
         from deepspeed.utils import set_z3_leaf_module
 
         set_z3_leaf_module(block, True)

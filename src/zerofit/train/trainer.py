@@ -472,7 +472,7 @@ class ZerofitTrainer(Trainer):
         except ValueError as error:  # the attention cannot do what this model needs, e.g. a soft cap
             problem = " ".join(str(error).split()).rstrip(".")
         # A kernel refuses the GPU or the shapes, the model's code needs a mask; or a bug: the traceback is saved.
-        except (RuntimeError, TypeError) as error:
+        except (RuntimeError, TypeError, AttributeError) as error:
             if rank_status.gpu_is_full(error):
                 raise
             error_file = Path(self.args.output_dir) / "padding_free.txt"
