@@ -188,6 +188,8 @@ def small(config) -> dict:
             found[name] = (list(dict.fromkeys(value)) + list(value))[:2]
         elif name in ("rope_parameters", "rope_scaling") and isinstance(value, dict):
             found[name] = small_rope(value)
+    if limits := found.get("time_step_limit"):
+        found["time_step_limit"] = [float(one["__float__"]) if isinstance(one, dict) else one for one in limits]
     if layers := found.get("per_layer_config"):
         found["per_layer_config"] = None
         if all(set(own) == {"head_dim"} for own in layers.values()):  # Gemma-4 makes it of this

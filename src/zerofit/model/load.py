@@ -190,7 +190,7 @@ def load_model(settings, tokenizer, config=None, accept_nan=False):
     set_seed(settings.seed)
     attention.avoid_wrong_kernels()
     config = load_config(settings) if config is None else config
-    kwargs = {"attn_implementation": settings.attn_implementation, "dtype": dtype}
+    kwargs = {"attn_implementation": towers.attention_of(settings, config), "dtype": dtype}
     if settings.experts_implementation != "auto":  # a mixture of experts
         kwargs["experts_implementation"] = settings.experts_implementation
     sharded = settings.deepspeed is not None and settings.zero == 3
@@ -313,7 +313,7 @@ def check_model(settings, config=None):
 def _built(settings, config):
     """Return the causal model of a configuration. Raises: UserError where transformers' class cannot be built of it."""
     try:
-        return towers.build(settings, config, attn_implementation=settings.attn_implementation)
+        return towers.build(settings, config, attn_implementation=towers.attention_of(settings, config))
     except (ValueError, ImportError):  # of the attention implementation; said as it is
         raise
     except Exception as error:  # of any class: what a model's own code does with values that do not fit each other

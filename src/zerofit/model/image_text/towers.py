@@ -6,6 +6,7 @@ from pathlib import Path
 from zerofit.base.errors import UserError
 from zerofit.job.settings import decide
 from zerofit.job.technique import Technique
+from zerofit.model import attention
 from zerofit.model.image_text import classes, saved
 
 
@@ -51,6 +52,16 @@ def class_of_saved(config) -> type:
     if not classes.has_towers(config):
         return classes.auto_class(config)
     return classes.for_text(config, not classes.examined(config)[3])
+
+
+def attention_of(settings, config) -> str | dict[str, str]:
+    """Return --attn_implementation for a class: that of packed rows is for its language model, not for its towers."""
+    chosen = settings.attn_implementation
+    if chosen != attention.NAME or not classes.has_towers(config):
+        return chosen
+    text = config.get_text_config()
+    named = {name: chosen for name in config.sub_configs if getattr(config, name, None) is text}
+    return {"": chosen, **named} if named else chosen
 
 
 def build(settings, config, **kwargs):

@@ -1,6 +1,7 @@
 """Prove that the grouped product of a mixture's experts computes what their own loop does, before it is used."""
 
 import copy
+import inspect
 import functools
 import math
 
@@ -75,8 +76,11 @@ def _of_few(module, device: torch.device):
         if isinstance(getattr(config, field, None), int):
             setattr(config, field, EXPERTS)
     config._experts_implementation = "eager"
+    own = {}
+    if "intermediate_size" in inspect.signature(type(module)).parameters:  # ERNIE-VL: another one for images
+        own["intermediate_size"] = module.intermediate_dim
     with device:
-        return type(module)(config)
+        return type(module)(config, **own)
 
 
 def _computed(module, hidden, chosen, shares) -> list[torch.Tensor]:
