@@ -1,8 +1,8 @@
 """Prove that the grouped product of a mixture's experts computes what their own loop does, before it is used."""
 
 import copy
-import inspect
 import functools
+import inspect
 import math
 
 import torch
