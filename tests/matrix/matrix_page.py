@@ -63,8 +63,11 @@ def cell(found: str | None, reasons: dict[str, int]) -> str:
 
 
 def general(reason: str) -> str:
-    """Return a reason without what differs from model to model: folders, numbers of an error."""
-    return re.sub(r"/\S+/", "", re.sub(r"\d\.\de-\d\d", "N", reason))
+    """Return a reason without what differs from model to model and column: names, folders, numbers of an error."""
+    reason = re.sub(r"^(turned off: |(zerofit: )?error: (--packing: )?)|; train without --packing\.$", "", reason)
+    reason = re.sub(r"\b\w+(ForCausalLM|ForConditionalGeneration|LMHead\w*)\b", "the class", reason)
+    reason = re.sub(r"(gradient of one by another |logits )[\d.e+-]+", r"\1N", reason)
+    return re.sub(r"(?<![:\w/])/\S+/", "", re.sub(r"\d\.\de-\d\d", "N", reason))
 
 
 def shown(reason: str) -> str:

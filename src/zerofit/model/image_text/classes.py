@@ -26,20 +26,27 @@ def has_towers(config) -> bool:
 
 
 def auto_class(config):
-    """Return the class of transformers' automatic ones that loads the whole checkpoint."""
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    """Return the class of transformers' automatic ones that loads the whole checkpoint.
 
-    return AutoModelForImageTextToText if has_towers(config) else AutoModelForCausalLM
+    Mistral 4's language model is known to that of images alone.
+    """
+    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+    from transformers.models.auto import modeling_auto
+
+    of_images, of_text = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
+    only_there = type(config) in of_images and type(config) not in of_text
+    return AutoModelForImageTextToText if has_towers(config) or only_there else AutoModelForCausalLM
 
 
 def text_class(config):
     """Return transformers' class of the layers that text goes through; None if it has none (remote code)."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_CAUSAL_LM_MAPPING, MODEL_MAPPING
+    from transformers.models.auto import modeling_auto
 
+    of_images, of_text = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
     if not has_towers(config):
-        return MODEL_FOR_CAUSAL_LM_MAPPING.get(type(config), None)
+        return of_text.get(type(config), None) or of_images.get(type(config), None)
     text = type(config.get_text_config())
-    return MODEL_FOR_CAUSAL_LM_MAPPING.get(text, None) or MODEL_MAPPING.get(text, None)
+    return of_text.get(text, None) or modeling_auto.MODEL_MAPPING.get(text, None)
 
 
 def towers_of(model) -> tuple[str, ...]:
