@@ -9,11 +9,13 @@ ROOT = Path(__file__).resolve().parents[2]
 PAGE = ROOT / "docs" / "models.md"
 LIST = ROOT / "src" / "zerofit" / "model" / "tried" / "classes.json"
 SIGNS = {None: "", "": "yes"}
+NO_CHECKPOINTING = "does not support activation checkpointing"  # of transformers' class: nothing to try
 APART = ("side by side", "packed")  # columns whose place a state space model takes by padding
 HEAD = """# Which models were tried
 
 A tiny model of random weights, of each of transformers' causal and image-text classes, is trained on the CPU
-(`make models`), on rows of text. A class that is not here was never tried. A number leads to the reason below.
+(`make models`), on rows of text. A class that is not here was never tried. A number leads to the reason below;
+`-`: the class has none.
 
 | column | holds when |
 |---|---|
@@ -56,9 +58,11 @@ def refused(own: dict) -> str:
 
 
 def cell(found: str | None, reasons: dict[str, int]) -> str:
-    """Return "yes", the number of a reason, or "" where an earlier column failed."""
+    """Return "yes", the number of a reason, "-" where the class has none, or "" where an earlier column failed."""
     if not found:
         return SIGNS[found]
+    if NO_CHECKPOINTING in found:
+        return "-"
     return f"[{reasons.setdefault(general(found), len(reasons) + 1)}]"
 
 
@@ -76,7 +80,9 @@ def shown(reason: str) -> str:
 
 def totals(tried: dict, columns: tuple[str, ...]) -> str:
     holds = Counter(name for own in tried.values() for name in columns if own.get(name) == "")
-    every = sum(all(own.get(name) == "" for name in columns) for own in tried.values())
-    but = sum(all(own.get(name) == "" for name in columns if name not in APART) for own in tried.values())
+    every, but = (
+        sum(all(own.get(name) == "" or NO_CHECKPOINTING in own.get(name, "") for name in of) for own in tried.values())
+        for of in (columns, [name for name in columns if name not in APART])
+    )
     each = ", ".join(f"{name} {holds[name]}" for name in columns[1:])
     return f"{len(tried)} types. All columns hold for {every}, all but {' and '.join(APART)} for {but}. Each: {each}."
