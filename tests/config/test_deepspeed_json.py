@@ -250,7 +250,7 @@ def test_same_value_in_both_places_is_no_contradiction(write):
             ["--offload", "none"],
             "but --offload is none",
         ),
-        ('{\n "zero_optimization": {"stage": 2,}\n}', [], "my.json:2:35: not valid JSON"),
+        ('{\n "zero_optimization": {"stage": 2 3}\n}', [], "my.json:2:35: not valid JSON"),
         ('{"zero_optimization": {"stage": 2, "stage": 3}}', [], "'stage' appears twice"),
         ("[]", [], "must hold a JSON object"),
         ("", [], "my.json:1:1: not valid JSON"),
