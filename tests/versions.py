@@ -110,7 +110,8 @@ def run(python: Path, name: str, only: list[str], failed_only: bool) -> str:
         test(python, name, again, bad)
         still = failed(ElementTree.parse(again).getroot().find("testsuite"))
         alone = len(bad) - len(still)
-        said = [f"{passed + alone} passed ({alone} of them alone)", *([f"{len(still)} failed"] if still else [])]
+        again_passed = f" ({alone} of them alone)" if alone else ""
+        said = [f"{passed + alone} passed{again_passed}", *([f"{len(still)} failed"] if still else [])]
     else:
         said = [f"{passed} passed"]
     return ", ".join([*said, f"{count['skipped']} skipped"])
