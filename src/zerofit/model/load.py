@@ -358,7 +358,8 @@ def check_kind(settings, config) -> None:
             "causal language models; name one."
         )
     cls = classes.text_class(config)
-    if cls is not None and "loss_function" not in Path(inspect.getfile(cls)).read_text():
+    own = cls is None or not cls.__module__.startswith("transformers.")  # a user's, registered
+    if not own and "loss_function" not in Path(inspect.getfile(cls)).read_text():
         raise UserError(
             f"--model {settings.model}: the loss of {cls.__name__} is not that of the next token, as it is older than "
             "transformers' loss functions; name another model."
