@@ -1,6 +1,9 @@
 """A launch, `zerofit data` and `make plan` say what was tried with a model's class."""
 
+import json
+
 import pytest
+from conftest import ROOT
 
 from zerofit.model.tried import classes
 
@@ -18,10 +21,6 @@ def test_the_sentence_names_what_does_not_hold(monkeypatch):
 
 
 def test_the_list_is_of_the_result_file():
-    import json
-
-    from conftest import ROOT
-
     record = json.loads((ROOT / "benchmarks" / "results" / "models.json").read_text())
     for kind, failed in classes.results()["types"].items():
         columns = record["kinds"][kind]["columns"]

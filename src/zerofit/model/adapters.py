@@ -109,10 +109,8 @@ def resolve_for_model(settings, config) -> None:
     if linear_attention.read_by_kernels(config) or config.model_type in _WITH_MAMBA:
         left, why = "out_proj, conv1d", f"Mamba's kernels read their weights in {config.model_type}, past an adapter"
     elif config.model_type in NO_PRODUCTS:
-        left, why = (
-            NO_PRODUCTS[config.model_type],
-            f"in {config.model_type} it is a linear layer with a forward of its own",
-        )
+        left = NO_PRODUCTS[config.model_type]
+        why = f"in {config.model_type} it is a linear layer with a forward of its own"
     else:
         return
     if not any(word.startswith("exclude_modules=") for word in words):

@@ -61,8 +61,10 @@ def install(settings, model) -> None:
             f"--zero {settings.zero}: the experts of {type(model).__name__} are modules of their own, and ranks that "
             f"select other experts would reduce other gradients; use {instead}."
         )
+    if settings.zero != 3:
+        return
     of_tokens = [module for module in model.modules() if type(module).__name__ in ONCE_A_TOKEN]
-    for block in [] if settings.zero != 3 else expert_blocks + of_tokens:
+    for block in expert_blocks + of_tokens:
         from deepspeed.utils import set_z3_leaf_module
 
         set_z3_leaf_module(block, True)
