@@ -15,7 +15,8 @@ HEAD = """# Which models were tried
 
 A tiny model of random weights, of each of transformers' causal and image-text classes, is trained on the CPU
 (`make models`), on rows of text. A class that is not here was never tried. A number leads to the reason below;
-`-`: the class has none.
+`-`: the class has none. Counted are types that were built and
+not refused. The list at the end has the others, also those that ought to train.
 
 | column | holds when |
 |---|---|
