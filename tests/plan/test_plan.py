@@ -974,6 +974,14 @@ FOUR_LAYERS = {"num_hidden_layers": 4}
 OFFLOADED = ("--activation_offload", "true")
 
 
+def test_a_packed_base_is_simulated_on_a_gpu():
+    """Its skeleton is built in `with torch.device("meta")`, where torch asks torch.tensor for the default device."""
+    flags = ["--model", str(TINY / "model"), "--data", "none", "--zero", "3", "--load_in_4bit", "true",
+             "--max_length", "64", "--per_device_train_batch_size", "1", "--effective_batch_size", "8"]  # fmt: skip
+    (answer,) = answers_for([simulate.Question(job(flags, "lora"), 8, gpu=GPU, overrides={"num_hidden_layers": 2})])
+    assert 0 < answer["total"]["load"] < answer["total"]["backward"]
+
+
 def test_tensors_on_their_way_count_by_formula():
     """Beside what is copied on the compute stream: two inputs at the loss, one more in the backward."""
     flags = [*FLAGS_1B, "--data", "none", *OFFLOADED]

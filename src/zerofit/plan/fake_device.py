@@ -188,7 +188,8 @@ def _patch_torch_tensor() -> None:
     plain = torch.tensor
 
     def tensor(data, *args, device=None, **kwargs):
-        asked = torch.get_default_device() if device is None else torch.device(device)  # of `with torch.device(...)`
+        # not torch.get_default_device(): in `with torch.device("meta")` it calls torch.tensor, this function
+        asked = torch.empty(0).device if device is None else torch.device(device)
         if asked.type != "gpu":
             return plain(data, *args, device=device, **kwargs)
         shape = plain(data, *args, device="cpu", **kwargs)
