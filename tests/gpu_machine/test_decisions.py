@@ -1,5 +1,6 @@
 """What the kit decides on stand-in GPU machines of many kinds: devices, precision, processes, memory, failures."""
 
+import dataclasses
 import json
 import os
 import shutil
@@ -20,7 +21,7 @@ from zerofit.checkpoint import reshard
 from zerofit.config import offload, parse, resolve
 from zerofit.launch import batch_search, doctor, launch, prepare, standby
 from zerofit.model import quantization
-from zerofit.plan import preflight, simulate, simulated_rank
+from zerofit.plan import gpu_memory, preflight, simulate, simulated_rank
 from zerofit.train import memory_tracker, progress, trial
 from zerofit.train import trainer as train_trainer
 
@@ -550,8 +551,20 @@ def test_a_launch_says_what_runs_without_a_compiler(monkeypatch):
 def test_a_run_keeps_what_its_gpu_holds_outside_the_allocator(monkeypatch, tmp_path):
     monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (10, 80))
     monkeypatch.setattr(torch.cuda, "memory_reserved", lambda: 67)
+    monkeypatch.setattr(torch.cuda, "get_device_name", lambda: "NVIDIA H100 80GB HBM3")
+    monkeypatch.setenv("WORLD_SIZE", "8")
+    monkeypatch.setenv("LOCAL_WORLD_SIZE", "8")
+    monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path / "cache"))
     memory_tracker.keep_outside_allocator(tmp_path)
     assert json.loads((tmp_path / "run.json").read_text()) == {"outside_allocator": [3]}
+    monkeypatch.setattr(torch.cuda, "mem_get_info", lambda: (5, 80))  # another program is on it, too
+    memory_tracker.keep_outside_allocator(tmp_path)
+    here = dataclasses.replace(hardware.GPUS["h100-80g"], device_name="NVIDIA H100 80GB HBM3")
+    assert gpu_memory.outside_allocator(here, 8) == {"CUDA context and NCCL, measured by a run here": 3}
+    for gpu, ranks, node in ((here, 4, 8), (here, 8, 4), (hardware.GPUS["h100-80g"], 8, 8)):
+        assert set(gpu_memory.outside_allocator(gpu, ranks, node)) == {"CUDA context", "NCCL buffers"}
+    (tmp_path / "cache" / "outside_allocator.json").write_text('{"a": "b"}')
+    assert set(gpu_memory.outside_allocator(here, 8)) == {"CUDA context", "NCCL buffers"}
 
 
 # --- states that are put into another engine, the order of a start, the simulation on a GPU ---

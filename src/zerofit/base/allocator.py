@@ -1,9 +1,16 @@
-"""Configure torch's memory allocators before torch is imported; compute the size of pinned blocks."""
+"""Configure torch's memory allocators before torch is imported; keep what a GPU holds outside of them.
 
+A run measures what its GPU holds outside (CUDA context, NCCL). Plans for the same GPUs on this machine count with it.
+"""
+
+import contextlib
+import json
 import os
 import platform
 import sys
 from importlib import metadata
+
+from zerofit.base import paths
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is torch's older name, still read
 
@@ -14,6 +21,8 @@ PINNED_ROUND_MIB = 256
 EXPANDABLE_KEY = "expandable_segments"
 
 PROOF_BYTES = 64 * 2**20  # several pages of an expandable segment
+
+OUTSIDE = "outside_allocator.json"  # in the cache folder
 
 
 def configure() -> None:
@@ -86,6 +95,38 @@ def expandable_segments() -> bool:
     """Return whether the environment turns on the CUDA allocator's expandable segments."""
     settings = ",".join(os.environ.get(name, "") for name in VARIABLES)
     return f"{EXPANDABLE_KEY}:true" in settings.replace(" ", "").lower()
+
+
+def keep_outside(device_name: str, ranks: int, node: int, size: int) -> None:
+    """Keep the bytes that a run measured outside of torch's allocator, as far as the cache folder can be written.
+
+    The smallest of all runs is kept: other programs on the GPU are in a figure, and a plan subtracts them by itself.
+
+    Args: device_name: torch.cuda's; node: GPUs of a node.
+    """
+    key, kept = _key(device_name, ranks, node), _outside()
+    if size < kept.get(key, size + 1):
+        with contextlib.suppress(OSError):
+            paths.cache_root().mkdir(parents=True, exist_ok=True)
+            paths.write_text(paths.cache_root() / OUTSIDE, json.dumps(kept | {key: size}, indent=1) + "\n")
+
+
+def kept_outside(device_name: str, ranks: int, node: int) -> int | None:
+    """Return the bytes outside of torch's allocator that runs here measured on these GPUs; None: there was no run."""
+    return _outside().get(_key(device_name, ranks, node))
+
+
+def _outside() -> dict[str, int]:
+    """Return {GPUs and version of torch: bytes}, {} where the file cannot be read."""
+    try:
+        kept = json.loads((paths.cache_root() / OUTSIDE).read_text(encoding="utf-8"))
+        return {key: size for key, size in kept.items() if type(size) is int and size >= 0}
+    except (OSError, ValueError, AttributeError):
+        return {}
+
+
+def _key(device_name: str, ranks: int, node: int) -> str:
+    return f"{ranks} x {device_name}, {min(node, ranks)} a node, torch {metadata.version('torch')}"
 
 
 def _pinned() -> str:

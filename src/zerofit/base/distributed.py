@@ -25,7 +25,7 @@ def of_nodes(value) -> list:
 
 
 def several_nodes() -> bool:
-    return size() > int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or size())
+    return size() > local_size()
 
 
 # The environment variables from which torch opens a process group.
@@ -39,6 +39,11 @@ def rank() -> int:
 def size() -> int:
     """Return the number of ranks that the launcher started; 1 without a launcher."""
     return int(os.environ.get("WORLD_SIZE", "1"))
+
+
+def local_size() -> int:
+    """Return the number of ranks on this machine."""
+    return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or size())
 
 
 BY_AGENT = "TORCHELASTIC_RUN_ID"  # set by torchrun's agent, which accelerate uses too

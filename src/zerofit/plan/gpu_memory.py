@@ -2,6 +2,7 @@
 
 import re
 
+from zerofit.base import allocator
 from zerofit.base.hardware import GIB, Gpu
 
 GPUS_OF_A_NODE = 8
@@ -28,7 +29,7 @@ UNKNOWN_CONTEXT_GIB = 0.6  # of a GPU for which no message was found
 NCCL_GIB = {"within a node": 0.8, "across nodes": 1.5}
 
 # More of it where NVLink's switches add (NVLS) and DeepSpeed's copy of the world is a second communicator. A guess for
-# 8 x H100, where 1.5 to 2.5 in all are usual: no message is known. A run measures it (outside_allocator of run.json).
+# 8 x H100, where 1.5 to 2.5 in all are usual: no message is known. A run measures it, for plans of its machine's GPUs.
 NVLS_GIB = 1.2
 
 WITH_NVLS = ("H100", "H200", "H800", "H20", "B200", "B300")
@@ -84,7 +85,12 @@ def _is_one_of(gpu: Gpu, names) -> bool:
 
 
 def outside_allocator(gpu: Gpu, ranks: int, node: int = GPUS_OF_A_NODE) -> dict[str, int]:
-    """Return {reason: bytes} of the GPU memory outside torch's allocator. node: GPUs of a node."""
+    """Return {reason: bytes} of the GPU memory outside torch's allocator. node: GPUs of a node.
+
+    For a GPU of this machine (--gpu_type detect) it is what a run here measured, once there was one.
+    """
+    if (size := allocator.kept_outside(gpu.device_name, ranks, node)) is not None:
+        return {"CUDA context and NCCL, measured by a run here": size}
     return {"CUDA context": context_bytes(gpu), "NCCL buffers": nccl_bytes(ranks, node, gpu)}
 
 

@@ -21,6 +21,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_iter
 from transformers import TrainerCallback
 
+from zerofit.base import allocator, distributed
 from zerofit.job import run_folder
 from zerofit.train import tensor_owners
 
@@ -392,9 +393,14 @@ def highest_before_resets() -> int:
 
 
 def keep_outside_allocator(folder: Path) -> None:
-    """Write into run.json what this GPU holds outside of torch's allocator: the CUDA context, NCCL, other processes."""
+    """Write what this GPU holds outside of torch's allocator into run.json, and for later plans into the cache folder.
+
+    It is the CUDA context, NCCL's buffers and other processes.
+    """
     free, total = torch.cuda.mem_get_info()
-    run_folder.add_to_run(folder, "outside_allocator", [total - free - torch.cuda.memory_reserved()])
+    size = total - free - torch.cuda.memory_reserved()
+    run_folder.add_to_run(folder, "outside_allocator", [size])
+    allocator.keep_outside(torch.cuda.get_device_name(), distributed.size(), distributed.local_size(), size)
 
 
 def peak_memory_bytes(args) -> int:
