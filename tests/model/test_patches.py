@@ -3,6 +3,7 @@
 import ast
 import functools
 import importlib.util
+import inspect
 import json
 import re
 import sys
@@ -193,6 +194,23 @@ def test_deepspeed_still_names_parameters_to_list_them(monkeypatch):
     assert len(calls) == 12 and len(wanted[net[2]][0]) == 1
     patches.list_own_parameters_directly()
     assert parameter_offload.iter_params is ours
+
+
+def test_deepspeed_still_waits_in_the_order_of_a_set(monkeypatch):
+    """When the first assertion fails, patches.wait_for_parameters_in_order can go."""
+    from deepspeed.runtime.zero import partitioned_param_coordinator
+
+    fetch = partitioned_param_coordinator.PartitionedParameterCoordinator._fetch_sub_module_impl
+    fetch = inspect.unwrap(fetch)
+    assert "for param in params_to_fetch:" in inspect.getsource(fetch) and "set" in fetch.__code__.co_names
+    parameters = [torch.nn.Parameter(torch.empty(0)) for _ in range(64)]
+    for number, parameter in enumerate(parameters):
+        parameter.ds_id = number
+    monkeypatch.setattr(partitioned_param_coordinator, "set", set, raising=False)
+    patches.wait_for_parameters_in_order()
+    waited = fetch.__globals__["set"](reversed(parameters))
+    assert all(a is b for a, b in zip(waited, parameters, strict=True))
+    assert waited == set(parameters) and list(fetch.__globals__["set"]([70, 3, 9])) == [3, 9, 70]
 
 
 def test_deepspeed_still_keeps_releases_of_a_dropped_trace(monkeypatch):

@@ -65,6 +65,7 @@ def job(flags, recipe="sft"):
 
 FEW = [
     ("sft", "--zero 2 --gradient_checkpointing true", 8),
+    ("sft", "--zero 3", 2),  # exchanges whole layers
     ("dpo", "--zero 3 --adapter lora --load_in_4bit true --eval_fraction 0.1", 2),
 ]
 
@@ -75,7 +76,7 @@ def errors_above(rows, bound):
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("case", slow_but(FEW, FEW[:1]), ids=["sft", "dpo"])
+@pytest.mark.parametrize("case", slow_but(FEW, FEW[:2]), ids=["sft", "whole layers", "dpo"])
 def test_a_simulation_has_the_bytes_of_real_tensors(case, record_property):
     """Every phase, through the kit's trainer and the real engine as one rank of N."""
     rows = benchmark.compare([case])

@@ -90,6 +90,25 @@ def forget_releases_with_their_trace() -> None:
     Coordinator._clear_trace_structures = clear_trace_and_releases
 
 
+def wait_for_parameters_in_order() -> None:
+    """Make ZeRO-3's coordinator (DeepSpeed 0.19.8) wait for the parameters of a module in their order.
+
+    It goes through sets of them, whose order is another in each process. Those of a whole layer are gathered by two
+    calls or more, of which several buffers are alive unless one call after the other is waited for: the memory of a
+    rank differed by up to a layer from run to run, and a plan's with it.
+    """
+    from deepspeed.runtime.zero import partitioned_param_coordinator
+
+    partitioned_param_coordinator.set = _InOrder
+
+
+class _InOrder(set):
+    """A set of parameters, or of their numbers, that is iterated in the order of the numbers."""
+
+    def __iter__(self):
+        return iter(sorted(super().__iter__(), key=lambda entry: getattr(entry, "ds_id", entry)))
+
+
 _WITH_BOUNDS = set()  # names of attention functions that are told where documents begin
 
 

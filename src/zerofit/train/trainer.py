@@ -119,6 +119,7 @@ class ZerofitTrainer(Trainer):
         if settings.zero == 3:
             patches.list_own_parameters_directly()
             patches.forget_releases_with_their_trace()
+            patches.wait_for_parameters_in_order()
         self.install_techniques(net)
         self.numel = count_parameters(net)  # trainable, all; DeepSpeed's tensor parallelism replaces them by shards
         self.fused_loss = self.fuse_loss(net)
