@@ -1,4 +1,4 @@
-"""Measure speed and memory of one GPU on Llama-3.1-8B's shape with random weights, beside the planner's peak.
+"""Measure speed and memory of one GPU on Llama-3.1-8B's shape with random weights, beside the planner's figures.
 
 python benchmarks/gpu_8b.py lora                        # about 9 minutes on an H200
 python benchmarks/gpu_8b.py full --only 'pure-selective|pure-no-liger'
@@ -7,11 +7,13 @@ python benchmarks/gpu_8b.py qlora --out runs/qlora-8b   # saves a base of 16 GB 
 Settings run one at a time, each ended after 7 steps, so no model is saved. An optimizer step takes 16 rows of 2,048
 tokens, or (mixed) of 200 to 2,048. "as typed" goes through the launcher, whose plan chooses the gradient checkpointing,
 as a user's does; on a GPU with less than 130 GiB the others have half of their micro batch. "tok/s" is the median of
-the run's own lines without the first three, "tok/s wall" is by the wall clock; "held" is what nvidia-smi shows, with
+the run's own lines without the first three, "tok/s wall" is by the wall clock; "planned tok/s" is what the plan's time
+model expects of the same setting, and "off it" how far the median is from that; "held" is what nvidia-smi shows, with
 the context and unused blocks. FLOPs a token without attention: LoRA 4 N, all weights 6 N, with full recomputation a
 third more; the MFU counts no recomputation.
 """
 
+import os
 import random
 import re
 import shlex
@@ -27,7 +29,7 @@ import gpu_job
 from gpu_job import GIB
 from machine import ROOT
 
-LENGTH, ROWS, STEPS, WARM_UP = 2048, 16, 7, 3
+LENGTH, SHORTEST, ROWS, STEPS, WARM_UP = 2048, 200, 16, 7, 3
 SECONDS = 150  # for one setting
 FILES = ROOT / "runs" / "gpu-8b-files"
 COMMON = f"--max_length {LENGTH} --effective_batch_size {ROWS} --max_steps 40 --logging_steps 1 --save_strategy no " \
@@ -36,6 +38,9 @@ NOT_EXPANDABLE = {"PYTORCH_ALLOC_CONF": "expandable_segments:False"}
 DENSE = "--gradient_checkpointing false"
 SELECTIVE = "--gradient_checkpointing_policy selective"
 PURE = "--pure_bf16 true"
+COMPILED = f"{DENSE} --compile_layers true"
+HIDDEN = FILES / "hidden"  # a folder of the module path with a FlashAttention 3 that cannot be imported
+FLASH_2 = {"PYTHONPATH": os.pathsep.join(filter(None, [str(HIDDEN), str(ROOT / "src"), gpu_job.OUTSIDE]))}
 STREAMS = "--activation_offload true --activation_offload_streams true"
 
 
@@ -87,6 +92,10 @@ KINDS = {
         Setting("no-workers", f"{DENSE} --dataloader_num_workers 0", rows="mixed"),
         Setting("mixed-padded", f"{DENSE} --padding_free false", rows="mixed"),
         Setting("compile", f"{DENSE} --torch_compile true", 4),
+        Setting("compile-layers", COMPILED, 4),
+        Setting("fp8-compile-layers", f"{COMPILED} --fp8 true", 4),
+        Setting("unfused-lora", f"{DENSE} --fused_lora false", 4),
+        Setting("flash-2", DENSE, 4, variables=FLASH_2),  # no-checkpointing-micro4 has FlashAttention 3, if it is there
     ],
     "full": [
         full("pure as typed", PURE, typed=True),
@@ -94,6 +103,8 @@ KINDS = {
         full("pure-python-adam", f"{PURE} --optim_args compile=false", 8),
         full("pure-selective", f"{PURE} {SELECTIVE}"),
         full("pure-no-checkpointing", f"{PURE} {DENSE}"),
+        full("pure-compile-layers", f"{PURE} {COMPILED}"),
+        full("pure-fp8-compile-layers", f"{PURE} {COMPILED} --fp8 true"),
         full("pure-no-liger", f"{PURE} {SELECTIVE} --use_liger_kernel false"),
         full("pure-8bit-adam", f"{PURE} {SELECTIVE} --optim adamw_8bit", package="bitsandbytes"),
         full("zero1-8bit-adam", "--zero 1 --optim adamw_8bit", package="bitsandbytes"),
@@ -113,11 +124,15 @@ KINDS = {
 
 
 def write_files() -> None:
-    """Write the model's shape and the rows."""
+    """Write the model's shape, the rows and the module that stands before FlashAttention 3."""
+    from zerofit.model.attention import FLASH_3
+
     gpu_job.write_model(FILES / "random", (ROOT / "tests" / "configs" / "llama3.1-8b" / "config.json").read_text())
     gpu_job.write_rows(FILES / "fixed.jsonl", [LENGTH] * 700)
     draw = random.Random(1)
-    gpu_job.write_rows(FILES / "mixed.jsonl", [draw.randint(200, LENGTH) for _ in range(700)])
+    gpu_job.write_rows(FILES / "mixed.jsonl", [draw.randint(SHORTEST, LENGTH) for _ in range(700)])
+    HIDDEN.mkdir(exist_ok=True)
+    (HIDDEN / f"{FLASH_3}.py").write_text("raise ImportError('hidden by the benchmark')\n")
 
 
 def save_base() -> None:
@@ -133,17 +148,33 @@ def save_base() -> None:
         subprocess.run([sys.executable, "-c", code, str(FILES / "random"), str(FILES / "saved")], check=True)
 
 
-def predicted_peak(setting: Setting, gpu) -> int | str:
-    """Ask the planner for the peak in bytes, or return why it has none."""
+def predicted(setting: Setting, gpu) -> dict:
+    """Ask the planner for the peak in bytes and the tokens per second, or for the reason why it has none."""
     from zerofit.base import command_line
     from zerofit.config import resolve
-    from zerofit.plan import predict
+    from zerofit.plan import candidates, choice, predict
+    from zerofit.plan.speed import step
 
+    def resolved(request):
+        settings = resolve.resolve(request, 1, gpu)
+        resolve.resolve_for_model(settings)
+        return settings
+
+    mean = LENGTH if setting.rows == "fixed" else (SHORTEST + LENGTH) / 2
     try:
         flags = command_line.drop(setting.flags(), "--random_init")  # a plan needs the config.json only
-        return predict.predict(resolve.resolve_settings(setting.recipe, flags, 1, gpu))["peak_bytes"]
+        settings = resolved(resolve.resolve_settings(setting.recipe, flags, 1, gpu).request)
+        if setting.typed:
+            settings = resolved(choice.choose(settings, mean).of(settings.request))
+        plan = {"planned_bytes": predict.predict(settings)["peak_bytes"]}
+        if settings.padding_free:
+            job = candidates.of_settings(settings, gpu)
+            tokens = round(mean * job.setting.micro)
+            seconds = step.seconds(job.shape, replace(job.setting, tokens=tokens), gpu, round(mean))
+            plan["planned_tokens_per_second"] = ROWS * mean / seconds
+        return plan
     except Exception as error:  # a plan that fails is a result too
-        return f"no plan: {type(error).__name__}: {error}"[:200]
+        return {"no_plan": f"no plan: {type(error).__name__}: {error}"[:200]}
 
 
 def measure(setting: Setting, out: Path) -> dict:
@@ -175,19 +206,22 @@ def measure(setting: Setting, out: Path) -> dict:
 def row(result: dict) -> list:
     """Format one line of the table; unknown values stay empty."""
     planned, peak = result.get("planned_bytes"), result.get("peak_bytes")
-    why_no_plan = planned if isinstance(planned, str) else None
-    planned = None if why_no_plan else planned
+    expected, median = result.get("planned_tokens_per_second"), result.get("tokens_per_second")
     gib = [size and f"{size / GIB:.2f}" for size in (peak, planned, result.get("held_bytes"))]
-    speeds = [result.get(name) and f"{result[name]:,.0f}" for name in ("tokens_per_second", "tokens_per_second_wall")]
+    speeds = [speed and f"{speed:,.0f}" for speed in (median, result.get("tokens_per_second_wall"), expected)]
+    off = f"{median / expected - 1:+.1%}" if median and expected else None
     return [
-        result["setting"], *speeds, result.get("mfu") and f"{result['mfu']:.1%}", *gib[:2],
+        result["setting"], *speeds, off, result.get("mfu") and f"{result['mfu']:.1%}", *gib[:2],
         f"{planned / peak:.3f}" if planned and peak else None, gib[2],
         f"{result['losses'][-1]:.4f}" if result["losses"] else None,
-        "; ".join(filter(None, (result.get("failed"), why_no_plan))),
+        "; ".join(filter(None, (result.get("failed"), result.get("no_plan")))),
     ]  # fmt: skip
 
 
-HEAD = "setting, tok/s, tok/s wall, MFU, peak GiB, planned GiB, planned/peak, held GiB, last loss, notes".split(", ")
+HEAD = (
+    "setting, tok/s, tok/s wall, planned tok/s, off it, MFU, peak GiB, planned GiB, planned/peak, held GiB, last loss, "
+    "notes"
+).split(", ")
 
 
 def main() -> None:
@@ -201,18 +235,17 @@ def main() -> None:
     if given.kind == "qlora":
         save_base()
     chosen = [setting.on(gpu) for setting in KINDS[given.kind] if re.search(given.only, setting.name)]
-    with ThreadPoolExecutor(1) as pool:  # planning needs no GPU, and runs in parallel
-        plans = [pool.submit(predicted_peak, setting, gpu) for setting in chosen]
-        rows = []
-        for setting, plan in zip(chosen, plans, strict=True):
+    with ThreadPoolExecutor(1) as pool:  # planning needs no GPU, and runs beside the next setting
+        plans, rows = [], []
+        for setting in chosen:
             if time.monotonic() - began < given.budget:
                 rows.append(measure(setting, given.out))
+                plans.append(pool.submit(predicted, setting, gpu))  # after the proof of the kernels that it counts on
             else:
                 rows.append({"setting": setting.name, "losses": [], "failed": "not run: the budget was spent"})
-                plan.cancel()
             print(*filter(None, row(rows[-1])), sep="  ", flush=True)
-        for result, plan in zip(rows, plans, strict=True):
-            result["planned_bytes"] = None if plan.cancelled() else plan.result()
+        for result, plan in zip(rows, plans, strict=False):
+            result |= plan.result()
     title = f"Llama-3.1-8B's shape on one GPU: {given.kind}"
     gpu_job.save(given.out, "gpu-8b", title, gpu_job.table(HEAD, map(row, rows)), {"machine": facts, "rows": rows})
 

@@ -38,6 +38,18 @@ def row(name: str, run, amount: float, unit: str) -> list:
     return [name, f"{seconds * 1e3:.2f}", f"{amount / seconds / UNITS[unit]:,.1f} {unit}", f"{peak_bytes / GIB:.2f}"]
 
 
+def with_flash_3(name: str, run, amount: float) -> list:
+    """Time `run` as `row` does, by FlashAttention 3 in place of 2."""
+    try:
+        torch.nn.attention.activate_flash_attention_impl("FA3")
+    except Exception as error:  # its package is not there, or not for this GPU
+        return [name, None, f"{error}".splitlines()[0][:160], None]
+    try:
+        return row(name, run, amount, "TFLOP/s")
+    finally:
+        torch.nn.attention.restore_flash_attention_impl()
+
+
 def numbers(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:
     return torch.randn(*shape, device="cuda", dtype=dtype, requires_grad=True)
 
@@ -66,7 +78,8 @@ def packed(documents: int) -> list[list]:
     # Causal: half of both products; forward once, backward 2.5 times.
     flops = 3.5 * 2 * length * length * WIDTH * HEADS * documents
     prefix = f"attention, {documents} x {length} tokens"
-    return [row(f"{prefix}, {name}", way, flops, "TFLOP/s") for name, way in ways.items()]
+    timed = [row(f"{prefix}, {name}", way, flops, "TFLOP/s") for name, way in ways.items()]
+    return [*timed, with_flash_3(f"{prefix}, varlen (zerofit), FlashAttention 3", varlen, flops)]
 
 
 def adapted(dtype: torch.dtype | None, autocast: bool = False, cast: bool = True) -> list[list]:

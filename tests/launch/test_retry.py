@@ -537,6 +537,17 @@ def test_every_job_of_a_folder_archives_its_attempts(tmp_path):
     ]  # fmt: skip
 
 
+@pytest.mark.parametrize(("code", "says"), [(1, "is a fatal CUDA error in bitsandbytes"), (7, "exit code 7\n")])
+def test_a_library_that_ends_a_rank_before_the_run_folder_is_there_is_named(code, says, tmp_path, capfd):
+    """A real supervisor over a stand-in rank, which ends as bitsandbytes does while a base is quantized."""
+    settings = SimpleNamespace(on_oom="retry", max_restarts=3, hang_timeout=0, save_only_model=False, use_cpu=False)
+    words = f"import os; os.write(2, b'Error out of memory at line 76 in file /src/csrc/ops.cu\\n'); os._exit({code})"
+    job = supervisor.Job(lambda *_: [sys.executable, "-c", words], None, settings, tmp_path / "run", {}, 1)
+    assert supervisor.run(job) == code
+    said = capfd.readouterr().err
+    assert said.count("zerofit: the job ended: exit code") == 1 and says in said
+
+
 RANK_WITHOUT_ANSWER = """
 import os, sys
 from zerofit.base import distributed, rank_status
@@ -738,7 +749,9 @@ def test_a_record_on_a_full_disk_is_none(monkeypatch, tmp_path):
         rank_status.record(RuntimeError("first"))
         rank_status.write_json(tmp_path / postmortem.EXITS, {"0": 1})
     assert not list(tmp_path.iterdir())
-    assert postmortem.ending(1, tmp_path, [], None, 0, host_kills=0).error == "exit code 1"  # before the first step
+    ended = postmortem.ending(1, tmp_path, [], None, 0, host_kills=0)  # before the first step
+    assert ended.sentence.startswith("the job ended: exit code 1 ") and "CUDA error in bitsandbytes" in ended.error
+    assert postmortem.ending(7, tmp_path, [], None, 0, host_kills=0).error == "exit code 7"
     monkeypatch.setattr(rank_status, "heartbeats", lambda where: {0: (1, 3, 0.0)})
     ended = postmortem.ending(1, tmp_path, [], None, 0, host_kills=0)
     assert (

@@ -1,5 +1,6 @@
 """Ranks as forks of the launcher: they are what torchrun's are, end with it, and are not tried where that is unsafe."""
 
+import fnmatch
 import json
 import mmap
 import os
@@ -151,16 +152,17 @@ def test_ranks_on_gpus_are_forks_on_request_only(monkeypatch):
     assert standby._may_become_ranks(os.environ | {"ZEROFIT_FORK": "1"})
 
 
+@pytest.mark.parametrize("device", ["nvidia0", "dxg"])
 @pytest.mark.parametrize(("variables", "started"), [
     ({}, 0), ({"CUDA_VISIBLE_DEVICES": "1"}, 0), ({"CUDA_VISIBLE_DEVICES": ""}, 1), ({"CUDA_VISIBLE_DEVICES": "-1"}, 1),
     ({"ZEROFIT_FORK": "1"}, 1),
 ])  # fmt: skip
-def test_no_process_waits_where_ranks_may_use_a_gpu(variables, started, monkeypatch):
+def test_no_process_waits_where_ranks_may_use_a_gpu(variables, started, device, monkeypatch):
     """It would import everything beside the launcher, and then start fresh interpreters all the same."""
     for name, value in {"OF_BOTH": (), "Standby": object, "_waiting": []}.items():
         monkeypatch.setattr(standby, name, value)
     monkeypatch.setattr(standby.threading, "active_count", lambda: 1)
-    monkeypatch.setattr(standby.Path, "glob", lambda self, _: iter([self / "nvidia0"]))  # of /dev
+    monkeypatch.setattr(standby.Path, "glob", lambda self, pattern: fnmatch.filter([device], pattern))  # of /dev
     for name in ("CUDA_VISIBLE_DEVICES", standby.FORKS):
         monkeypatch.delenv(name, raising=False)
     for name, value in variables.items():

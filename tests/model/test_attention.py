@@ -25,6 +25,7 @@ from zerofit.data.batches import Collator, PackedCollator
 from zerofit.data.tokens import PackedDataset
 from zerofit.model import attention
 from zerofit.model.load import load_model, load_tokenizer
+from zerofit.parallel import sequence_parallel
 
 SHAPE = {
     "vocab_size": 64, "hidden_size": 32, "intermediate_size": 64, "num_hidden_layers": 2, "num_attention_heads": 4,
@@ -303,6 +304,18 @@ def test_dropout_is_never_left_out(name):
         attention.resolve_for_model(found, LlamaConfig(**SHAPE, attention_dropout=0.1))
 
 
+@pytest.mark.parametrize("flags, ranks", [([], 1), (["--sp_size", "2"], 2)])
+@pytest.mark.parametrize("precision, dropout, line", [
+    ("bf16", 0.0, ""), ("fp32", 0.0, "fp32: the varlen kernel computes in"), ("bf16", 0.1, "attention_dropout 0.1:"),
+])  # fmt: skip
+def test_a_gpu_without_the_varlen_kernel_is_told_of_the_loop(flags, ranks, precision, dropout, line):
+    flags = ["--data", "none", "--model", "m", "--bf16", str(precision == "bf16").lower(), *flags]
+    found = resolve.resolve_settings("sft", flags, ranks, hardware.GPUS["h100-80g"])
+    resolve.resolve_for_model(found, LlamaConfig(**SHAPE, attention_dropout=dropout))
+    (said,) = [one for one in found.decisions if "attended to one by one, which is slower" in one] or [""]
+    assert found.precision == precision and said.startswith(line) and bool(said) is bool(line)
+
+
 def test_dropout_keeps_documents_apart_in_the_loop():
     torch.manual_seed(0)
     model = AutoModelForCausalLM.from_config(
@@ -380,7 +393,7 @@ class FlashSwitch:
     """Stands for torch's switch and for the two kernels: a loop over documents, and it with an error of FA3's."""
 
     def __init__(self, monkeypatch, of_fa3=lambda out: out, leaks=False, capability=(9, 0), installed=True):
-        self.calls, self.of_fa3, self.leaks = [], of_fa3, leaks
+        self.calls, self.of_fa3, self.leaks, self.heads = [], of_fa3, leaks, set()
         real = attention._flash_3_problem
         for name, instead in (("activate_flash_attention_impl", self.calls.append),
                               ("restore_flash_attention_impl", lambda: self.calls.append("restored"))):  # fmt: skip
@@ -389,10 +402,11 @@ class FlashSwitch:
         monkeypatch.setattr(attention, "find_spec", lambda name: installed or None)
         monkeypatch.setattr(attention, "_varlen", self.varlen)
         monkeypatch.setattr(
-            attention, "_flash_3_problem", lambda text, dtype, device: real(text, dtype, torch.device("cpu"))
+            attention, "_flash_3_problem", lambda text, dtype, _, ranks: real(text, dtype, torch.device("cpu"), ranks)
         )
 
     def varlen(self, query, key, value, bounds, longest, window, scaling):
+        self.heads.add((query.shape[1], key.shape[1]))
         on = self.calls[-1:] == ["FA3"]
         if on and self.leaks:
             bounds = bounds[[0, -1]]
@@ -401,7 +415,7 @@ class FlashSwitch:
         return (self.of_fa3(out) if on else out)[None]
 
     def line(self, config, **values) -> str:
-        given = {"use_cpu": False, "attn_implementation": attention.NAME, "precision": "bf16"} | values
+        given = {"use_cpu": False, "attn_implementation": attention.NAME, "precision": "bf16", "sp_size": 1} | values
         settings = SimpleNamespace(decisions=[], full_determinism=False, **given)
         attention.prove_flash_3(settings, config)
         return "".join(settings.decisions)
@@ -432,6 +446,21 @@ def test_flash_attention_3_that_fails_its_proof_is_off_with_one_line(wrong, why,
     line = switch.line(CONFIGS["llama"])
     assert line.startswith("attention by FlashAttention 2: ") and why in line
     assert switch.calls[-1:] in (["restored"], [])
+
+
+def test_split_rows_have_flash_attention_3_for_the_heads_of_a_rank(monkeypatch):
+    """4 ranks of a model with 4 heads and 2 of keys, which are repeated."""
+    switch = FlashSwitch(monkeypatch)
+    line = switch.line(CONFIGS["llama"], attn_implementation=sequence_parallel.NAME, sp_size=4)
+    assert "attention by FlashAttention 3" in line and switch.heads == {(1, 1)}
+
+
+def test_gpus_of_which_some_are_not_hopper_share_flash_attention_2_with_a_line(monkeypatch):
+    switch = FlashSwitch(monkeypatch)
+    monkeypatch.setattr(attention.distributed, "all_gather", lambda value: [value, False] if value is True else [value])
+    line = switch.line(CONFIGS["llama"])
+    assert line.startswith("attention by FlashAttention 2: ") and "Hopper GPUs only, which 1 of the 2 are not" in line
+    assert not switch.calls
 
 
 @pytest.mark.parametrize("values", [

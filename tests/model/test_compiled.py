@@ -105,6 +105,31 @@ def test_all_layers_and_lengths_share_the_graphs_of_the_first(checkpointing, gra
     assert graphs["stats"]["unique_graphs"] == counts[0], "an evaluation was compiled"
 
 
+class Layer(torch.nn.Module):
+    def forward(self, x):
+        return x.sin()
+
+
+def test_run_json_has_the_graphs_and_the_limit_of_compilations(graphs, monkeypatch, tmp_path, capsys):
+    (tmp_path / "run.json").write_text('{"decisions": ["before"]}')
+    monkeypatch.setattr(compiled.run_folder, "opened", lambda: tmp_path)
+    monkeypatch.setattr(torch.compiler.config, "recompile_limit", 2)
+    layer = compiled._compiled(Layer)()
+
+    def said_after(*kinds: torch.dtype) -> list[str]:
+        for kind in kinds:
+            layer(torch.ones(4, dtype=kind))
+        compiled.tell_at_end(settings())
+        return json.loads((tmp_path / "run.json").read_text())["decisions"][1:]
+
+    first = "compile_layers: Layer in 1 graphs with 0 graph breaks (none)"
+    again = "compile_layers: 2 graphs at the end, 1 after the first layers"
+    assert said_after(torch.float32) == [first] and said_after(torch.float64) == [first, again]
+    *others, limit = said_after(torch.float16)
+    assert others == [first, again, again] and "has compiled a part of a layer 2 times, its limit" in limit
+    assert capsys.readouterr().out.splitlines() == [*others, limit]
+
+
 class Counted(StreamedOffload):
     """Activation offload in streams, with torch.cpu's streams, which do nothing."""
 

@@ -170,7 +170,7 @@ def test_a_proof_is_remembered_by_gpu_versions_and_sizes(tmp_path, monkeypatch):
     assert liger.will_run(resolved("--gradient_checkpointing_policy", "selective", gpu=None), name)
     wider = copy.deepcopy(CONFIG)
     wider.hidden_size = 64
-    assert liger._proof(settings, wider, name) != liger._proof(settings, CONFIG, name)
+    assert liger._proofs(settings, wider, name) != liger._proofs(settings, CONFIG, name)
     assert candidates.shape_of(settings, hardware.find("detect")).liger
     with monkeypatch.context() as patch:
         patch.setattr(liger.metadata, "version", lambda package: "0.0.1")
@@ -178,6 +178,19 @@ def test_a_proof_is_remembered_by_gpu_versions_and_sizes(tmp_path, monkeypatch):
     monkeypatch.setattr(liger, "_problem", lambda *args: "its outputs are off")
     liger.prove(settings, CONFIG)
     assert not settings.use_liger_kernel and not liger.will_run(resolved(gpu=None), name)
+
+
+def test_a_proof_of_some_kernels_is_none_of_others(tmp_path, monkeypatch):
+    in_process(monkeypatch, tmp_path, [Card()], ZEROFIT_CACHE=str(tmp_path / "cache"))
+    monkeypatch.setattr("zerofit.model.load.load_config", lambda settings: CONFIG)
+    name, selective = torch.cuda.get_device_name(), ("--gradient_checkpointing_policy", "selective")
+    without_rope, every = resolved(*selective, gpu=None), resolved(gpu=None)
+    liger._remember(without_rope, CONFIG, True)
+    assert liger.will_run(without_rope, name)
+    assert not liger.will_run(every, name) and not liger.will_run(resolved("--tiled_mlp", "2", gpu=None), name)
+    liger._remember(every, CONFIG, True)
+    liger._remember(without_rope, CONFIG, False)
+    assert not liger.will_run(without_rope, name) and not liger.will_run(every, name)
 
 
 @pytest.mark.parametrize(

@@ -1728,6 +1728,11 @@ def test_what_is_close_is_simulated_and_else_what_is_sure_is_taken(expandable, m
     sure = {MICRO: 2, "gradient_checkpointing": False}
     close = {MICRO: 8, "gradient_checkpointing": False}
     assert chosen(None) == (sure, {8})  # nobody knows, which is not kept
+    said = (
+        r"per_device_train_batch_size 8, gradient_checkpointing false would be about 1\.\d+ times as fast by estimate, "
+    )
+    said += r"but was not checked \(no such kernel\): `make plan` with the same arguments waits for it\n"
+    assert re.search(said, capsys.readouterr().out)
     assert chosen(500) == (sure, {8})
     assert chosen(10) == (sure, set())  # kept
     assert chosen(70, row_tokens=1151) == (close, {8})
@@ -1763,6 +1768,7 @@ def test_a_launch_recomputes_no_more_than_it_must(sizes, flags, simulated, monke
     assert chosen.flags == flags and chosen.plan["peak_bytes"] <= chosen.plan["limit_bytes"]
     said, is_less = capsys.readouterr().out, flags != {"gradient_checkpointing": True}
     assert ("with every layer recomputed a step would take about 1." in said) is is_less and "plan: fits" in said
+    assert ("but was not checked (no such kernel): `make plan`" in said) is (sizes[0] is None)
     resolved = resolve.resolve(chosen.of(settings.request), 8, GPU)
     assert resolved.source["gradient_checkpointing"] == "plan"
     assert any("GiB a rank by simulation; " in sentence for sentence in resolved.decisions)

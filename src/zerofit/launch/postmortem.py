@@ -195,10 +195,11 @@ def _crashed(evidence: Evidence) -> Outcome:
     """Name the exit code of ranks that reported no error: an import failed, or a library has ended the process."""
     code = evidence.code
     error = f"exit code {code}"
-    if evidence.steps:  # 0.50.2 calls C's exit
+    if code == 1:  # so does bitsandbytes 0.50.2 end a process, by C's exit
         error += (
-            " without an error in Python; a last line 'Error ... at line ... in file ...' is a fatal CUDA error in "
-            "bitsandbytes (out of memory, if it says so: halve --per_device_train_batch_size)"
+            " without an error recorded in Python; where no traceback precedes, a last line 'Error ... at line ... in "
+            "file ...' is a fatal CUDA error in bitsandbytes (if it says out of memory, halve "
+            "--per_device_train_batch_size)"
         )
     return Outcome("crash", code if code > 0 else 1, error=error, step=evidence.step)
 

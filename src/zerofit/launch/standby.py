@@ -94,7 +94,8 @@ def prefork() -> None:
 
 def _gpus_are_visible() -> bool:
     """Return whether the machine has NVIDIA GPUs that ranks may use, without loading libraries or a driver."""
-    return os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and any(Path("/dev").glob("nvidia[0-9]*"))
+    devices = [*Path("/dev").glob("nvidia[0-9]*"), *Path("/dev").glob("dxg")]  # the latter: under WSL2
+    return os.environ.get("CUDA_VISIBLE_DEVICES") not in ("", "-1") and bool(devices)
 
 
 def popen(command: list[str], env: dict[str, str], stdout=None) -> Standby | subprocess.Popen:

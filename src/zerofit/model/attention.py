@@ -12,6 +12,7 @@ checks this on the loaded model before the first step: `packed_logit_error` and 
 import functools
 import inspect
 import itertools
+import math
 import sys
 from importlib.util import find_spec
 
@@ -133,8 +134,7 @@ def resolve_for_model(settings, config) -> None:
     Raises: UserError for --packing in that case, and for dropout that the implementation would ignore.
     """
     chosen = settings.attn_implementation
-    text = config.get_text_config()
-    key, dropout = next(((k, getattr(text, k)) for k in DROPOUT_KEYS if getattr(text, k, 0)), (None, 0))
+    key, dropout = _dropout(config)
     # flash_attention_3 and 4 would silently train without it, flex_attention fails in the first step.
     if dropout and (chosen == "flex_attention" or (is_flash(chosen) and "2" not in chosen)):
         raise UserError(
@@ -149,13 +149,27 @@ def resolve_for_model(settings, config) -> None:
         decide(settings, "padding_free", False, why)
         if chosen == NAME:
             decide(settings, "attn_implementation", "sdpa", "batches are padded")
-    elif packed and dropout and chosen == NAME and not settings.use_cpu:
-        settings.decisions.append(
-            f"{key} {dropout}: the varlen kernel has no dropout; documents are attended to one by one, which is slower"
-        )
+    elif packed and chosen == NAME:
+        tell_of_loop(settings, config)
     _eager_where_sdpa_is_missing(settings, config)
     if settings.attn_implementation == NAME:
         register()
+
+
+def _dropout(config) -> tuple[str | None, float]:
+    """Return the dropout of the attention, with its name in config.json."""
+    text = config.get_text_config()
+    return next(((key, getattr(text, key)) for key in DROPOUT_KEYS if getattr(text, key, 0)), (None, 0))
+
+
+def tell_of_loop(settings, config) -> None:
+    """Add a line to the decisions where a GPU cannot use the varlen kernel, but attends to documents one by one."""
+    key, dropout = _dropout(config)
+    why = f"{key} {dropout}: the varlen kernel has no dropout" if dropout else None
+    if settings.precision == "fp32":
+        why = "fp32: the varlen kernel computes in bf16 and fp16 only"
+    if why and not settings.use_cpu:
+        settings.decisions.append(f"{why}; documents are attended to one by one, which is slower")
 
 
 def class_of(config):
@@ -307,17 +321,22 @@ def prove_flash_3(settings, config) -> None:
     """Replace the varlen kernel, FlashAttention 2, by FlashAttention 3 on Hopper, if it computes the same. Collective.
 
     torch 2.13 has the switch (activate_flash_attention_impl); the kernels are a package of their own. A line among the
-    decisions says which of the two it is, on a Hopper GPU.
+    decisions says which of the two it is, on a Hopper GPU. --sp_size calls the same kernel, with a part of the heads.
     Args: config: the model's.
     """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)
-    if settings.use_cpu or settings.attn_implementation != NAME or dtype is None:
+    has_kernel = settings.attn_implementation == NAME or settings.sp_size > 1
+    if settings.use_cpu or not has_kernel or dtype is None:
         return
-    if not all(distributed.all_gather(torch.cuda.get_device_capability()[0] == 9)):
+    hopper = distributed.all_gather(torch.cuda.get_device_capability()[0] == 9)
+    if not any(hopper):
         return
     why = next(filter(None, distributed.all_gather(_flash_3_is_missing(settings))), None)
+    if not all(hopper):
+        why = f"FlashAttention 3 is for Hopper GPUs only, which {hopper.count(False)} of the {len(hopper)} are not"
     if why is None:
-        find = functools.partial(_flash_3_problem, config.get_text_config(), dtype, torch.device("cuda"))
+        text, device = config.get_text_config(), torch.device("cuda")
+        find = functools.partial(_flash_3_problem, text, dtype, device, settings.sp_size)
         why = prove.problem(find, FLASH_3, "uninstall it")
         if why is None:
             torch.nn.attention.activate_flash_attention_impl("FA3")
@@ -336,17 +355,19 @@ def _flash_3_is_missing(settings) -> str | None:
     return None
 
 
-def _flash_3_problem(text, dtype: torch.dtype, device: torch.device) -> str | None:
+def _flash_3_problem(text, dtype: torch.dtype, device: torch.device, ranks: int) -> str | None:
     """Return what is wrong with FlashAttention 3's numbers for the model's heads and windows; None if nothing is.
 
     Leaves FlashAttention 2 on.
+    Args: ranks: among which --sp_size divides the heads.
     """
     heads = text.num_attention_heads
     size = getattr(text, "head_dim", None) or text.hidden_size // heads
     if getattr(text, "v_head_dim", size) != size:
         return "FlashAttention 3 is not tested with values narrower than keys"
+    kv_heads = math.lcm(getattr(text, "num_key_value_heads", None) or heads, ranks)  # repeated to as many
     for window in {0, getattr(text, "sliding_window", None) or 0}:
-        shape = (heads, getattr(text, "num_key_value_heads", None) or heads, size, window)
+        shape = (heads // ranks, kv_heads // ranks, size, window)
         expected, _ = _attended(*shape, dtype, device)
         torch.nn.attention.activate_flash_attention_impl("FA3")
         try:

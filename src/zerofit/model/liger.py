@@ -154,29 +154,35 @@ def will_run(settings, gpu_name: str) -> bool:
 
     if not settings.use_liger_kernel or settings.source["use_liger_kernel"] != "decided":
         return settings.use_liger_kernel
-    return _proof(settings, load.load_config(settings), gpu_name).exists()
+    return any(file.exists() for file in _proofs(settings, load.load_config(settings), gpu_name))
 
 
 def _remember(settings, config, holds: bool) -> None:
     """Keep on this machine that the proof holds for a model's sizes on this GPU; else forget it."""
-    file = _proof(settings, config, torch.cuda.get_device_name())
+    own, *of_more = _proofs(settings, config, torch.cuda.get_device_name())
     with contextlib.suppress(OSError):  # without the file plans count the memory of transformers' modules
         if holds:
-            file.parent.mkdir(parents=True, exist_ok=True)
-            file.touch()
+            own.parent.mkdir(parents=True, exist_ok=True)
+            own.touch()
         else:
-            file.unlink(missing_ok=True)
+            for file in (own, *of_more):
+                file.unlink(missing_ok=True)
 
 
-def _proof(settings, config, gpu_name: str) -> Path:
-    """Return the file that stands for a proof: its name is made from all that the proof depends on."""
+def _proofs(settings, config, gpu_name: str) -> list[Path]:
+    """Return the files that stand for a proof of the kernels in use: of these, and of all, which covers fewer.
+
+    A file's name is made from all that the proof depends on.
+    """
     from zerofit.model import load
 
     text = config.get_text_config()
     sizes = [str(getattr(text, name, None)) for name in SIZES]
     versions = [metadata.version(name) for name in ("torch", "triton", "transformers", "liger-kernel")]
     known = [gpu_name, *versions, text.model_type, *sizes, load.weight_dtype(settings), settings.precision]
-    return cache_root() / "liger" / hashlib.sha256("\n".join(known).encode()).hexdigest()[:24]
+    off = [sorted((settings.liger_kernel_config or {}).keys() | NO_LOSS), sorted(NO_LOSS)]
+    names = ["\n".join([*known, *kernels]) for kernels in off]
+    return [cache_root() / "liger" / hashlib.sha256(name.encode()).hexdigest()[:24] for name in names]
 
 
 def _problem(settings, config, device: torch.device) -> str | None:

@@ -99,6 +99,7 @@ def resolve_for_model(settings, config) -> None:
     if heads % size:
         divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise UserError(f"--sp_size {size}: must divide the model's {heads} attention heads; use one of {divisors}.")
+    attention.tell_of_loop(settings, config)
     register()
 
 

@@ -116,6 +116,7 @@ class _Search:
         self.settings, (self.limit, self.margin), self.row_tokens = settings, room, row_tokens
         self.steps, self.seconds, self.began = steps, seconds, time.monotonic()
         self.all_answered, self.goes_on = True, earlier is not None
+        self.unanswered: tuple[Pair, str] | None = None  # the first pair that no simulation has answered, and why
         self.whole = candidates.of_settings(settings, settings.planned_gpu)
         self.kinds = _checkpointings(settings, self.whole.shape.layers, earlier)
         self.micros = _micros(settings)
@@ -165,6 +166,7 @@ class _Search:
             plan = self._simulated(pair, best)
             if "by" in plan:
                 fits = pair is self.earlier  # nobody knows, but it ran so
+                self.unanswered = self.unanswered or (pair, plan["by"])
             else:
                 fits = self._fits(plan["peak_bytes"], plan["limit_bytes"] - self.margin)
             if fits:
@@ -225,15 +227,25 @@ class _Search:
         return self.settings.replace(request=asked.put(**flags), gradient_accumulation_steps=accumulation, **flags)
 
     def _why(self, pair: Pair, plan: dict, flags: dict) -> str:
-        words = ", ".join(f"{name} {str(value).lower()}" for name, value in flags.items())
         how = "formula" if "by" in plan else "simulation"
         size = f"{plan['peak_bytes'] / GIB:.1f} of {plan['limit_bytes'] / GIB:.1f} GiB a rank by {how}"
+        said, faster = f"{_words(flags)}: {size}", self._not_checked(pair)
         if pair is self.own:
-            return f"{words}: {size}; nothing that fits is faster by estimate"
+            return said + (faster or "; nothing that fits is faster by estimate")
         default = [f"micro batch {self.own.micro}"] if MICRO in flags else []
         default += ["every layer recomputed"] if "gradient_checkpointing" in flags else []
         times = self.own.seconds / pair.seconds
-        return f"{words}: {size}; with {' and '.join(default)} a step would take about {times:.2f} times as long"
+        return f"{said}; with {' and '.join(default)} a step would take about {times:.2f} times as long{faster}"
+
+    def _not_checked(self, pair: Pair) -> str:
+        """Return the end of a sentence on a faster pair of which nobody knows whether it fits, or ""."""
+        if self.unanswered is None or pair.seconds < NEARLY * self.unanswered[0].seconds:
+            return ""
+        faster, why_not = self.unanswered
+        return (
+            f"; {_words(self._flags(faster))} would be about {pair.seconds / faster.seconds:.2f} times as fast by "
+            f"estimate, but was not checked ({why_not}): `make plan` with the same arguments waits for it"
+        )
 
     def _better_micro_batch(self, pair: Pair) -> str:
         """Return a sentence on a micro batch that is much faster than the one that the user has given, or ""."""
@@ -248,6 +260,10 @@ class _Search:
             f"{self.settings.effective_batch_size} would be about {pair.seconds / best.seconds:.1f} times as fast by "
             "estimate, with the same steps"
         )
+
+
+def _words(flags: dict) -> str:
+    return ", ".join(f"{name} {str(value).lower()}" for name, value in flags.items())
 
 
 def _least_memory_of_the_fastest(pairs: list[Pair]) -> Pair | None:

@@ -18,6 +18,7 @@ from zerofit.checkpoint.facts import read_facts
 from zerofit.config import offload
 from zerofit.job import run_folder, stretches
 from zerofit.model import generation, quantization
+from zerofit.model.kernels import compiled
 from zerofit.model.load import count_parameters
 from zerofit.train import memory_report, memory_tracker, stop, trial
 
@@ -264,6 +265,7 @@ class Reporter(TrainerCallback):
 
     def on_train_end(self, args, state, control, **kwargs):
         self.trainer.guard.at_end()
+        compiled.tell_at_end(self.trainer.settings)
         if args.process_index == 0 and {"mlflow", "dagshub"} & set(args.report_to):
             import mlflow
 

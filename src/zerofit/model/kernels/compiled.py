@@ -13,6 +13,7 @@ import torch
 
 from zerofit.base import distributed
 from zerofit.base.errors import UserError
+from zerofit.job import run_folder
 from zerofit.job.settings import decide
 from zerofit.job.technique import AllBut, Conflict, Technique
 from zerofit.model import experts, load
@@ -22,6 +23,10 @@ COMPARED = (
     *("lora", "ia3", "prompt_tuning", "prefix_tuning", "adaption_prompt", "ln_tuning", "loha", "lokr", "oft", "miss"),
     *("vera", "randlora", "delora", "road"),
 )
+
+GIVEN_UP = "Dynamo recompile limit exceeded"  # how torch's reason begins where it compiles a function no more
+
+_first = 0  # graphs after the first layers
 
 ONE_OF_TWO = "leave one of the two out"
 
@@ -108,14 +113,38 @@ def _compiled(kind: type) -> type:
 
 
 def _say(name: str) -> None:
-    """Print, on rank 0, into how many graphs the first layer of a class was compiled, and what broke it into these."""
+    """Say into how many graphs the first layer of a class was compiled, and what broke it into these."""
+    global _first
     from torch._dynamo.utils import counters
 
+    breaks, _first = counters["graph_break"], counters["stats"]["unique_graphs"]
+    reasons = "; ".join(f"{count} x {reason.splitlines()[0]}" for reason, count in breaks.items())
+    broken = sum(breaks.values())
+    _tell(f"compile_layers: {name} in {_first} graphs with {broken} graph breaks ({reasons or 'none'})")
+
+
+def tell_at_end(settings) -> None:
+    """Say, at the end of a training, what was compiled after the first layers, and whether torch has given up on it."""
+    if not settings.compile_layers:
+        return
+    from torch._dynamo.utils import counters
+
+    if (graphs := counters["stats"]["unique_graphs"]) > _first:
+        _tell(f"compile_layers: {graphs} graphs at the end, {_first} after the first layers")
+    if any(reason.startswith(GIVEN_UP) for reason in counters["unimplemented"]):
+        limit = torch.compiler.config.recompile_limit
+        _tell(
+            f"compile_layers: torch has compiled a part of a layer {limit} times, its limit, and computes inputs of "
+            "other kinds without its kernels, which is slower; TORCH_LOGS=recompiles says how they differ"
+        )
+
+
+def _tell(sentence: str) -> None:
+    """Print a sentence, on rank 0, and add it to the run's decisions."""
     if distributed.rank() == 0:
-        breaks = counters["graph_break"]
-        reasons = "; ".join(f"{count} x {reason.splitlines()[0]}" for reason, count in breaks.items())
-        graphs, broken = counters["stats"]["unique_graphs"], sum(breaks.values())
-        print(f"compile_layers: {name} in {graphs} graphs with {broken} graph breaks ({reasons or 'none'})", flush=True)
+        print(sentence, flush=True)
+    if folder := run_folder.opened():
+        run_folder.add_to_run(folder, "decisions", [sentence])
 
 
 TECHNIQUE = Technique(
