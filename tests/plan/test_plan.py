@@ -54,6 +54,7 @@ import scaling
 
 pytestmark = pytest.mark.usefixtures("forks")
 CONFIGS = ROOT / "tests" / "configs"
+PYTHON = sys.executable
 GPU = hardware.GPUS["h100-80g"]
 
 
@@ -981,6 +982,15 @@ def test_a_packed_base_is_simulated_on_a_gpu():
              "--max_length", "64", "--per_device_train_batch_size", "1", "--effective_batch_size", "8"]  # fmt: skip
     (answer,) = answers_for([simulate.Question(job(flags, "lora"), 8, gpu=GPU, overrides={"num_hidden_layers": 2})])
     assert 0 < answer["total"]["load"] < answer["total"]["backward"]
+
+
+def test_a_simulation_compiles_nothing(monkeypatch):
+    """DeepSpeed's Muon is compiled: its kernel would write to tensors that have no memory, and end the process."""
+    monkeypatch.setattr(sys, "executable", PYTHON)  # no fork: torch reads the variable when it is imported
+    flags = ["--model", str(TINY / "model"), "--data", "none", "--zero", "2", "--optim", "muon",
+             "--max_length", "64", "--per_device_train_batch_size", "1", "--effective_batch_size", "2"]  # fmt: skip
+    (answer,) = answers_for([simulate.Question(job(flags), 2, gpu=GPU, overrides={"num_hidden_layers": 2})])
+    assert answer["total"]["step"] > answer["total"]["load"] > 0
 
 
 def test_tensors_on_their_way_count_by_formula():
