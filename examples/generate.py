@@ -16,7 +16,7 @@ import yaml
 from zerofit.base import allocator, command_line, hardware, log_filters
 from zerofit.base.hardware import GIB
 from zerofit.config import resolve
-from zerofit.plan import candidates, predict, preflight
+from zerofit.plan import candidates, choice, predict
 from zerofit.plan.candidates import Checkpointing
 from zerofit.plan.speed import step
 
@@ -97,13 +97,9 @@ def plan(example: Example, known: str | None = None) -> dict:
     """
     os.environ["LOCAL_WORLD_SIZE"] = str(example.gpus)
     allocator.configure()
-    if known is None:
-        settings = settings_of(example)
-        answer, checkpointing = preflight.choose_and_check(settings, seconds=SECONDS)
-        settings = settings.replace(**checkpointing)
-    else:
-        settings = settings_of(example, **RECOMPUTED[known].flags)
-        answer = predict.predict(settings)
+    chosen = RECOMPUTED[known].flags if known else choice.choose(settings_of(example), seconds=SECONDS).flags
+    settings = settings_of(example, **chosen)
+    answer = predict.predict(settings)
     assert "by" not in answer, f"{example.name}: {answer['by']}"
     setting = candidates.setting_of(settings)
     tokens = setting.tokens * setting.accumulation * settings.data_ranks

@@ -252,7 +252,7 @@ def test_closed_forms_count_fused_experts(method, flags, gpus):
     predict.ask(candidate)
     simulated = max(candidate.answer["total"].values())
     assert sum(candidate.formula.values()) == pytest.approx(simulated, rel=0.08)
-    assert candidate.shape.adapted_experts == 128 * 3 * 2048 * 768
+    assert candidate.shape.adapted_experts == 128 * (3 * 768 + 1) * 2048  # and the router
     assert candidate.shape.frozen_bytes > 1.9
 
 
@@ -1054,9 +1054,12 @@ def test_the_share_of_offload_ratio_is_on_the_gpu(tmp_path):
     """The sub-groups that depend on the model's size reach the engine: 60 % of Adam's 12 bytes a parameter stay."""
     flags = ["--model", str(TINY / "model"), "--data", "none", "--zero", "3", "--offload", "optimizer", "--max_length",
              "64", "--per_device_train_batch_size", "1", "--effective_batch_size", "2"]  # fmt: skip
-    section = {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True, "ratio": 0.4}}
-    (tmp_path / "ratio.json").write_text(json.dumps({"zero_optimization": section}))
-    asked = [job([*flags, *more]) for more in ([], ["--deepspeed", str(tmp_path / "ratio.json")])]
+    buckets = dict.fromkeys(("reduce_bucket_size", "stage3_prefetch_bucket_size"), "auto")
+    asked = []
+    for name, ratio in (("whole", {}), ("split", {"ratio": 0.4})):
+        section = buckets | {"stage": 3, "offload_optimizer": {"device": "cpu", "pin_memory": True} | ratio}
+        (tmp_path / f"{name}.json").write_text(json.dumps({"zero_optimization": section}))
+        asked.append(job([*flags, "--deepspeed", str(tmp_path / f"{name}.json")]))
     whole, split = answers_for([simulate.Question(request, 2, gpu=GPU) for request in asked])
     more = split["total"]["step"] - whole["total"]["step"]
     assert more / (split["parameters"] / 2) == pytest.approx(0.6 * 12, rel=0.1)
@@ -1216,7 +1219,7 @@ def test_a_real_plan_from_the_command_line(tmp_path):
     found = json.loads((tmp_path / "plan" / "plan.json").read_text())
     assert found["chosen"]["simulation"]["parameters"] == 1_235_814_400
     assert found["chosen"]["peak_bytes"] <= found["limit_bytes"]
-    assert "fp16" in found["facts"]["estimate"] or found["gpu"]["bf16"] is False
+    assert "an estimate" in found["facts"]["time"] and found["gpu"]["bf16"] is False
 
 
 # --- mistakes ---
@@ -1327,7 +1330,7 @@ def test_a_decoder_of_that_class_is_planned(tmp_path):
     assert candidates.candidates("sft", job(["--model", str(tmp_path), "--zero", "2"]), 2, GPU)
 
 
-FEW_TYPES = ("llama", "gpt_oss", "mamba2", "dots1", "hunyuan_v1_moe")
+FEW_TYPES = ("llama", "gpt_oss", "mamba2", "dots1", "hunyuan_v1_moe", "emu3")
 
 
 @pytest.mark.parametrize("method", ["sft", "lora"])

@@ -82,6 +82,11 @@ def first_line(error: BaseException) -> str:
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
+def in_one_line(error: BaseException) -> str:
+    """Return an error's message without line breaks and its full stop: an install line is often on a line of its own."""
+    return " ".join(str(error).split()).rstrip(".")
+
+
 class DiskFull(UserError):
     """A write failed because the disk is full."""
 

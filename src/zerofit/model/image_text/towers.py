@@ -3,7 +3,7 @@
 import re
 from pathlib import Path
 
-from zerofit.base.errors import UserError
+from zerofit.base.errors import UserError, first_line, in_one_line
 from zerofit.job.settings import decide
 from zerofit.job.technique import Technique
 from zerofit.model import attention
@@ -18,8 +18,16 @@ def resolve_for_model(settings, config) -> None:
         return
     if settings.ranks_that_split("matrices") > 1:
         raise UserError("--tp_size with an image-text model: DeepSpeed would split its towers too; use --zero 3.")
-    cls, towers, cannot, needed = classes.examined(config)
     place, asked = f"--model {settings.model}", settings.towers
+    try:
+        cls, towers, cannot, needed = classes.examined(config)
+    except ImportError as error:  # of a package for its towers, whose install line it has
+        raise UserError(f"{place}: {in_one_line(error)}.") from None
+    except Exception as error:  # of any class: what a model's own code does with values that do not fit each other
+        raise UserError(
+            f"{place}: transformers cannot build the image-text model of its config.json ({config.model_type}): "
+            f"{type(error).__name__}: {first_line(error)}"
+        ) from None
     if getattr(config.get_text_config(), "cross_attention_layers", None):
         cannot = "its cross-attention layers read images only, so text would give their weights no gradient"
     if cannot:
