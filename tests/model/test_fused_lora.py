@@ -138,3 +138,19 @@ def test_packed_bases_train_as_with_peft(bits, tmp_path):
     cases = {str(fused): ("lora", [*packed, "--fused_lora", str(fused).lower()]) for fused in (True, False)}
     runs = run_world(1, cases, tmp_path)
     assert runs["True"].losses == pytest.approx(runs["False"].losses, rel=1e-5 if bits == "4" else 2e-2)
+
+
+@pytest.mark.slow
+def test_20_steps_of_a_sharded_base_in_4_bits_are_pefts(tmp_path):
+    """Rank-stabilized: the scaling is 20 / sqrt(16), as a power of two would give the same bits whatever is fused."""
+    flags = [*COMMON, "--zero", "3", "--load_in_4bit", "true", "--use_rslora", "true", "--lora_alpha", "20"]
+    cases = {fused: ("lora", [*flags, "--fused_lora", fused]) for fused in ("true", "false")}
+    runs = run_world(2, cases, tmp_path)
+    one, other = runs["true"], runs["false"]
+    assert one.json("result.json")["world_size"] == 2 and len(one.losses) == 20
+    assert one.losses == pytest.approx(other.losses, rel=1e-6)
+    assert one.losses != other.losses
+    weights = [load_file(run.folder / "final" / "adapter_model.safetensors") for run in (one, other)]
+    assert weights[0].keys() == weights[1].keys()
+    for name in weights[0]:
+        torch.testing.assert_close(weights[0][name], weights[1][name], rtol=1e-4, atol=5e-6)
