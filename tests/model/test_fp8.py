@@ -207,13 +207,8 @@ def test_a_plan_is_faster_only_where_the_casts_are_compiled():
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize(
-    ("recipe", "flags"),
-    [
-        *(("sft", f"--zero {zero}") for zero in range(4)),
-        *(("lora", f"--zero {zero}") for zero in (0, 2, 3)),
-    ],
-)
+@pytest.mark.parametrize("flags", [f"--zero {zero}" for zero in range(4)])
+@pytest.mark.parametrize("recipe", ["sft", "lora"])
 @pytest.mark.slow
 def test_a_plan_has_the_bytes_of_real_tensors(recipe, flags, emulated):
     sys.path.insert(0, str(ROOT / "benchmarks"))
@@ -237,7 +232,7 @@ def test_a_plan_for_a_gpu_has_its_products():
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("case", slow_but(["sft-0", "sft-1", "sft-2", "sft-3", "lora-0", "lora-2", "lora-3"], []))
+@pytest.mark.parametrize("case", slow_but([f"{recipe}-{zero}" for recipe in ("sft", "lora") for zero in range(4)], []))
 def test_20_steps_are_near_those_in_bf16(case, tmp_path):
     recipe, zero = case.split("-")
     cases = {on: (recipe, [*COMMON, "--zero", zero, "--fp8", on]) for on in ("true", "false")}

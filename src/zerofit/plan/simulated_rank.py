@@ -148,6 +148,8 @@ def _answer(asked: simulate.Question) -> dict:
             fake_device.skip_triton_kernels()
             fake_device.without_values(asked.padded, settings.max_length)
             tracker.watch = _fake_operations(stack, _rows_by_tokens(settings)).followed
+        elif settings.compile_layers:
+            _follow_compiled_layers(tracker)
         host_tracker = _host_tracker(stack, tracker.watch) if on_gpu else None
         stack.enter_context(tracker)
         with _without_collections():
@@ -291,7 +293,7 @@ def _trainer_inputs(settings, asked: simulate.Question):
     from zerofit.train.trainer import training_arguments
 
     device = asked.device
-    settings = _few_steps(settings, device, asked.liger)
+    settings = _few_steps(settings, asked)
     arguments = training_arguments(settings)
     if device != "cuda":
         fake_device.train_on(arguments, torch.device("gpu:0" if device == "gpu" else "cpu"))
@@ -313,7 +315,7 @@ def _rows(settings, count: int):
     return TokenizedDataset(Dataset.from_list([row]).select([0] * count), {}, "simulated")
 
 
-def _few_steps(settings, device: str, has_liger: bool):
+def _few_steps(settings, asked: simulate.Question):
     """Return the Settings of the simulated steps, which write nothing."""
     # The second micro batch of a step allocates like all later ones.
     accumulation = min(settings.gradient_accumulation_steps, 2)
@@ -337,9 +339,10 @@ def _few_steps(settings, device: str, has_liger: bool):
         "dataloader_prefetch_factor": None,
         "resume_from_checkpoint": None,
         "load_best_model_at_end": False,
-        "compile_layers": False,  # tensors without memory cannot be compiled; compiled layers keep no more than these
     }
-    if settings.source["use_liger_kernel"] == "decided" and not has_liger:  # the start of a run may turn it off
+    if asked.fake:  # tensors without memory cannot be compiled; docs/kernels.md says how far compiled ones are off
+        changes["compile_layers"] = False
+    if settings.source["use_liger_kernel"] == "decided" and not asked.liger:  # the start of a run may turn it off
         changes["use_liger_kernel"] = False
     if settings.fp16 and settings.deepspeed is None:
         changes |= {"fp16": False, "bf16": True}  # accelerate's fp16 refuses device "gpu"; same bytes
@@ -347,7 +350,7 @@ def _few_steps(settings, device: str, has_liger: bool):
         sizes = {"gradient_accumulation_steps": accumulation, "train_batch_size": batch}
         literal = {k: v for k, v in sizes.items() if settings.deepspeed.get(k) not in (None, "auto")}
         changes["deepspeed"] = settings.deepspeed | literal
-    if device != "cuda":
+    if asked.device != "cuda":
         changes |= {"use_cpu": True, "dataloader_pin_memory": False, "ddp_backend": None}
     return settings.replace(**changes)
 
@@ -360,6 +363,29 @@ def _fake_operations(stack, rows: dict[int, int]):
 
     fake = stack.enter_context(FakeTensorMode(allow_non_fake_inputs=True))
     return stack.enter_context(FakeOperations(fake, rows))
+
+
+def _follow_compiled_layers(tracker) -> None:
+    """Let torch compile while the tracker follows operations; tell it of the tensors that compiled kernels write to."""
+    import torch
+
+    from zerofit.train.memory_tracker import Watch
+
+    class WatchAround(Watch):
+        @classmethod
+        def ignore_compile_internals(cls) -> bool:
+            return True
+
+    guards = torch._C._dynamo.guards
+    allocate = guards._empty_strided_cpu
+
+    def allocate_followed(*args):
+        tensor = allocate(*args)
+        if tracker.following:
+            tracker.see(tensor)
+        return tensor
+
+    tracker.watch, guards._empty_strided_cpu = WatchAround, allocate_followed  # generated code calls no operation
 
 
 def _host_tracker(stack, watch):
