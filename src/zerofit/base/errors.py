@@ -83,7 +83,7 @@ def first_line(error: BaseException) -> str:
 
 
 def in_one_line(error: BaseException) -> str:
-    """Return an error's message without line breaks and its full stop: an install line is often on a line of its own."""
+    """Return an error's message without line breaks and its full stop: an install line may be on a line of its own."""
     return " ".join(str(error).split()).rstrip(".")
 
 
