@@ -222,13 +222,13 @@ def test_a_plan_has_the_bytes_of_real_tensors(recipe, flags, emulated):
 def test_a_plan_for_a_gpu_has_its_products():
     """Without emulation: the casts are counted, and the copies that the kernel needs."""
     words = ["--model", str(ROOT / "tests" / "configs" / "llama3.2-1b"), "--data", "none", "--zero", "2",
-             "--max_length", "1024", "--effective_batch_size", "2"]  # fmt: skip
+             "--max_length", "4096", "--effective_batch_size", "2", "--gradient_checkpointing", "false"]  # fmt: skip
     peaks = []
     for flags in ([], ON):
         question = simulate.Question(parse.request("sft", [*words, *flags]), 2, gpu=hardware.GPUS["h100-80g"])
         (answer,) = simulate.run_all([question])
         peaks.append(answer["total"])
-    assert peaks[0]["step"] == peaks[1]["step"] and peaks[0]["backward"] != peaks[1]["backward"]
+    assert peaks[0]["step"] == peaks[1]["step"] and peaks[0]["backward"] < peaks[1]["backward"]
 
 
 @pytest.mark.oracle
