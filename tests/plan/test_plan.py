@@ -168,7 +168,10 @@ def test_layers_are_extended(zero, layers, tmp_path, monkeypatch):
     assert extended["extended_from_layers"] == list(predict.LAYERS_MEASURED[zero == 2])
     assert extended["parameters"] == whole["parameters"]
     for phase, size in whole["total"].items():
-        assert extended["total"][phase] == pytest.approx(size, rel=0.005), phase
+        # While stage 3 loads, a bucket or the copies of all layers are the most, so few layers say too little.
+        near = 0.1 if (phase, zero) == ("load", 3) else 0.005
+        assert extended["total"][phase] == pytest.approx(size, rel=near), phase
+    assert zero == 2 or whole["total"]["load"] < max(whole["total"].values()) / 2
 
 
 @pytest.mark.slow
