@@ -213,6 +213,35 @@ def test_deepspeed_still_waits_in_the_order_of_a_set(monkeypatch):
     assert waited == set(parameters) and list(fetch.__globals__["set"]([70, 3, 9])) == [3, 9, 70]
 
 
+def test_deepspeed_still_begins_a_trace_with_each_forward():
+    """When this fails, patches.same_trace can go."""
+    from deepspeed.runtime.zero.parameter_offload import DeepSpeedZeRoOffload
+
+    begun = []
+
+    class Offload(DeepSpeedZeRoOffload):
+        def __init__(self):  # without sharding
+            self.module = torch.nn.Linear(2, 2)
+
+        def get_param_coordinator(self):
+            return coordinator
+
+        def _register_deepspeed_module(self, module, count=None):
+            pass
+
+    class Coordinator:
+        def reset_step(self):
+            begun.append(1)
+
+    coordinator, offload = Coordinator(), Offload()
+    offload.setup_zero_stage3_hooks()
+    with patches.same_trace(SimpleNamespace(optimizer=SimpleNamespace(parameter_offload=offload))):
+        offload.module(torch.zeros(2))
+    assert begun == []
+    offload.module(torch.zeros(2))
+    assert begun == [1]
+
+
 def test_deepspeed_still_keeps_releases_of_a_dropped_trace(monkeypatch):
     """When this fails, patches.forget_releases_with_their_trace can go."""
     from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator

@@ -4,6 +4,7 @@ tests/model/test_patches.py fails when a patch is no longer needed. Those of sim
 docs/patches.toml lists all, with the private names that are used elsewhere.
 """
 
+import contextlib
 import functools
 import inspect
 import types
@@ -107,6 +108,23 @@ class _InOrder(set):
 
     def __iter__(self):
         return iter(sorted(super().__iter__(), key=lambda entry: getattr(entry, "ds_id", entry)))
+
+
+@contextlib.contextmanager
+def same_trace(engine):
+    """Let a forward in the body be a part of the trace of ZeRO-3's coordinator (DeepSpeed 0.19.8) that goes on.
+
+    The coordinator records the modules from one forward of the model to the next, to gather their parameters ahead. Two
+    forwards of different modules in each step, as with an adapter off and on, had the trace dropped and recorded in
+    turns: nothing was gathered ahead, and the ranks compared each new trace.
+    """
+    zero = getattr(engine.optimizer, "parameter_offload", engine.optimizer)  # without training it is the optimizer
+    coordinator = zero.get_param_coordinator()
+    coordinator.reset_step = lambda: None
+    try:
+        yield
+    finally:
+        del coordinator.reset_step
 
 
 _WITH_BOUNDS = set()  # names of attention functions that are told where documents begin

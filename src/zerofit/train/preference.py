@@ -13,7 +13,7 @@ from zerofit.base import distributed
 from zerofit.base.errors import UserError
 from zerofit.data.batches import document_of_each_token
 from zerofit.data.dataset import cache_folder
-from zerofit.model import fused_loss, preference_loss, quantization
+from zerofit.model import fused_loss, patches, preference_loss, quantization
 from zerofit.model.load import model_fingerprint
 from zerofit.train.trainer import ZerofitTrainer
 from zerofit.train.unpaired.objective import Unpaired
@@ -54,7 +54,7 @@ class Pairs:
         elif settings.loss_type in preference_loss.REFERENCE_FREE or not is_computed:
             reference = torch.zeros((), device=tokens.device)  # a loss without one, or a trial, whose rows come without
         else:
-            with torch.no_grad(), trainer.adapter_off():
+            with trainer.as_reference(model):
                 reference = trainer.log_probs(model, own_inputs)[0]
         own, outputs = trainer.log_probs(model, own_inputs)
         losses, rewards, scores = preference_loss.losses(settings, own, reference.to(own), tokens.clamp(min=1))
@@ -125,6 +125,13 @@ class PreferenceTrainer(ZerofitTrainer):
         """Return a context in which the model is the one that training started from, before the first step."""
         starts_from_base = self.settings.trains_adapter and not self.settings.initial_adapter
         return self.model.disable_adapter() if starts_from_base else contextlib.nullcontext()
+
+    @contextlib.contextmanager
+    def as_reference(self, model):
+        """Have forwards of `model` compute the reference of a step in the body."""
+        is_sharded = self.settings.zero == 3 and model is not self.model
+        with torch.no_grad(), self.adapter_off(), patches.same_trace(model) if is_sharded else contextlib.nullcontext():
+            yield
 
     def _get_num_items_in_batch(self, batch_samples, device):
         """Return the pairs, or the answers, of a step over all ranks."""

@@ -71,7 +71,7 @@ class Unpaired:
             return inputs["reference"][:, column]
         if settings.precompute_ref_log_probs or not settings.trains_adapter:  # a trial, whose rows come without
             return torch.zeros((), device=documents["input_ids"].device)
-        with torch.no_grad(), trainer.adapter_off():
+        with trainer.as_reference(model):
             return trainer.log_probs(model, documents)[0][:, 0]
 
     # --- the KL term ---
