@@ -21,6 +21,8 @@ LAYERS_MEASURED = {True: (16, 24), False: (6, 7)}  # {stage 1 or 2: the first pa
 
 LAYERS_WHOLE = {True: 40, False: 12}
 
+MOST_OF_ALL = 0.6  # of the layers: two depths with more, and others where they disagree, take longer than the model
+
 LAYERS_OF_CHOSEN = 48  # up to here all layers of a setting that fits are simulated: 8B 20 s, 80 layers would take 50 s
 
 UNUSED_AT_MOST = 1.25  # least bytes that do / allocated ones: 1.22 in the worst of benchmarks/published
@@ -190,7 +192,7 @@ def _pairs(zero: int, shape: Shape, every: int, pattern: int, ranks: int) -> lis
         first += 4  # prefetching of layers that are not recomputed is steady only later
     small, distance = (-(-count // pattern) * pattern for count in (first, distance))
     pairs = []
-    while len(pairs) < 3 and shape.layers > max(LAYERS_WHOLE[buckets], small + distance):
+    while len(pairs) < 3 and shape.layers > max(LAYERS_WHOLE[buckets], (small + distance) / MOST_OF_ALL):
         pairs.append((small, small + distance))
         small += distance  # its answer is cached already
     return pairs
