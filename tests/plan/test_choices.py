@@ -97,8 +97,8 @@ def expect_8b(plan):
 
 
 def expect_70b_qlora(plan):
-    """The base is resident: it fits no two 24-GB cards, four would do, and no offload is advised for it."""
-    assert plan.chosen is None and plan.would_do == 4
+    """Each rank loads the whole packed base, 36 GiB: no number of 24-GB cards would do, and no offload is advised."""
+    assert plan.chosen is None and plan.would_do is None
     assert "offload all" not in answer_text.text(plan) and "--offload_path" not in answer_text.text(plan)
 
 

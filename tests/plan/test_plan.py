@@ -16,7 +16,7 @@ import psutil
 import pytest
 from conftest import ROOT, TINY, recipe_process, run_world, slow_but
 from image_text_models import config_of
-from transformers import AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig
 from transformers.models.auto import modeling_auto
 
 from zerofit.base import command_line, hardware
@@ -996,6 +996,18 @@ def test_a_simulation_compiles_nothing(monkeypatch):
     assert answer["total"]["step"] > answer["total"]["load"] > 0
 
 
+def test_a_setting_that_is_not_simulated_is_not_called_too_large():
+    """Settings like it needed more than by formula, so it was passed over."""
+    flags = [*FLAGS_1B, "--zero", "2", "--gradient_checkpointing", "true", "--per_device_train_batch_size", "1"]
+    candidate, *_ = candidates.candidates("sft", job(flags), 2, GPU)
+    plan = SimpleNamespace(limit=candidate.peak, host_is_short=lambda candidate: False)
+    assert "not simulated" in search._why_not(candidate, plan) and "not simulated" in answer_text._size_of(
+        candidate, plan
+    )
+    plan.limit = candidate.peak // 2
+    assert " > " in search._why_not(candidate, plan) and "too much" in answer_text._size_of(candidate, plan)
+
+
 def test_tensors_on_their_way_count_by_formula():
     """Beside what is copied on the compute stream: two inputs at the loss, one more in the backward."""
     flags = [*FLAGS_1B, "--data", "none", *OFFLOADED]
@@ -1331,6 +1343,25 @@ def test_a_class_whose_loss_is_not_of_the_next_token_is_refused(kind, more, name
 def test_a_decoder_of_that_class_is_planned(tmp_path):
     AutoConfig.for_model("bert", is_decoder=True).save_pretrained(tmp_path)
     assert candidates.candidates("sft", job(["--model", str(tmp_path), "--zero", "2"]), 2, GPU)
+
+
+OTHER_TYPES = sorted(CONFIG_MAPPING.keys() - modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys())
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("kind", slow_but(OTHER_TYPES, ["vit", "wav2vec2-bert", "t5"]))
+def test_each_other_type_of_model_is_planned_or_refused_in_a_sentence(kind, tmp_path):
+    """Of images, sound, encoders: from the defaults of its configuration class."""
+    try:
+        AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    except Exception as error:
+        pytest.skip(f"transformers has no default configuration of {kind}: {type(error).__name__}")
+    words = ["--model", str(tmp_path), "--zero", "3", "--offload", "none", "--gradient_checkpointing", "true",
+             "--per_device_train_batch_size", "1", "--sp_size", "1", "--tp_size", "1"]  # fmt: skip
+    try:
+        assert candidates.candidates("sft", job(words), 8, GPU)
+    except UserError as error:
+        assert str(error).startswith("--")
 
 
 FEW_TYPES = ("llama", "gpt_oss", "mamba2", "dots1", "hunyuan_v1_moe", "emu3")
@@ -1991,6 +2022,7 @@ def test_a_gpu_has_the_links_of_its_form():
 @pytest.mark.parametrize(
     ("short", "name"),
     [
+        ("NVIDIA H100 80GB HBM3", "h100-80g"), ("Tesla T4", "t4-16g"),
         ("h200", "h200-141g"), ("H100", "h100-80g"), ("h100-sxm", "h100-80g"), ("h100-pcie", "h100-80g-pcie"),
         ("h100-80gb", "h100-80g"), ("4090", "rtx4090-24g"), ("rtx4090", "rtx4090-24g"), ("RTX 4090", "rtx4090-24g"),
         ("NVIDIA GeForce RTX 5080", "rtx5080-16g"), ("a6000", "a6000-48g"), ("RTX A6000", "a6000-48g"),

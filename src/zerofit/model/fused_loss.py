@@ -412,10 +412,18 @@ def router_loss(model) -> RouterLoss | None:
 
 
 def resolve_for_model(settings, config) -> None:
-    """Decide `--fused_loss auto` from the model's config.json: off with a flag that excludes it."""
+    """Decide `--fused_loss auto` from the model's config.json: off with a flag that excludes it.
+
+    Raises: UserError for a configuration without a vocabulary, as that of an image model.
+    """
     if settings.fused_loss != "auto":
         return
-    vocabulary, conflict = config.get_text_config().vocab_size, TECHNIQUE.conflict(settings)
+    vocabulary, conflict = getattr(config.get_text_config(), "vocab_size", None), TECHNIQUE.conflict(settings)
+    if not vocabulary:
+        raise UserError(
+            f"--model {settings.model}: {config.model_type} is no language model of text: its config.json has no "
+            "vocab_size; name a causal language model."
+        )
     is_large = vocabulary >= LARGE_VOCABULARY
     why = f"a vocabulary of {vocabulary:,} words, {'from' if is_large else 'below'} {LARGE_VOCABULARY:,}"
     if conflict:

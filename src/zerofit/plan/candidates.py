@@ -99,6 +99,10 @@ class Candidate:
         """Return the least bytes that torch's allocator must hold, which decides whether the job fits."""
         return self.allocated + self.unused["least"]
 
+    def is_passed_over(self, limit: int) -> bool:
+        """Return whether it fits by formula, but was not simulated: settings like it needed more than by theirs."""
+        return not self.answer and not self.failed and self.peak <= limit
+
     @property
     def host_of_a_node(self) -> int:
         """Return the bytes of host memory that a node's ranks need.

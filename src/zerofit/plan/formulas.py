@@ -288,6 +288,8 @@ def memory(s: Shape, setting: Setting, settings, fused: bool) -> dict[str, float
         gpu = settings.planned_gpu
         if gpu is None or flat <= gpu.memory_gib * 2**30:
             moments.append({"parameters": flat})
+    if zero == 3 and s.frozen_bytes < 2:  # each rank packs the whole base, which is split afterwards
+        moments.append({"parameters": s.frozen * s.frozen_bytes})
     highest = max(moments, key=lambda parts: sum(parts.values()))
     return {part: highest.get(part, 0.0) for part in PARTS}
 

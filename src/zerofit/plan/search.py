@@ -344,6 +344,8 @@ def _fits(candidate: Candidate, plan: Plan, progress: Progress) -> bool:
 def _why_not(candidate: Candidate, plan: Plan) -> str:
     if plan.host_is_short(candidate):
         return f"host memory {candidate.host_of_a_node / GIB:.0f} GiB a node > {plan.host_there / GIB:.0f}"
+    if candidate.is_passed_over(plan.limit):
+        return f"{candidate.peak / GIB:.1f} GiB by formula, of which settings like it needed more; not simulated"
     how = "" if candidate.answer else f" (by formula, + {candidates.FORMULA_MARGIN:.0%})"
     return f"{candidate.peak / GIB:.1f} GiB > {plan.limit / GIB:.1f}{how}"
 

@@ -27,7 +27,7 @@ REJECTED = "the smallest of each kind (about: by formula)"
 
 SHOWN = 6  # rejected settings on the terminal; plan.md has all
 
-IN_TERMINAL = ("host memory", "disk of a node", "disk", "time", "cost", "batch")  # of `facts`; plan.md has all
+IN_TERMINAL = ("host memory", "disk of a node", "disk", "adapts", "time", "cost", "batch")  # of `facts`; plan.md has all
 
 
 def text(plan: Plan) -> str:
@@ -167,6 +167,8 @@ def _states(candidate: Candidate) -> tuple:
 def _size_of(candidate: Candidate, plan: Plan) -> str:
     if plan.host_is_short(candidate):
         return f"{candidate.host_of_a_node / GIB:.0f} of {plan.host_there / GIB:.0f} GiB of a node's host memory"
+    if candidate.is_passed_over(plan.limit):
+        return f"not simulated: settings like it needed more than the formula's, here {candidate.peak / GIB:,.1f} GiB"
     about, too_much = "" if candidate.answer else "about ", max(candidate.peak - plan.limit, 0.05 * GIB)
     return f"{about}{candidate.peak / GIB:,.1f} GiB, {too_much / GIB:,.1f} too much"
 
@@ -265,7 +267,7 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
         **({"rows": plan.rows} if plan.rows else {}),
         **({} if allocator.expandable_segments() else {"rows of different lengths": _UNEQUAL_ROWS}),
         **({"experts": _EXPERTS.format(shape.experts)} if shape.experts else {}),
-        **({"adapted experts": shape.adapted} if shape.adapted else {}),
+        **({"adapts": shape.adapted} if shape.adapted else {}),
         "closed forms": f"{sum(candidate.formula.values()) / GIB:.1f} GiB: {_by_size(candidate.formula)}",
         "sent by each GPU": _sent(candidate, plan),
         "seconds of a step": _parts(candidate, plan),
@@ -367,7 +369,9 @@ def nothing_fits(plan: Plan) -> str:
         do = disk if _disk_helps(nearest) else "more nodes share it"
         return f"nothing fits: {nearest.label} fits the GPU but needs {need}; {do}{_instead(plan)}."
     do = f"{plan.would_do} GPUs would do by formula" if plan.would_do else "no number of these GPUs up to 4096 would do"
-    shorter = f", and so would --max_length {plan.longest} on these" if plan.longest else ""
+    shorter = (
+        f", {'and' if plan.would_do else 'but'} --max_length {plan.longest} would on these" if plan.longest else ""
+    )
     return (
         f"nothing fits: the nearest is {nearest.label} with {nearest.peak / GIB:.1f} GiB, {missing:.1f} GiB too much "
         f"for {plan.gpu.device_name}; {do}{shorter}{_instead(plan)}."
