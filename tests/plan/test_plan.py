@@ -996,6 +996,20 @@ def test_a_simulation_compiles_nothing(monkeypatch):
     assert answer["total"]["step"] > answer["total"]["load"] > 0
 
 
+@pytest.mark.parametrize(
+    ("recipe", "flags", "unlike"),
+    [
+        ("sft", "--zero 2", ""), ("sft", "--zero 3 --offload optimizer", "offload"),
+        ("dpo", "--zero 3", "pairs of answers"), ("sft", "--zero 3 --sp_size 2", "split rows"),
+    ],
+)  # fmt: skip
+def test_the_range_of_a_time_says_what_the_compared_runs_had_not(recipe, flags, unlike):
+    words = [*FLAGS_1B, *flags.split(), "--gradient_checkpointing", "true", "--per_device_train_batch_size", "1"]
+    candidate, *_ = candidates.candidates(recipe, job(words, recipe), 2, GPU)
+    said = answer_text._error(candidate).partition("; few or none of these had ")[2]
+    assert said == unlike
+
+
 def test_a_setting_that_is_not_simulated_is_not_called_too_large():
     """Settings like it needed more than by formula, so it was passed over."""
     flags = [*FLAGS_1B, "--zero", "2", "--gradient_checkpointing", "true", "--per_device_train_batch_size", "1"]

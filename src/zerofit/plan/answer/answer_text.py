@@ -27,7 +27,15 @@ REJECTED = "the smallest of each kind (about: by formula)"
 
 SHOWN = 6  # rejected settings on the terminal; plan.md has all
 
-IN_TERMINAL = ("host memory", "disk of a node", "disk", "adapts", "time", "cost", "batch")  # of `facts`; plan.md has all
+IN_TERMINAL = (
+    "host memory",
+    "disk of a node",
+    "disk",
+    "adapts",
+    "time",
+    "cost",
+    "batch",
+)  # of `facts`; plan.md has all
 
 
 def text(plan: Plan) -> str:
@@ -278,11 +286,18 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
 
 def _error(candidate: Candidate) -> str:
     """Return how far such estimates were off."""
-    if measured := rates.measured(candidate.gpu):
-        return f"with rates measured on {measured['device_name']} here; " + accuracy.band(
-            candidate.gpu, candidate.shape
-        )
-    return accuracy.band(candidate.gpu, candidate.shape)
+    measured, setting = rates.measured(candidate.gpu), candidate.setting
+    has = {
+        "offload": setting.offload != "none" or setting.activation_offload,
+        "pairs of answers": candidate.request.recipe.data == "pairs",
+        "split rows": setting.sp > 1,
+        "split matrices": setting.tp > 1,
+        "a pipeline": setting.pp > 1,
+    }
+    unlike = [name for name, is_there in has.items() if is_there]
+    known = f"with rates measured on {measured['device_name']} here; " if measured else ""
+    few = f"; few or none of these had {' and '.join(unlike)}" if unlike else ""
+    return known + accuracy.band(candidate.gpu, candidate.shape) + few
 
 
 def _rates(candidate: Candidate) -> str:
