@@ -27,15 +27,8 @@ REJECTED = "the smallest of each kind (about: by formula)"
 
 SHOWN = 6  # rejected settings on the terminal; plan.md has all
 
-IN_TERMINAL = (
-    "host memory",
-    "disk of a node",
-    "disk",
-    "adapts",
-    "time",
-    "cost",
-    "batch",
-)  # of `facts`; plan.md has all
+# Of `facts`; plan.md has all.
+IN_TERMINAL = ("host memory", "disk of a node", "disk", "adapts", "time", "cost", "batch")
 
 
 def text(plan: Plan) -> str:
