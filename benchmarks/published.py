@@ -59,6 +59,10 @@ SIMULATION = 2
 
 LARGE = 0.10  # errors above this need a reason
 
+# Points that were set to class C after their errors were seen (docs/notes/planning_accuracy.md): swift-* have rows of
+# different lengths, the others code that zerofit has not. A row of the result counts them as what they were.
+MOVED = ("swift-", "fit-full-llama3-bs4", "swiftex-full-7b-z3x4-16k-sp4")
+
 # (figures, classes, bound of the median size, of the largest), after known differences: without them the plan is of
 # another program than the measured one.
 BOUNDS = (("All is stated (A)", "A", 0.02, 0.08), ("all usable (A and B)", "AB", 0.05, 0.20))
@@ -311,6 +315,9 @@ def summary(rows: list[dict]) -> list[str]:
     for job in sorted({row["job"] for row in rows}):
         groups[f"A and B, {job}"] = lambda r, job=job: r["class"] in "AB" and r["job"] == job
     groups["C: not comparable"] = lambda r: r["class"] == "C"
+    groups["A, B and what was set to C after its error was seen"] = lambda r: (
+        r["class"] in "AB" or r["id"].startswith(MOVED)
+    )
     for name, belongs in groups.items():
         group = [row for row in rows if belongs(row)]
         if group:
