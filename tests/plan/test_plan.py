@@ -996,6 +996,18 @@ def test_a_simulation_compiles_nothing(monkeypatch):
     assert answer["total"]["step"] > answer["total"]["load"] > 0
 
 
+def test_compiled_layers_that_are_recomputed_have_a_margin():
+    """A simulation runs them uncompiled; compiled they were up to 11 % above (tests/model/test_compiled.py)."""
+    words = [*FLAGS_1B, "--zero", "2", "--per_device_train_batch_size", "1", "--gradient_checkpointing"]
+    sizes = {}
+    for more in (["true"], ["true", "--compile_layers", "true"], ["false", "--compile_layers", "true"]):
+        candidate, *_ = candidates.candidates("sft", job([*words, *more]), 2, GPU)
+        candidate.answer = {"total": {"backward": 10**9}}
+        sizes[" ".join(more)] = (candidate.allocated - candidate.workspace) / 10**9
+        assert ("compiled layers" in answer_text._source(candidate)) == (sizes[" ".join(more)] > 1)
+    assert list(sizes.values()) == [1.0, 1.12, 1.0]
+
+
 @pytest.mark.parametrize(
     ("recipe", "flags", "unlike"),
     [

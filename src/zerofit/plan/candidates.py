@@ -81,8 +81,14 @@ class Candidate:
     def allocated(self) -> int:
         """Return the peak of allocated bytes, by simulation, or else by the closed forms with a margin."""
         if self.answer:
-            return max(self.answer["total"].values()) + self.workspace
+            more = gpu_memory.COMPILED_MARGIN if self.has_compiled_graphs else 0.0
+            return int((1 + more) * max(self.answer["total"].values())) + self.workspace
         return gpu_memory.with_margin(sum(self.formula.values()), self.gpu)
+
+    @property
+    def has_compiled_graphs(self) -> bool:
+        """Return whether compiled layers are recomputed, which a simulation runs uncompiled."""
+        return bool(self.request.get("compile_layers") and self.setting.every)
 
     @property
     def unused(self) -> dict[str, int]:

@@ -241,7 +241,8 @@ def _source(candidate: Candidate) -> str:
             "" if candidate.failed else ", not simulated"
         )
     layers = candidate.answer.get("extended_from_layers")
-    return "by simulation" + (f", extended from {layers[0]} and {layers[1]} layers" if layers else "")
+    more = f", + {gpu_memory.COMPILED_MARGIN:.0%} for compiled layers" if candidate.has_compiled_graphs else ""
+    return "by simulation" + (f", extended from {layers[0]} and {layers[1]} layers" if layers else "") + more
 
 
 def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
