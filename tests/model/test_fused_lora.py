@@ -117,14 +117,14 @@ def test_no_tensor_of_the_outputs_size_is_made_beside_the_output():
     assert counts == {True: 1, False: 4}
 
 
-def check_equal_within_rounding(one, other) -> None:
-    """Compare losses and adapters; Adam divides by a gradient's size, so rounding counts where that is near 0."""
+def check_equal_within_rounding(one, other, near: float = 1e-6) -> None:
+    """Compare losses and adapters. near: difference of two weights of adapters that may be."""
     assert one.losses == pytest.approx(other.losses, rel=1e-6)
     assert one.losses != other.losses, "the same was computed"
     weights = [load_file(run.folder / "final" / "adapter_model.safetensors") for run in (one, other)]
     assert weights[0].keys() == weights[1].keys()
     for name in weights[0]:
-        torch.testing.assert_close(weights[0][name], weights[1][name], rtol=1e-4, atol=5e-5)
+        torch.testing.assert_close(weights[0][name], weights[1][name], rtol=1e-4, atol=near)
 
 
 @pytest.mark.parametrize("zero", slow_but(range(4), (2,)))
@@ -136,7 +136,8 @@ def test_20_steps_are_pefts(zero, tmp_path):
     runs = run_world(2, cases, tmp_path)
     one, other = runs[f"fused-{zero}"], runs[f"peft-{zero}"]
     assert one.json("result.json")["world_size"] == 2 and len(one.losses) == 20
-    check_equal_within_rounding(one, other)
+    # Adam divides by a gradient's size: at stage 0 one weight, whose gradients are near 0, is 1.6e-5 off.
+    check_equal_within_rounding(one, other, near=5e-5 if zero == 0 else 1e-6)
 
 
 @pytest.mark.parametrize("bits", slow_but(["4", "8"], []))

@@ -1371,23 +1371,32 @@ def test_a_decoder_of_that_class_is_planned(tmp_path):
     assert candidates.candidates("sft", job(["--model", str(tmp_path), "--zero", "2"]), 2, GPU)
 
 
+def planned_by_defaults(kind, method, folder) -> list:
+    """The settings of a plan of a configuration class's defaults; [] where it is refused in a sentence."""
+    try:
+        config = AutoConfig.for_model(kind)
+    except Exception as error:
+        pytest.skip(f"transformers has no default configuration of {kind}: {type(error).__name__}")
+    config.save_pretrained(folder)
+    flags = "--zero 3 --offload none --gradient_checkpointing true --per_device_train_batch_size 1 --sp_size 1"
+    words = ["--model", str(folder), *flags.split(), "--tp_size", "1"]
+    try:
+        planned = candidates.candidates(method, job(words, method), 8, GPU)
+    except UserError as error:
+        assert str(error).startswith("--")
+        return []
+    assert planned
+    return planned
+
+
 OTHER_TYPES = sorted(CONFIG_MAPPING.keys() - modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.keys())
 
 
 @pytest.mark.bad_input
 @pytest.mark.parametrize("kind", slow_but(OTHER_TYPES, ["vit", "wav2vec2-bert", "t5"]))
 def test_each_other_type_of_model_is_planned_or_refused_in_a_sentence(kind, tmp_path):
-    """Of images, sound, encoders: from the defaults of its configuration class."""
-    try:
-        AutoConfig.for_model(kind).save_pretrained(tmp_path)
-    except Exception as error:
-        pytest.skip(f"transformers has no default configuration of {kind}: {type(error).__name__}")
-    words = ["--model", str(tmp_path), "--zero", "3", "--offload", "none", "--gradient_checkpointing", "true",
-             "--per_device_train_batch_size", "1", "--sp_size", "1", "--tp_size", "1"]  # fmt: skip
-    try:
-        assert candidates.candidates("sft", job(words), 8, GPU)
-    except UserError as error:
-        assert str(error).startswith("--")
+    """Of images, sound, encoders."""
+    planned_by_defaults(kind, "sft", tmp_path)
 
 
 FEW_TYPES = ("llama", "gpt_oss", "mamba2", "dots1", "hunyuan_v1_moe", "emu3")
@@ -1402,19 +1411,8 @@ FEW_TYPES = ("llama", "gpt_oss", "mamba2", "dots1", "hunyuan_v1_moe", "emu3")
     ],
 )
 def test_each_type_of_model_is_planned_or_refused_in_a_sentence(kind, method, tmp_path):
-    """From the defaults of its configuration class."""
-    try:
-        config = AutoConfig.for_model(kind)
-    except Exception as error:
-        pytest.skip(f"transformers has no default configuration of {kind}: {type(error).__name__}")
-    config.save_pretrained(tmp_path)
-    flags = "--zero 3 --offload none --gradient_checkpointing true --per_device_train_batch_size 1 --sp_size 1"
-    words = ["--model", str(tmp_path), *flags.split(), "--tp_size", "1"]
-    try:
-        (planned,) = candidates.candidates(method, job(words, method), 8, GPU)
-    except UserError as error:
-        assert str(error).startswith("--")
-    else:
+    if found := planned_by_defaults(kind, method, tmp_path):
+        (planned,) = found
         assert planned.shape.parameters > 1e6 and planned.peak > planned.shape.parameters / 8
 
 

@@ -314,7 +314,8 @@ def find(name: str, count: int | None = None) -> Gpu:
         return Gpu(**{**base, "device_name": device.name, "memory_gib": round(device.usable_bytes / 2**30, 2),
                       "bf16": device.capability >= (8, 0), "fp8": device.capability >= FP8_CAPABILITY})  # fmt: skip
     meant = [name.lower()] if name.lower() in known else [key for key in known if _stands_for(name, key)]
-    meant = meant or [key for key, gpu in known.items() if gpu == by_device_name(name)]  # nvidia-smi's name
+    if not meant and (device := by_device_name(name)):  # nvidia-smi's name
+        meant = [key for key, gpu in known.items() if gpu == device]
     if len(meant) > 1:
         raise UserError(f"--gpu_type {name}: there are several: {', '.join(meant)}; name one of them.")
     if not meant and re.match(AMD, name.lower()):
