@@ -12,6 +12,7 @@ from transformers import (
     AutoConfig,
     AutoModelForCausalLM,
     Gemma2Config,
+    Gemma4TextConfig,
     LlamaConfig,
     MistralConfig,
     Qwen3Config,
@@ -305,15 +306,61 @@ def test_dropout_is_never_left_out(name):
 
 
 @pytest.mark.parametrize("flags, ranks", [([], 1), (["--sp_size", "2"], 2)])
-@pytest.mark.parametrize("precision, dropout, line", [
-    ("bf16", 0.0, ""), ("fp32", 0.0, "fp32: the varlen kernel computes in"), ("bf16", 0.1, "attention_dropout 0.1:"),
+@pytest.mark.parametrize("gpu, precision, dropout, line", [
+    ("h100-80g", "bf16", 0.0, ""), ("h100-80g", "fp32", 0.0, "fp32: the varlen kernel computes in"),
+    ("h100-80g", "bf16", 0.1, "attention_dropout 0.1:"), ("h100-80g", "fp16", 0.0, ""),
+    ("t4-16g", "fp16", 0.0, "the varlen kernel needs an Ampere GPU"),
 ])  # fmt: skip
-def test_a_gpu_without_the_varlen_kernel_is_told_of_the_loop(flags, ranks, precision, dropout, line):
-    flags = ["--data", "none", "--model", "m", "--bf16", str(precision == "bf16").lower(), *flags]
-    found = resolve.resolve_settings("sft", flags, ranks, hardware.GPUS["h100-80g"])
+def test_a_gpu_without_the_varlen_kernel_is_told_of_the_loop(flags, ranks, gpu, precision, dropout, line):
+    kinds = {"bf16": ["--bf16", "true"], "fp32": ["--bf16", "false"], "fp16": ["--fp16", "true"]}
+    flags = ["--data", "none", "--model", "m", *kinds[precision], *flags]
+    found = resolve.resolve_settings("sft", flags, ranks, hardware.GPUS[gpu])
     resolve.resolve_for_model(found, LlamaConfig(**SHAPE, attention_dropout=dropout))
     (said,) = [one for one in found.decisions if "attended to one by one, which is slower" in one] or [""]
     assert found.precision == precision and said.startswith(line) and bool(said) is bool(line)
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it lies on a GPU."""
+
+    is_cuda = property(lambda self: True)
+
+
+@pytest.mark.parametrize("capability, dtype, size", [
+    ((7, 5), torch.float16, 16), ((9, 0), torch.float32, 16), ((9, 0), torch.float16, 264), ((9, 0), torch.float16, 12),
+])  # fmt: skip
+def test_the_loop_on_a_gpu_calls_a_kernel_that_holds_no_scores(monkeypatch, capability, dtype, size):
+    """FlashAttention raises for these; of torch's other kernels only the one that holds all scores groups heads."""
+    called, plain = [], torch.nn.functional.scaled_dot_product_attention
+
+    def sdpa(q, k, v, **more):
+        called.append((tuple(q.shape), tuple(k.shape), tuple(v.shape)))
+        return plain(q, k, v, **more)
+
+    attention._is_ampere_or_later.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
+    query, key, value = (torch.randn(1, heads, 8, size, dtype=dtype) for heads in (4, 2, 2))
+    named = {"cu_seq_lens_q": torch.tensor([0, 3, 8], dtype=torch.int32), "max_length_q": 5}
+    on_gpu, _ = attention.packed_attention(None, *(x.as_subclass(OnGpu) for x in (query, key, value)), None, **named)
+    on_cpu, _ = attention.packed_attention(None, query, key, value, None, **named)
+    attention._is_ampere_or_later.cache_clear()
+    assert called[:2] == [((1, 4, tokens, size),) * 3 for tokens in (3, 5)]
+    torch.testing.assert_close(on_gpu.as_subclass(torch.Tensor), on_cpu)
+
+
+def test_layers_with_heads_that_are_too_wide_for_the_kernel_are_told():
+    """Gemma-4's global layers have 512 numbers a head, the others 256."""
+    found = resolve.resolve_settings("sft", ["--data", "none", "--model", "m"], 1, hardware.GPUS["h100-80g"])
+    attention.resolve_for_model(found, Gemma4TextConfig(num_hidden_layers=6))
+    line = "head_dim 512: the varlen kernel takes multiples of 8 up to 256; in these layers documents are attended to"
+    assert [one.startswith(line) for one in found.decisions if "one by one" in one] == [True]
+
+
+@pytest.mark.parametrize("flag", ["bf16", "pure_bf16"])
+def test_bf16_is_refused_on_a_gpu_that_has_none(flag):
+    with pytest.raises(UserError, match=rf"^--{flag}: T4 has no bf16 arithmetic; use --fp16 true"):
+        resolve.resolve_settings("sft", ["--data", "none", f"--{flag}", "true"], 1, hardware.GPUS["t4-16g"])
 
 
 def test_dropout_keeps_documents_apart_in_the_loop():

@@ -398,6 +398,13 @@ def check_devices(count: int, use_cpu: bool) -> None:
         )
 
 
+def is_ampere_or_later(planned: Gpu | None) -> bool:
+    """Return whether the planned GPU, else this machine's, has bf16 arithmetic, FlashAttention and Triton's kernels."""
+    import torch
+
+    return planned.bf16 if planned else torch.cuda.is_bf16_supported(including_emulation=False)
+
+
 def cpu_has_bf16() -> bool:
     """Return whether this CPU multiplies bf16 numbers itself."""
     import torch

@@ -203,8 +203,9 @@ def choose_precision(settings: Settings) -> None:
     """Choose bf16, fp16 (GPUs without bf16) or fp32 (CPUs), unless a flag or the JSON decides."""
     set_by_user = {"bf16", "fp16"} & {k for k, s in settings.source.items() if s != "transformers default"}
     gpu, has_bf16 = _gpu(settings)
-    if settings.bf16 and not settings.use_cpu and not has_bf16:
-        raise UserError("--bf16: this GPU has no bf16 arithmetic; use --fp16 true, or leave both out.")
+    for flag in ("bf16", "pure_bf16"):
+        if settings.values[flag] and not has_bf16:
+            raise UserError(f"--{flag}: {gpu} has no bf16 arithmetic; use --fp16 true, or leave both out.")
     if settings.fp16 and settings.use_cpu and settings.deepspeed is None:
         raise UserError("--fp16 with stage 0 needs a GPU (its loss scaler does); use --bf16 true on the CPU.")
     if settings.fp16 and settings.use_cpu:
@@ -240,9 +241,9 @@ def _gpu(settings: Settings) -> tuple[str, bool]:
 
     if settings.use_cpu:
         return "CPU", True
-    if settings.planned_gpu is not None:
-        return settings.planned_gpu.device_name, settings.planned_gpu.bf16
-    return torch.cuda.get_device_name(), torch.cuda.is_bf16_supported(including_emulation=False)
+    planned = settings.planned_gpu
+    name = planned.device_name if planned is not None else torch.cuda.get_device_name()
+    return name, hardware.is_ampere_or_later(planned)
 
 
 def solve_batch(settings: Settings) -> None:

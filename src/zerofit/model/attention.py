@@ -19,7 +19,7 @@ from importlib.util import find_spec
 import torch
 from accelerate.utils import send_to_device
 
-from zerofit.base import distributed
+from zerofit.base import distributed, hardware
 from zerofit.base.errors import UserError
 from zerofit.job.settings import decide
 from zerofit.job.technique import Conflict, Technique
@@ -39,6 +39,8 @@ BEYOND_ROUNDING = 0.3
 COMPILATIONS = 64  # of flex_attention: torch's limit is 8, and gives up on compiling it beyond
 
 DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # their names in config.json
+
+WIDEST_HEAD = 256  # numbers of a head that FlashAttention takes
 
 KERNELS = "pip install 'transformers[kernels]'"  # with it transformers loads the kernel from the Hub
 
@@ -164,12 +166,37 @@ def _dropout(config) -> tuple[str | None, float]:
 
 def tell_of_loop(settings, config) -> None:
     """Add a line to the decisions where a GPU cannot use the varlen kernel, but attends to documents one by one."""
+    if settings.use_cpu:
+        return
     key, dropout = _dropout(config)
     why = f"{key} {dropout}: the varlen kernel has no dropout" if dropout else None
     if settings.precision == "fp32":
         why = "fp32: the varlen kernel computes in bf16 and fp16 only"
-    if why and not settings.use_cpu:
-        settings.decisions.append(f"{why}; documents are attended to one by one, which is slower")
+    if not hardware.is_ampere_or_later(settings.planned_gpu):
+        why = "the varlen kernel needs an Ampere GPU or a later one"
+    where = ""
+    if not why and (sizes := sorted(size for size in _head_dims(config.get_text_config()) if not _varlen_takes(size))):
+        why = f"head_dim {sizes[-1]}: the varlen kernel takes multiples of 8 up to {WIDEST_HEAD}"
+        where = "in these layers "
+    if why:
+        settings.decisions.append(f"{why}; {where}documents are attended to one by one, which is slower")
+
+
+def _varlen_takes(head_dim: int) -> bool:
+    return head_dim <= WIDEST_HEAD and head_dim % 8 == 0
+
+
+def _head_dims(text) -> set[int]:
+    """Return the sizes of a head of the queries, of all layers."""
+    layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
+    return {size for layer in layers if (size := _head_dim(layer))}
+
+
+def _head_dim(text) -> int | None:
+    if latent := getattr(text, "qk_nope_head_dim", None):
+        return latent + text.qk_rope_head_dim
+    hidden, heads = getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None)
+    return getattr(text, "head_dim", None) or (hidden // heads if hidden and heads else None)
 
 
 def class_of(config):
@@ -241,11 +268,15 @@ def packed_attention(module, query, key, value, attention_mask, dropout=0.0, sca
             attention_mask = _window_mask(query.shape[2], window, query.device)
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     dtype = autocast_dtype(value)
-    # The varlen kernel supports no other dtype and no dropout.
-    if query.is_cuda and dtype in (torch.float16, torch.bfloat16) and not dropout:
+    # The varlen kernel supports no other dtype, no dropout, no wider head and no earlier GPU.
+    is_taken = dtype in (torch.float16, torch.bfloat16) and not dropout and _varlen_takes(query.shape[-1])
+    if query.is_cuda and is_taken and _is_ampere_or_later(query.device):
         rounded = in_autocast_dtype(query, key, value)
         return _varlen(*rounded, bounds, int(kwargs["max_length_q"]), window, scaling), None
     lengths = [end - start for start, end in (documents or spans)(bounds)]
+    groups = query.shape[1] // key.shape[1]
+    if query.is_cuda and groups > 1:  # not every kernel for GPUs has groups; torch would take one that holds all scores
+        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
     parts = []
     with torch.autocast(query.device.type, enabled=False):  # sdpa would cast to its dtype
         # Slices by index would each have a gradient of the size of the whole row.
@@ -260,6 +291,11 @@ def packed_attention(module, query, key, value, attention_mask, dropout=0.0, sca
             parts.append(attended.to(dtype))
     out = torch.cat(parts, dim=2)
     return out.transpose(1, 2).contiguous(), None
+
+
+@functools.cache
+def _is_ampere_or_later(device) -> bool:
+    return torch.cuda.get_device_capability(device) >= (8, 0)
 
 
 def _dtype_of_document(device, dtype, tokens: int) -> torch.dtype:
@@ -362,11 +398,12 @@ def _flash_3_problem(text, dtype: torch.dtype, device: torch.device, ranks: int)
     Args: ranks: among which --sp_size divides the heads.
     """
     heads = text.num_attention_heads
-    size = getattr(text, "head_dim", None) or text.hidden_size // heads
-    if getattr(text, "v_head_dim", size) != size:
+    sizes = {size for size in _head_dims(text) if _varlen_takes(size)}
+    if sizes != {getattr(text, "v_head_dim", size) for size in sizes}:
         return "FlashAttention 3 is not tested with values narrower than keys"
     kv_heads = math.lcm(getattr(text, "num_key_value_heads", None) or heads, ranks)  # repeated to as many
-    for window in {0, getattr(text, "sliding_window", None) or 0}:
+    windows = {0, getattr(text, "sliding_window", None) or 0}
+    for size, window in itertools.product(sorted(sizes), sorted(windows)):
         shape = (heads // ranks, kv_heads // ranks, size, window)
         expected, _ = _attended(*shape, dtype, device)
         torch.nn.attention.activate_flash_attention_impl("FA3")

@@ -13,7 +13,7 @@ from pathlib import Path
 
 import torch
 
-from zerofit.base import command_line, distributed
+from zerofit.base import command_line, distributed, hardware
 from zerofit.base.errors import UserError
 from zerofit.base.paths import cache_root
 from zerofit.job import groups
@@ -99,8 +99,6 @@ def resolve_for_model(settings, config) -> None:
 
 def _why_not(settings, config) -> str | None:
     """Return why Liger's kernels are not the default for this run; None if they are."""
-    planned = settings.planned_gpu
-    has_bf16 = planned.bf16 if planned else torch.cuda.is_bf16_supported(including_emulation=False)
     excluded = (
         f"--{way.flag}: {conflict.why}"
         for way, _ in groups.in_use(settings.values)
@@ -111,7 +109,7 @@ def _why_not(settings, config) -> str | None:
     reasons = {
         "liger-kernel is not installed": importlib.util.find_spec("liger_kernel") is None,
         f"not tested with {config.model_type}": config.model_type not in TESTED or attention.class_of(config) is None,
-        "Triton has no kernels for GPUs before Ampere": not has_bf16,
+        "Triton has no kernels for GPUs before Ampere": not hardware.is_ampere_or_later(settings.planned_gpu),
         f"--adapter ln_tuning: {FROZEN_NORMS}": settings.values.get("adapter") == "ln_tuning",
         split: split,
         "--torch_compile fuses the same operations": settings.torch_compile,
