@@ -19,7 +19,8 @@ from zerofit.model import attention, fused_loss
 pytestmark = pytest.mark.gpu
 BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # relative difference in norm
 LAYOUTS = {"awkward": [1, 7, 64, 65, 192, 320, 128, 33], "even": [256] * 4, "one": [1000], "ones": [1] * 16}
-WIDTHS = [(32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256), (512, 512), (100, 100)]  # of keys, of values
+WIDTHS = [(32, 32), (64, 64), (80, 80), (96, 96), (128, 128), (192, 128), (256, 256),  # of keys, of values
+          (512, 512), (100, 100)]  # fmt: skip
 CONFIGS = sorted(folder.name for folder in (ROOT / "tests" / "configs").iterdir())
 
 

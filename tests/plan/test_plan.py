@@ -1845,9 +1845,35 @@ def test_a_launch_recomputes_no_more_than_it_must(sizes, flags, simulated, monke
     assert any("GiB a rank by simulation; " in sentence for sentence in resolved.decisions)
 
 
+def test_a_gpu_without_bf16_has_its_pair_chosen_too(simulated, monkeypatch):
+    """A T4 trains in fp16: before, every layer was recomputed there."""
+    monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 10))
+    settings = resolve.resolve_settings("lora", ["--data", "none", *FLAGS_1B], 1, hardware.GPUS["t4-16g"])
+    assert settings.precision == "fp16"
+    assert choice.choose(settings).flags["gradient_checkpointing"] is False
+
+
+@pytest.mark.slow
+def test_the_attention_of_a_gpu_before_ampere_holds_repeated_keys():
+    """The simulation and the closed form: 6 q - 4 k bytes a token and layer more than with the varlen kernel."""
+    flags = ["--data", "none", *FLAGS_1B, "--zero", "0", "--per_device_train_batch_size", "4", "--fp16", "true",
+             "--gradient_checkpointing", "false"]  # fmt: skip
+    gpus = [hardware.GPUS["t4-16g"], dataclasses.replace(hardware.GPUS["t4-16g"], bf16=True)]
+    asked, by_formula = [], []
+    for gpu in gpus:
+        settings = resolve.resolve_settings("lora", flags, 1, gpu)
+        asked.append(simulate.Question(settings.request, 1, gpu=gpu, overrides={"num_hidden_layers": 4}))
+        shape = dataclasses.replace(candidates.shape_of(settings, gpu), layers=4)
+        by_formula.append(formulas.activations(shape, candidates.setting_of(settings), fused=True)[0]["activations"])
+    simulated = [answer["peak"]["forward"]["activations"] for answer in simulate.run_all(asked)]
+    expected = 4 * 4096 * (6 * 2048 - 4 * 512)
+    assert by_formula[0] - by_formula[1] == expected
+    assert simulated[0] - simulated[1] == pytest.approx(expected, rel=0.05)
+
+
 @pytest.mark.parametrize("flags", [
     ["--gradient_checkpointing", "true"], ["--gradient_checkpointing_every", "1"], ["--activation_offload", "true"],
-    ["--activation_checkpointing", "true"], ["--preset", "gpu-40g"], ["--padding_free", "false"], ["--fp16", "true"],
+    ["--activation_checkpointing", "true"], ["--preset", "gpu-40g"], ["--padding_free", "false"], ["--bf16", "false"],
 ])  # fmt: skip
 def test_what_says_how_to_checkpoint_is_kept(flags, simulated, monkeypatch):
     """And so is the default where no plan knows what padding takes."""
@@ -1857,7 +1883,7 @@ def test_what_says_how_to_checkpoint_is_kept(flags, simulated, monkeypatch):
 
 @pytest.mark.parametrize("flags", [
     ["--per_device_train_batch_size", "2"], ["--gradient_accumulation_steps", "2"], ["--preset", "gpu-80g"],
-    ["--padding_free", "false"], ["--fp16", "true"],
+    ["--padding_free", "false"], ["--bf16", "false"],
 ])  # fmt: skip
 def test_what_says_the_micro_batch_is_kept(flags, simulated, monkeypatch):
     monkeypatch.setattr(simulate, "run_all", fake_simulation(lambda flags: 10))

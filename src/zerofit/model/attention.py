@@ -166,23 +166,27 @@ def _dropout(config) -> tuple[str | None, float]:
 
 def tell_of_loop(settings, config) -> None:
     """Add a line to the decisions where a GPU cannot use the varlen kernel, but attends to documents one by one."""
-    if settings.use_cpu:
-        return
-    key, dropout = _dropout(config)
-    why = f"{key} {dropout}: the varlen kernel has no dropout" if dropout else None
-    if settings.precision == "fp32":
-        why = "fp32: the varlen kernel computes in bf16 and fp16 only"
-    if not hardware.is_ampere_or_later(settings.planned_gpu):
-        why = "the varlen kernel needs an Ampere GPU or a later one"
-    where = ""
-    if not why and (sizes := sorted(size for size in _head_dims(config.get_text_config()) if not _varlen_takes(size))):
-        why = f"head_dim {sizes[-1]}: the varlen kernel takes multiples of 8 up to {WIDEST_HEAD}"
-        where = "in these layers "
+    why, where = why_one_by_one(settings, config), ""
+    sizes = _head_dims(config.get_text_config())
+    if not settings.use_cpu and not why and not all(map(varlen_takes, sizes)):
+        why, where = f"head_dim {max(sizes)}: the varlen kernel takes multiples of 8 up to {WIDEST_HEAD}", "so wide, "
     if why:
         settings.decisions.append(f"{why}; {where}documents are attended to one by one, which is slower")
 
 
-def _varlen_takes(head_dim: int) -> bool:
+def why_one_by_one(settings, config) -> str | None:
+    """Return why no layer's attention can use the varlen kernel on the job's GPU; None: it can, or there is no GPU."""
+    if settings.use_cpu or not (settings.attn_implementation == NAME or settings.sp_size > 1):
+        return None
+    key, dropout = _dropout(config)
+    if not hardware.is_ampere_or_later(settings.planned_gpu):
+        return "the varlen kernel needs an Ampere GPU or a later one"
+    if settings.precision == "fp32":
+        return "fp32: the varlen kernel computes in bf16 and fp16 only"
+    return f"{key} {dropout}: the varlen kernel has no dropout" if dropout else None
+
+
+def varlen_takes(head_dim: int) -> bool:
     return head_dim <= WIDEST_HEAD and head_dim % 8 == 0
 
 
@@ -269,7 +273,7 @@ def packed_attention(module, query, key, value, attention_mask, dropout=0.0, sca
         return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     dtype = autocast_dtype(value)
     # The varlen kernel supports no other dtype, no dropout, no wider head and no earlier GPU.
-    is_taken = dtype in (torch.float16, torch.bfloat16) and not dropout and _varlen_takes(query.shape[-1])
+    is_taken = dtype in (torch.float16, torch.bfloat16) and not dropout and varlen_takes(query.shape[-1])
     if query.is_cuda and is_taken and _is_ampere_or_later(query.device):
         rounded = in_autocast_dtype(query, key, value)
         return _varlen(*rounded, bounds, int(kwargs["max_length_q"]), window, scaling), None
@@ -398,7 +402,7 @@ def _flash_3_problem(text, dtype: torch.dtype, device: torch.device, ranks: int)
     Args: ranks: among which --sp_size divides the heads.
     """
     heads = text.num_attention_heads
-    sizes = {size for size in _head_dims(text) if _varlen_takes(size)}
+    sizes = {size for size in _head_dims(text) if varlen_takes(size)}
     if sizes != {getattr(text, "v_head_dim", size) for size in sizes}:
         return "FlashAttention 3 is not tested with values narrower than keys"
     kv_heads = math.lcm(getattr(text, "num_key_value_heads", None) or heads, ranks)  # repeated to as many

@@ -487,7 +487,7 @@ def lacks_data(request: Request) -> bool:
 
 def shape_of(settings, gpu: hardware.Gpu | None = None) -> Shape:
     """Return the shape of a job's model. gpu: on which Liger's kernels may run, None: they do not count."""
-    from zerofit.model import liger, quantization
+    from zerofit.model import attention, liger, quantization
     from zerofit.model.load import check_model, load_config, weight_dtype
 
     resolve.resolve_for_model(settings)
@@ -496,12 +496,13 @@ def shape_of(settings, gpu: hardware.Gpu | None = None) -> Shape:
     cast = settings.deepspeed is not None and settings.precision != "fp32"  # by DeepSpeed's engine, to 16 bits
     fp32 = weight_dtype(settings) == "float32" and not cast
     bits = quantization.bits(settings)
-    each = {4: 0.55, 8: 1.0}.get(bits)
-    if each is None:
-        return replace(formulas.shape(config, model, 4.0 if fp32 else 2.0), liger=has_liger)
-    # embeddings, the head and fused experts stay in 16 bits
-    packed = quantization.packed_weights(model) / sum(p.numel() for p in model.parameters() if not p.requires_grad)
-    return replace(formulas.shape(config, model, each * packed + 2.0 * (1 - packed), bits), liger=has_liger)
+    width = 4.0 if fp32 else 2.0
+    if each := {4: 0.55, 8: 1.0}.get(bits):  # embeddings, the head and fused experts stay in 16 bits
+        packed = quantization.packed_weights(model) / sum(p.numel() for p in model.parameters() if not p.requires_grad)
+        width = each * packed + 2.0 * (1 - packed)
+    one_by_one = gpu is not None and attention.why_one_by_one(settings, config) is not None
+    shape = formulas.shape(config, model, width, bits or 16)
+    return replace(shape, liger=has_liger, one_by_one=one_by_one)
 
 
 _FIXED = ("flag", "deepspeed JSON")

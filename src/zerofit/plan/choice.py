@@ -279,7 +279,7 @@ def described(settings, shape: formulas.Shape) -> bool:
 
 
 def covers(settings) -> bool:
-    """Return whether rows are as a plan counts them, bf16 and not padded, and micro batches only sum in another order.
+    """Return whether rows are as a plan counts them, in half precision, not padded, and micro batches sum in any order.
 
     A router's loss is a statistic of a micro batch.
     """
@@ -289,7 +289,7 @@ def covers(settings) -> bool:
 
 
 def _counts_rows(settings) -> bool:
-    return settings.precision == "bf16" and bool(settings.padding_free)
+    return settings.precision in ("bf16", "fp16") and bool(settings.padding_free)
 
 
 def _divisors(settings) -> list[int]:

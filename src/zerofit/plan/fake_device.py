@@ -439,10 +439,11 @@ def _distributed_data_parallel():
     return DistributedDataParallel
 
 
-def attention_stand_in(name: str) -> None:
+def attention_stand_in(name: str, one_by_one: bool = False) -> None:
     """Register an attention `name` with FlashAttention 2's allocations (flash_api.cpp) but no values.
 
     The forward saves q, k, v, the output and one fp32 number per query; the backward accumulates dq in fp32.
+    Args: one_by_one: it is the loop over documents, which repeats k and v and puts the outputs together.
     """
     import torch
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -486,7 +487,13 @@ def attention_stand_in(name: str) -> None:
     def attention(module, query, key, value, mask, *args, **kwargs):
         kind = query.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
+        groups = query.shape[1] // key.shape[1]
+        loops = one_by_one or not (name == "sdpa" or model_attention.varlen_takes(query.shape[-1]))
+        if loops and groups > 1:
+            key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         out = Flash.apply(query.to(dtype), key.to(dtype), value.to(dtype))
+        if loops:
+            out = torch.cat([out], dim=2)
         return out.transpose(1, 2).contiguous(), None
 
     if name == sequence_parallel.NAME:  # its exchanges are simulated as they are

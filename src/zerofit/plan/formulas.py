@@ -47,6 +47,7 @@ class Shape:
     adapted: str = ""  # which experts have adapters, in words
     by_layer: tuple[int, ...] = ()  # parameters of each layer, (): unknown
     liger: bool = False  # Liger's kernels will run: norms keep no fp32 copies, MLPs no result of their activation
+    one_by_one: bool = False  # documents are attended to one by one, with keys and values repeated for all heads
     work: Work | None = None  # the operations of its step; None: those of a dense model of these dimensions
     cut: bool = True  # with fewer layers it is a smaller model of the same kind
 
@@ -219,6 +220,8 @@ def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, floa
         layer += 10 * s.hidden
     if s.frozen:  # a frozen matrix product saves no input; an adapted one does
         layer -= 2 * s.hidden
+    if s.one_by_one:
+        layer += 6 * q - 4 * k  # repeated keys and values, and the outputs put together
     if setting.sp > 1:
         layer += 2 * q  # the attention's output before it is exchanged
     products = 0.0  # what the matrix products and the attention of a layer return

@@ -404,13 +404,14 @@ def _trainer(settings, arguments, rows, config, asked: simulate.Question):
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
     from zerofit.certificate import recorder
-    from zerofit.model import adapters, load, quantization
+    from zerofit.model import adapters, attention, load, quantization
     from zerofit.train import progress
 
     on_gpu, fake = asked.device == "gpu", asked.fake
     device = "gpu:0" if on_gpu else "cpu"
     if on_gpu:
-        fake_device.attention_stand_in(settings.attn_implementation)
+        one_by_one = attention.why_one_by_one(settings.replace(use_cpu=False), config) is not None
+        fake_device.attention_stand_in(settings.attn_implementation, one_by_one)
     device_context = torch.device(device) if on_gpu else contextlib.nullcontext()
     tokenizer, train_rows, eval_rows = rows
     bits = quantization.bits(settings)
