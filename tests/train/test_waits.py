@@ -77,3 +77,12 @@ def test_the_host_waits_for_the_norm_alone_with_pairs(tmp_path):
         "before-z3": reasons(3, forwards=2, groups=1),
         **{f"full-z{zero}": reasons(zero, forwards=2) for zero in (0, 3)},
     }
+
+
+@pytest.mark.slow
+def test_the_forwards_of_ktos_kl_term_are_a_part_of_the_steps_trace(tmp_path):
+    """Else the ranks compared a new trace in each step: 450 reads. Those forwards come before what is counted."""
+    kto = [*PREFERENCES, "--loss_type", "kto"]
+    found = waits(tmp_path, {"lora": ("dpo", [*kto, "--adapter", "lora", "--zero", "3"]),
+                             "full": ("dpo", [*kto, "--zero", "3"])})  # fmt: skip
+    assert found == {"lora": reasons(3, forwards=3, groups=1), "full": reasons(3, forwards=2)}

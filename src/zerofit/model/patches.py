@@ -111,15 +111,22 @@ class _InOrder(set):
 
 
 @contextlib.contextmanager
-def same_trace(engine):
+def same_trace(engine, begins: bool = False):
     """Let a forward in the body be a part of the trace of ZeRO-3's coordinator (DeepSpeed 0.19.8) that goes on.
 
     The coordinator records the modules from one forward of the model to the next, to gather their parameters ahead. Two
     forwards of different modules in each step, as with an adapter off and on, had the trace dropped and recorded in
-    turns: nothing was gathered ahead, and the ranks compared each new trace.
+    turns: nothing was gathered ahead, and the ranks compared each new trace. Within another such context it does
+    nothing.
+    Args: begins: the trace begins with the body.
     """
     zero = getattr(engine.optimizer, "parameter_offload", engine.optimizer)  # without training it is the optimizer
     coordinator = zero.get_param_coordinator()
+    if "reset_step" in vars(coordinator):
+        yield
+        return
+    if begins:
+        coordinator.reset_step()
     coordinator.reset_step = lambda: None
     try:
         yield

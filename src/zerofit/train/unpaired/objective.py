@@ -5,11 +5,12 @@ import math
 
 import torch
 from accelerate.utils import send_to_device
+from transformers import TrainerCallback
 
 from zerofit.base import phases
 from zerofit.data.batches import LABEL_COUNT, document_of_each_token, lengths_of
 from zerofit.data.unpaired import mismatched
-from zerofit.model import fused_loss, preference_loss
+from zerofit.model import fused_loss, patches, preference_loss
 
 NAMES = ("kl", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen",
          "logps/rejected")  # fmt: skip
@@ -18,6 +19,21 @@ OF_LABEL = ("rewards", "logps")  # metrics that are means over the answers of on
 
 SUMS = ("rows", "loss", "wanted", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen",
         "logps/rejected")  # fmt: skip
+
+
+class StepTrace(TrainerCallback):
+    """Has ZeRO-3 gather ahead along all forwards of a step, of which those for the KL term have no backward."""
+
+    def __init__(self):
+        self.step = contextlib.ExitStack()
+
+    def begin(self, engine) -> None:
+        """Begin the trace of a step."""
+        self.step.enter_context(patches.same_trace(engine, begins=True))
+
+    def on_step_end(self, *args, **kwargs):
+        """End it."""
+        self.step.close()
 
 
 class Unpaired:
@@ -37,6 +53,8 @@ class Unpaired:
         self.has_kl = self.settings.loss_type == "kto"
         self.kl = None  # of the step or evaluation that is computed; None: of a micro batch by itself, as in a trial
         self.kl_of_steps = []  # since the last log line
+        self.trace = StepTrace()
+        trainer.add_callback(self.trace)
         orders = {trainer.train_dataset: trainer.train_sampler.indices(0)}
         if trainer.eval_dataset is not None:
             orders[trainer.eval_dataset] = range(len(trainer.eval_dataset))
@@ -81,6 +99,8 @@ class Unpaired:
         if self.has_kl and batches:
             self.trainer.reporter.phases.enter(phases.STEP)
             self._net().train()
+            if self.settings.zero == 3:
+                self.trace.begin(self._net())
             device = self.trainer.args.device
             # Dropout masks of its own: a resumed run restores the saved random state after this, before the first row.
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
