@@ -13,6 +13,7 @@ from transformers import AutoModelForCausalLM, GptOssConfig
 
 from zerofit.base.errors import UserError
 from zerofit.config import parse, resolve
+from zerofit.model import load
 from zerofit.model.load import check_model, check_weights, load_config, load_model, load_tokenizer
 from zerofit.model.weights import files
 
@@ -305,3 +306,15 @@ def test_the_hash_of_the_weights_changes_with_a_number_of_a_small_file(tmp_path)
     one = changed(tmp_path / "one", dict)
     two = changed(tmp_path / "two", lambda w: w | {"model.norm.weight": w["model.norm.weight"] + 1})
     assert files.identity(one) == files.identity(TINY / "model") != files.identity(two)
+
+
+def test_a_missing_library_is_said_with_its_install_line(monkeypatch):
+    """transformers has it on a line of its own."""
+
+    def build(*args, **kwargs):
+        raise ImportError("\nTimmModel requires the timm library but it was not found.\n`pip install timm`.\n")
+
+    monkeypatch.setattr(load.towers, "build", build)
+    settings = resolve.resolve_settings("sft", ["--data", "none", "--model", str(TINY / "model")], 1)
+    with pytest.raises(UserError, match=r"^--model .*: TimmModel requires .* not found\. `pip install timm`\.$"):
+        check_model(settings)

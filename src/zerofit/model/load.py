@@ -10,7 +10,7 @@ import re
 from pathlib import Path
 
 from zerofit.base import hub
-from zerofit.base.errors import UserError, first_line
+from zerofit.base.errors import UserError, first_line, in_one_line
 from zerofit.data.chat_templates import arguments, built_in
 from zerofit.job.settings import Check
 from zerofit.model import adapters, attention, generation, patches, quantization
@@ -305,7 +305,9 @@ def check_model(settings, config=None):
         fused_loss.install(settings, model)
         fused_loss.router_loss(model)
         tiled_mlp.install(settings, model)
-    except (ValueError, ImportError) as error:
+    except ImportError as error:
+        raise UserError(f"--model {settings.model}: {in_one_line(error)}.") from None
+    except ValueError as error:
         raise UserError(f"--model {settings.model}: {first_line(error)}") from None
     return model
 
