@@ -138,7 +138,7 @@ def elementwise(device: str, dtype, sizes: Sizes) -> float:
     norm = LlamaRMSNorm(wide).to(device, dtype)
     x = torch.randn(sizes.rows, wide, device=device, dtype=dtype, requires_grad=True)
     gradient = torch.randn_like(x)
-    counted = sum(step.PASSES["rms"][0]) * sizes.rows * wide
+    counted = (sum(step.PASSES["rms"][0]) + step.NORM_WEIGHTS["rms"][0]) * sizes.rows * wide
     return counted / seconds_of(lambda: norm(x).backward(gradient), device, sizes.seconds)
 
 

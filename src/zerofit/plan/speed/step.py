@@ -18,12 +18,15 @@ from zerofit.plan.speed.work import Product, Work
 # Bytes that a number of `work.Passes` costs in the forward and in the backward, with transformers' modules and with
 # fused ones. Counted from their kernels: each reads and writes 2 bytes a number, or 4 in fp32.
 PASSES = {
-    "rms": ((36, 60), (4, 8)),  # to fp32, square, mean, product, to 16 bits, weight
-    "layer_norm": ((4, 8), (4, 8)),
-    "rotated": ((16, 20), (4, 4)),  # two products, halves turned round, a sum
+    "rms": ((36, 84), (4, 6)),  # to fp32, square, mean, product, to 16 bits, weight
+    "layer_norm": ((4, 6), (4, 6)),
+    "rotated": ((20, 30), (4, 4)),  # two products, halves turned round, a sum
     "gated": ((10, 18), (6, 10)),  # activation, product with the gate
     "activated": ((4, 6), (4, 6)),
+    "composed": ((36, 66), (36, 66)),  # an activation of several kernels
     "added": ((6, 6), (6, 6)),
+    "shared": ((0, 6), (0, 6)),
+    "joined": ((0, 4), (0, 4)),
     "turned": ((4, 4), (4, 4)),
     # Of the packages' kernels; the backward computes chunks and states again.
     "delta": ((28, 66), (28, 66)),  # convolution; norms of q and k, keys with keys, w and u, chunks' states, output
@@ -32,13 +35,15 @@ PASSES = {
     "routed": ((30, 60), (7, 10)),  # gathered for the experts, weighted, added at its place: by sorting, where in loops
 }
 
+NORM_WEIGHTS = {"rms": (8, 2), "layer_norm": (4, 4)}  # of the backward of norms whose weights train
+
 # More of them where hidden states are fp32: the inputs of five products are cast, and gradients added in fp32.
 WIDE_STATES = {"rms": (30, 55), "layer_norm": (30, 55), "rotated": (24, 28)}
 
 # Of a number of an adapted output, and of its input: where B's product is added in place; where it is a sum of its own;
 # where inputs are cast to the adapter's fp32 and back; where all of the adapter is in fp32.
 LORA = {
-    "in place": ((4, 0), (0, 6)), "sum": ((12, 4), (0, 6)), "cast": ((12, 4), (12, 18)), "fp32": ((28, 30), (10, 14)),
+    "in place": ((4, 0), (0, 6)), "sum": ((10, 4), (0, 6)), "cast": ((10, 4), (12, 18)), "fp32": ((24, 20), (6, 12)),
 }  # fmt: skip
 
 DROPOUT = (5, 5)  # of a number of the input: it, a mask of bytes, the result
@@ -245,6 +250,8 @@ def _elementwise(s: Shape, of_model: Work, setting: Setting, found: Rates, forwa
         cost = costs[not kernels.loops_experts if name == "routed" else fused]
         forward += cost[0] * numbers
         backward += cost[1] * numbers
+        if name in NORM_WEIGHTS and not s.frozen:
+            backward += NORM_WEIGHTS[name][fused] * numbers
         if name in WIDE_STATES and (setting.fp32_weights or kernels.fp32_states):
             forward += WIDE_STATES[name][0] * numbers
             backward += WIDE_STATES[name][1] * numbers

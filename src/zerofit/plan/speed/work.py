@@ -8,6 +8,13 @@ from zerofit.model.mixtures import weights
 # Linear layers whose result is only added to the hidden states, and what in a layer would keep it.
 LAST, AFTER_LAST = ("down_proj", "w2", "c_proj", "dense_4h_to_h", "fc2", "fc_out"), ("post_feedforward", "post_mlp")
 
+BESIDE_OTHERS = ("k_proj", "v_proj", "up_proj", "w3")  # read the same input as another linear layer
+
+# Several linear layers in one, with the cost of joining their gradients; Phi-3 cuts slices, each with zeros around it.
+SPLIT = {"query_key_value": 1.0, "c_attn": 1.0, "Wqkv": 1.0, "gate_up_proj": 1.0, "qkv_proj": 5.5}
+
+COMPOSED = ("gelu_new", "gelu_fast")  # activations that transformers computes by several kernels
+
 ADDITIONS = 2  # of a layer: what its attention and its MLP add to the hidden states
 
 
@@ -45,7 +52,10 @@ class Passes:
     rotated: float = 0.0  # through rotary embeddings
     gated: float = 0.0  # through activation and gate of an MLP
     activated: float = 0.0  # through an activation without a gate
+    composed: float = 0.0  # the same of one that is several kernels
     added: float = 0.0  # to the hidden states
+    shared: float = 0.0  # inputs of a linear layer that another reads too: their gradients are added
+    joined: float = 0.0  # outputs of a linear layer that are split: their gradients are put together
     turned: float = 0.0  # heads of an attention's output, copied into rows
     routed: float = 0.0  # copied to experts and back
     delta: float = 0.0  # through a convolution and the delta rule of a linear attention
@@ -78,7 +88,10 @@ def dense(
     *, layers: int, hidden: int, heads: int, kv_heads: int, head_dim: int, intermediate: int, vocabulary: int,
     gated: bool = True, rms: bool = True, rotary: bool = True, trained: bool = True,
 ) -> Work:  # fmt: skip
-    """Return the operations of a model that is known by its dimensions alone."""
+    """Return the operations of a model that is known by its dimensions alone.
+
+    Without a gate in its MLP it projects q, k and v as one.
+    """
     q, k = heads * head_dim, kv_heads * head_dim
     shapes = [(hidden, q), (hidden, k), (hidden, k), (q, hidden)]
     shapes += [(hidden, intermediate)] * (2 if gated else 1) + [(intermediate, hidden)]
@@ -91,6 +104,7 @@ def dense(
         rms=normed * rms, layer_norm=normed * (not rms), rotated=(q + k) * layers * rotary,
         gated=intermediate * layers * gated, activated=intermediate * layers * (not gated),
         added=float(ADDITIONS * hidden * layers), turned=float(q * layers), norms=2.0 * layers * rms,
+        shared=3.0 * hidden * layers * gated, joined=float((q + 2 * k) * layers * (not gated)),
         linears=float((len(shapes) + 1) * layers), modules=float((len(shapes) + 3) * layers),
     )  # fmt: skip
     return Work(tuple(products), passes, ((0, float(layers)),), heads, head_dim, layers)
@@ -109,8 +123,9 @@ def of_model(net, config, layers: list, *, heads: int, kv_heads: int, head_dim: 
     attending = sum(n for _, n in attentions)
     passes = Passes(
         rms=reader.normed["rms"], layer_norm=reader.normed["one kernel"],
-        rotated=(heads + kv_heads) * head_dim * attending * _is_rotary(text), gated=reader.gated,
-        activated=reader.activated, added=float(ADDITIONS * reader.hidden * count), turned=heads * head_dim * attending,
+        rotated=(heads + kv_heads) * head_dim * attending * _rotated_share(text), gated=reader.gated,
+        activated=reader.activated, composed=reader.composed, shared=reader.shared, joined=reader.joined,
+        added=float(ADDITIONS * reader.hidden * count), turned=heads * head_dim * attending,
         routed=reader.routed, **reader.convolved, convolutions=reader.convolutions, adapted_in=reader.adapted_in,
         adapted_out=reader.adapted_out, adapters=reader.adapters,
         packed=reader.packed, norms=reader.norms, linears=reader.linears, modules=reader.modules,
@@ -136,8 +151,22 @@ def _attentions(text, layers: int) -> tuple[tuple[int, float], ...]:
     return tuple((size, float(count)) for size, count in sorted(found.items()))
 
 
-def _is_rotary(text) -> bool:
-    return any(getattr(text, name, None) for name in ("rope_theta", "rope_parameters", "rotary_pct", "rotary_dim"))
+def _activation(text) -> str | None:
+    names = ("hidden_act", "activation_function", "hidden_activation")
+    return next((getattr(text, name) for name in names if getattr(text, name, None)), None)
+
+
+def _rotated_share(text) -> float:
+    """Return the share of a head that passes the kernels of rotary embeddings; 0 without them.
+
+    Half of what is not turned is added: it is cut off and joined again.
+    """
+    rope = getattr(text, "rope_parameters", None)
+    if isinstance(rope, dict) and isinstance(rope.get("partial_rotary_factor"), float):
+        return (1 + rope["partial_rotary_factor"]) / 2
+    return float(
+        any(getattr(text, name, None) for name in ("rope_theta", "rope_parameters", "rotary_pct", "rotary_dim"))
+    )
 
 
 class _Reader:
@@ -156,7 +185,8 @@ class _Reader:
         self.keeps_last = any(part in name for name, _ in net.named_modules() for part in AFTER_LAST)
         self.shapes: Counter = Counter()
         self.normed: Counter = Counter()
-        self.gated = self.activated = self.routed = 0.0
+        self.gated = self.activated = self.composed = self.routed = self.shared = self.joined = 0.0
+        self.is_composed = _activation(config.get_text_config()) in COMPOSED
         self.convolved, self.after_convolution = Counter(), _after_convolution(config)
         self.adapted_in = self.adapted_out = self.adapters = self.packed = self.norms = self.linears = 0.0
         self.modules = self.convolutions = 0.0
@@ -205,6 +235,8 @@ class _Reader:
             return
         self.linears, self.packed = self.linears + 1, self.packed + packed
         last = [part for part in name.split(".") if part != "base_layer"][-1]
+        self.shared += wide * share * (last in BESIDE_OTHERS)
+        self.joined += out * share * SPLIT.get(last, 0.0)
         self._read_mlp(last, out, share, bool(routed))
 
     def _is_last(self, name: str, routed: bool) -> bool:
@@ -219,7 +251,8 @@ class _Reader:
             self.gated += (out / 2 if last in ("gate_up_proj", "input_linear") else out) * share
             self.routed += 2.0 * self.hidden * share * routed
         elif last in ("dense_h_to_4h", "fc_in", "fc1", "c_fc"):
-            self.activated += out * share
+            self.composed += out * share * self.is_composed
+            self.activated += out * share * (not self.is_composed)
 
     def _read_experts(self, stacked: list) -> None:
         """Count fused experts: the tensors of all experts of a layer."""
