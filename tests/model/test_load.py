@@ -31,14 +31,15 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
 
 
 @pytest.mark.bad_input
+@pytest.mark.parametrize("recipe, why", [("lora", "no adapter of them"), ("sft", "these cannot be trained")])
 @pytest.mark.parametrize("method", ["bitsandbytes", "fp8"])
-def test_weights_that_are_quantized_already_are_refused(tmp_path, method):
+def test_weights_that_are_quantized_already_are_refused(tmp_path, method, recipe, why):
     """Else full tuning ends in a traceback after loading, and an adapter of them is refused at its export."""
     config = json.loads((TINY / "model" / "config.json").read_text())
     quantized = config | {"quantization_config": {"quant_method": method, "load_in_4bit": method == "bitsandbytes"}}
     (tmp_path / "config.json").write_text(json.dumps(quantized))
-    settings = parse.settings_of(parse.request("lora", ["--model", str(tmp_path), "--data", "rows.jsonl"]), 1)
-    with pytest.raises(UserError, match=rf"its weights are quantized already \({method}\).* name the original"):
+    settings = parse.settings_of(parse.request(recipe, ["--model", str(tmp_path), "--data", "rows.jsonl"]), 1)
+    with pytest.raises(UserError, match=rf"its weights are quantized already \({method}\), and {why}.* name the orig"):
         load_config(settings)
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert load_config(settings).model_type == config["model_type"]

@@ -92,9 +92,11 @@ def load_config(settings):
     config = _load(AutoConfig.from_pretrained, settings, "config.json")
     method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
     if method is not None and not complete.is_mxfp4(config):  # gpt-oss's own format, which transformers can unpack
+        why = "no adapter of them could be merged or compared" if settings.trains_adapter else "these cannot be trained"
+        also = ", for QLoRA with --load_in_4bit true" if settings.trains_adapter else ""
         raise UserError(
-            f"--model {settings.model}: its weights are quantized already ({method}), and no adapter of them could be "
-            "merged or compared; name the original model, for QLoRA with --load_in_4bit true."
+            f"--model {settings.model}: its weights are quantized already ({method}), and {why}; name the original "
+            f"model, or a copy in 16 bits{also}."
         )
     return config
 
