@@ -1871,6 +1871,24 @@ def test_the_attention_of_a_gpu_before_ampere_holds_repeated_keys():
     assert simulated[0] - simulated[1] == pytest.approx(expected, rel=0.05)
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("recomputed", ["false", "true"])
+@pytest.mark.parametrize("name", ["gemma2-2b", "llama3.2-1b"])
+def test_the_closed_form_counts_the_scores_of_eager_attention(name, recomputed):
+    """Rows of 4,096 tokens, where scores are the most: with a soft cap and without, against the simulation."""
+    flags = ["--data", "none", "--model", str(CONFIGS / name), "--max_length", "4096", "--attn_implementation", "eager",
+             "--padding_free", "false", "--zero", "2", "--per_device_train_batch_size", "2",
+             "--gradient_checkpointing", recomputed]  # fmt: skip
+    settings = resolve.resolve_settings("sft", flags, 1, GPU)
+    shape = dataclasses.replace(candidates.shape_of(settings, GPU), layers=4)
+    at_loss, again = formulas.activations(shape, candidates.setting_of(settings), fused=True)
+    question = simulate.Question(settings.request, 1, gpu=GPU, overrides={"num_hidden_layers": 4})
+    (answer,) = simulate.run_all([question])
+    parts = ("activations", "logits", "buffers")
+    simulated = max(sum(answer["peak"][phase][part] for part in parts) for phase in ("forward", "backward"))
+    assert max(sum(at_loss.values()), again["activations"]) == pytest.approx(simulated, rel=0.1)
+
+
 @pytest.mark.parametrize("flags", [
     ["--gradient_checkpointing", "true"], ["--gradient_checkpointing_every", "1"], ["--activation_offload", "true"],
     ["--activation_checkpointing", "true"], ["--preset", "gpu-40g"], ["--padding_free", "false"], ["--bf16", "false"],

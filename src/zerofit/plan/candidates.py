@@ -502,7 +502,15 @@ def shape_of(settings, gpu: hardware.Gpu | None = None) -> Shape:
         width = each * packed + 2.0 * (1 - packed)
     one_by_one = gpu is not None and attention.why_one_by_one(settings, config) is not None
     shape = formulas.shape(config, model, width, bits or 16)
-    return replace(shape, liger=has_liger, one_by_one=one_by_one)
+    return replace(shape, liger=has_liger, one_by_one=one_by_one, scores=_score_bytes(settings, config))
+
+
+def _score_bytes(settings, config) -> int:
+    """Return the bytes that a layer keeps of each score of its attention."""
+    if settings.attn_implementation != "eager":
+        return 0
+    is_capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    return formulas.CAPPED_SCORES if is_capped else formulas.SCORES
 
 
 _FIXED = ("flag", "deepspeed JSON")

@@ -25,6 +25,11 @@ DDP_BUCKET = 25 * 2**20  # bytes; torch's DistributedDataParallel
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")
 
 
+SCORES, CAPPED_SCORES = 6, 8  # bytes kept of a score: softmax in fp32 and in 16 bits; the same with a tanh
+
+SCORES_IN_BACKWARD = {SCORES: 10, CAPPED_SCORES: 17}  # and those of the gradients of the layer that is computed
+
+
 @dataclass(frozen=True)
 class Shape:
     """The dimensions of a model."""
@@ -48,6 +53,7 @@ class Shape:
     by_layer: tuple[int, ...] = ()  # parameters of each layer, (): unknown
     liger: bool = False  # Liger's kernels will run: norms keep no fp32 copies, MLPs no result of their activation
     one_by_one: bool = False  # documents are attended to one by one, with keys and values repeated for all heads
+    scores: int = 0  # bytes that a layer of eager attention keeps of each score, 0: no scores are written
     work: Work | None = None  # the operations of its step; None: those of a dense model of these dimensions
     cut: bool = True  # with fewer layers it is a smaller model of the same kind
 
@@ -222,6 +228,8 @@ def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, floa
         layer -= 2 * s.hidden
     if s.one_by_one:
         layer += 6 * q - 4 * k  # repeated keys and values, and the outputs put together
+    scores = heads * setting.tokens / setting.micro  # of a token
+    layer += s.scores * scores
     if setting.sp > 1:
         layer += 2 * q  # the attention's output before it is exchanged
     products = 0.0  # what the matrix products and the attention of a layer return
@@ -235,7 +243,8 @@ def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, floa
     summed = 2.0 * s.adapted_experts  # peft adds the product of A and B to all experts, and the sum is kept
     sums = (s.layers - recomputed) * summed
     on_its_way = state if setting.offload_streams else 0
-    at_loss = setting.tokens * (kept + IN_FLIGHT * on_its_way + 8 * s.hidden + 4 - norm * s.liger) + sums
+    moving = SCORES_IN_BACKWARD.get(s.scores, 0) * scores
+    at_loss = setting.tokens * (kept + moving + IN_FLIGHT * on_its_way + 8 * s.hidden + 4 - norm * s.liger) + sums
     logits = setting.tokens * 12 * s.vocabulary
     if fused:
         rows = max(256, min(4096, 2**30 // (4 * s.vocabulary) // 64 * 64, setting.tokens))
@@ -244,7 +253,7 @@ def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, floa
     logits *= setting.head
     # beside the tile that is computed: the results of the tiles and the gradients of their inputs, apart and joined
     mlp = 12 * intermediate / setting.tiles + 8 * s.hidden if tiled else 4 * intermediate
-    again = max(0.0, layer - products) + mlp + 4 * s.hidden + (IN_FLIGHT - 1) * on_its_way
+    again = max(0.0, layer - products) + mlp + moving + 4 * s.hidden + (IN_FLIGHT - 1) * on_its_way
     recomputation = setting.tokens * again + 2 * summed if recomputed else 0
     return {"activations": at_loss, "logits": logits}, {"activations": setting.tokens * kept + sums + recomputation}
 
