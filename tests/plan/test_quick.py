@@ -35,34 +35,49 @@ def by_setting(found):
     }
 
 
+METHODS = {f"{method}, {case}": (method, *of) for method in quick.METHODS for case, of in CASES.items()}
+FAST = ["sft, one GPU", "sft, one node", "sft, windows", "lora, one GPU", "qlora, one node"]
+
+
 @pytest.mark.oracle
-@pytest.mark.parametrize("case", slow_but(CASES, ["one GPU", "one node", "windows"]))
+@pytest.mark.parametrize("case", slow_but(METHODS, FAST))
 def test_settings_and_bytes_are_those_of_all_candidates(case):
-    model, name, ranks, flags = CASES[case]
+    method, model, name, ranks, flags = METHODS[case]
     gpu = hardware.GPUS[name]
     words = ["--model", str(CONFIGS / model), *flags.split()]
-    request = parse.request("sft", words)
-    listed = [c for c in candidates.candidates("sft", request, ranks, gpu) if not c.setting.groups]
-    given, config = (
-        quick._given([*words, "--gpu_type", name]),
-        json.loads((CONFIGS / model / "config.json").read_text()),
-    )
-    shape = quick.shape_of(config)
+    request = parse.request("sft" if method == "sft" else "lora", words)
+    listed = [c for c in candidates.candidates(method, request, ranks, gpu) if not c.setting.groups]
+    given = quick._given([*words, "--gpu_type", name, "--method", method])
+    shape = quick.shape_of(json.loads((CONFIGS / model / "config.json").read_text()), method)
     found = quick.fastest_first(shape, given, ranks, 8, gpu)
     expected = by_setting((c.setting, c.peak) for c in listed)
     assert (by_setting(found) == expected and len(expected) > 10) or flags
     whole = listed[0].shape
-    for name in ("trainable", "largest", "by_layer", "head_dim", "kv_heads", "vocabulary", "embedding"):
-        assert getattr(shape, name) == getattr(whole, name), name
+    unlike = {"work": None} | ({} if shape.frozen else {"frozen_bytes": 0})  # of frozen weights, if there are any
+    assert replace(shape, **unlike) == replace(whole, **unlike)
+    assert shape.work.passes == whole.work.passes
     labels = [c.label for c in listed]
-    mine = [", ".join([*s.in_words("sft"), f"micro batch {s.micro}"]) for s, _ in found]
+    mine = [", ".join([*s.in_words(method), f"micro batch {s.micro}"]) for s, _ in found]
     assert mine == labels  # in the same order: by the same seconds
 
 
 def test_what_is_not_known_has_no_quick_answer():
     known = ["--model", str(CONFIGS / "llama3.1-8b"), "--gpu_type", "h100-80g"]
     assert quick.answer(known) and quick.answer([*known, "--nodes=2", "--gpus=4", "--args", "--max_length 512"])
-    for more in ("--method lora", "--data rows.jsonl", "--optim sgd", "--host_memory 64", "--args '--packing true'"):
+    for method in ("lora", "qlora"):
+        assert f": {method} ZeRO-" in quick.answer([*known, "--method", method])
+        assert quick.answer([*known, "--recipe=lora", f"--method={method}"]) == quick.answer(
+            [*known, "--method", method]
+        )
+    for more in (
+        "--method auto",
+        "--recipe dpo",
+        "--method lora --args '--lora_r 8'",
+        "--data rows.jsonl",
+        "--optim sgd",
+        "--host_memory 64",
+        "--args '--packing true'",
+    ):
         assert quick.answer([*known, *parse.shlex.split(more)]) is None, more
     assert quick.answer(["--model", str(CONFIGS / "gemma2-2b"), "--gpu_type", "h100-80g"]) is None
     assert quick.answer(["--model", str(CONFIGS / "llama3.1-8b")]) is None  # for this machine's GPU

@@ -1,4 +1,4 @@
-"""Answer a plan by formula before any library is imported, which takes seconds: full fine-tuning of known dense models.
+"""Answer a plan by formula before any library is imported, which takes seconds: known dense models, in full or LoRA.
 
 Only the model's config.json is read. What is not known here, such as another architecture, a method or a flag, has no
 quick answer; `search.search` then gives the first one. It checks a quick answer too, with all its candidates.
@@ -34,10 +34,16 @@ NEEDED = (
 
 # Options of `zerofit plan` and flags of the recipe that a quick answer takes, with their defaults.
 OPTIONS = {
-    "recipe": "sft", "method": "sft", "gpus": "1", "nodes": "", "node_link_gbs": "", "gpu_type": "", "output_dir": "",
+    "recipe": "sft", "method": "", "gpus": "1", "nodes": "", "node_link_gbs": "", "gpu_type": "", "output_dir": "",
     "rows": "", "gpu_price": "", "args": "", "model": "", "max_length": "2048", "zero": "", "offload": "",
     "per_device_train_batch_size": "", "effective_batch_size": "", "data": "none",
 }  # fmt: skip
+
+METHODS = {"sft": None, "lora": 16, "qlora": 4}  # method: bits of the frozen base, None: there is none
+
+RANK = 16  # of adapters, as --lora_r by default
+
+PACKED_WIDTH = {4: 0.55, 16: 2.0}  # bytes of a frozen weight, as in candidates.shape_of
 
 # (every, selective, offloaded) of gradient checkpointing: as candidates.less_checkpointing and what follows there
 CHECKPOINTING = ((0, False, False), (1, True, False), (2, False, False), (1, False, False), (1, False, True))
@@ -87,9 +93,9 @@ def answer(words: list[str]) -> str | None:
         gpu = replace(gpu, node_gbs=float(given.node_link_gbs))
     total = int(gpu.memory_gib * GIB)
     limit = total - int(gpu_memory.MARGIN * total) - sum(gpu_memory.outside_allocator(gpu, ranks, node).values())
-    for setting, peak in fastest_first(shape_of(config), given, ranks, node, gpu):
+    for setting, peak in fastest_first(shape_of(config, given.method), given, ranks, node, gpu):
         if peak <= limit:
-            return sentence(", ".join([*setting.in_words("sft"), f"micro batch {setting.micro}"]), peak, limit)
+            return sentence(", ".join([*setting.in_words(given.method), f"micro batch {setting.micro}"]), peak, limit)
     return None
 
 
@@ -107,8 +113,9 @@ def _given(words: list[str]) -> argparse.Namespace | None:
         if getattr(given, name) == "":
             setattr(given, name, default)
     rest = [word for word in [*rest, *more] if word not in ("--host_memory=", "--host-memory=")]
-    plain = given.recipe == given.method == "sft" and given.data == "none"
-    return given if plain and given.model and given.gpu_type not in ("", "detect") and not rest else None
+    given.method = given.method or given.recipe
+    is_known = given.method in METHODS and given.recipe in ("sft", "lora") and given.data == "none"
+    return given if is_known and given.model and given.gpu_type not in ("", "detect") and not rest else None
 
 
 def _config(model: str) -> dict | None:
@@ -145,8 +152,14 @@ def _has_proofs() -> bool:
     return folder.is_dir() and any(folder.iterdir())
 
 
-def shape_of(config: dict) -> Shape:
-    """Return what `formulas.shape` does for full fine-tuning of a model of KNOWN. config: its config.json."""
+def shape_of(config: dict, method: str = "sft") -> Shape:
+    """Return what `candidates.shape_of` does for a model of KNOWN. config: its config.json; method: of METHODS."""
+    shape = _in_full(config)
+    return shape if method == "sft" else _with_adapters(shape, METHODS[method])
+
+
+def _in_full(config: dict) -> Shape:
+    """Return the shape of full fine-tuning."""
     biases, normed = KNOWN[config["model_type"]]
     hidden, wide, layers = config["hidden_size"], config["intermediate_size"], config["num_hidden_layers"]
     heads, kv_heads, words = config["num_attention_heads"], config["num_key_value_heads"], config["vocab_size"]
@@ -183,6 +196,35 @@ def shape_of(config: dict) -> Shape:
     )
 
 
+def _with_adapters(s: Shape, bits: int) -> Shape:
+    """Return the shape with LoRA on all linear layers but the head. bits: of the frozen base."""
+    products, passes = [], s.work.passes
+    inputs = outputs = packed = 0.0
+    for one in s.work.products:
+        is_packed = bits < 16 and not one.head
+        products.append(replace(one, trained=False, last=False, bits=bits if is_packed else 16))
+        if one.head:
+            continue
+        into, back = (
+            replace(one, trained=True, adapter=True, last=False, **size) for size in ({"out": RANK}, {"wide": RANK})
+        )
+        products += [into, replace(back, last=one.last)]
+        inputs, outputs = inputs + one.wide * one.count, outputs + one.out * one.count
+        packed += one.weights * is_packed
+    adapted = sum(one.count for one in s.work.products if not one.head)
+    passes = replace(
+        passes, adapted_in=inputs, adapted_out=outputs, adapters=adapted, modules=passes.modules + 2 * adapted,
+        packed=adapted * (bits < 16),
+    )  # fmt: skip
+    added, share = RANK * (inputs + outputs), packed / s.trainable
+    return replace(
+        s, trainable=int(added), frozen=s.trainable, frozen_bytes=PACKED_WIDTH[bits] * share + 2.0 * (1 - share),
+        largest=RANK * int(max(max(one.wide, one.out) for one in s.work.products if not one.head)),
+        by_layer=tuple(int(layer + added / s.layers) for layer in s.by_layer),
+        work=replace(s.work, products=tuple(products), passes=passes),
+    )  # fmt: skip
+
+
 def fastest_first(shape: Shape, given, ranks: int, node: int, gpu: Gpu) -> list[tuple[Setting, int]]:
     """Return the settings without groups that `candidates.candidates` lists, the fastest first, each with its peak.
 
@@ -198,15 +240,20 @@ def fastest_first(shape: Shape, given, ranks: int, node: int, gpu: Gpu) -> list[
     offloads = [given.offload] if given.offload else ["none", "optimizer", "all"]
     found = []
     for zero, offload, kind, micro in itertools.product(stages, offloads, CHECKPOINTING, micros):
-        if not formulas.sensible(zero, offload, ranks, bool(given.zero)):
-            continue
         tokens, (every, selective, offloaded) = micro * int(given.max_length), kind
+        # Adapters have no selective checkpointing, and a packed base stays on the GPU.
+        is_refused = (shape.frozen and selective) or (shape.frozen_bytes < 2 and offload == "all")
+        if is_refused or not formulas.sensible(zero, offload, ranks, bool(given.zero)):
+            continue
         setting = Setting(
             zero, offload, every, micro, tokens, rows // micro, ranks, offloaded, node=node, selective=selective,
-            whole_layers=buffers.whole_layers_up_to(tokens, ranks, offload) if zero == 3 else 0, fp32_weights=zero == 0,
+            whole_layers=buffers.whole_layers_up_to(tokens, ranks, offload) if zero == 3 and not shape.frozen else 0,
+            fp32_weights=zero == 0 and not shape.frozen,
             kernels=Kernels(fused_loss=True),
         )  # fmt: skip
-        bytes_of = formulas.memory(shape, setting, _settings(gpu), shape.vocabulary >= buffers.LARGE_VOCABULARY)
+        bytes_of = formulas.memory(
+            shape, setting, _settings(gpu, bool(shape.frozen)), shape.vocabulary >= buffers.LARGE_VOCABULARY
+        )
         allocated = gpu_memory.with_margin(sum(bytes_of.values()), gpu)
         peak = allocated + gpu_memory.beyond_allocated(None, allocated)["least"]
         found.append((setting, peak, step.seconds(shape, setting, gpu, int(given.max_length))))
@@ -214,9 +261,9 @@ def fastest_first(shape: Shape, given, ranks: int, node: int, gpu: Gpu) -> list[
     return [(setting, peak) for setting, peak, _ in found]
 
 
-def _settings(gpu: Gpu) -> SimpleNamespace:
+def _settings(gpu: Gpu, trains_adapter: bool) -> SimpleNamespace:
     """Return what `formulas.memory` reads of the settings of the recipe's defaults."""
     return SimpleNamespace(
         recipe=SimpleNamespace(optimizers={}), optim="adamw_torch_fused", pure_bf16=False, precision="bf16",
-        trains_adapter=False, dtype="auto", planned_gpu=gpu,
+        trains_adapter=trains_adapter, dtype="auto", planned_gpu=gpu,
     )  # fmt: skip
