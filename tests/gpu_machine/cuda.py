@@ -207,4 +207,5 @@ def end_with_settings(recipe) -> None:
 
     dist.init_process_group = lambda backend=None, **more: open_group("gloo", **more | {"device_id": None})
     recipe.allocator.prove_expandable = lambda: None  # it would allocate
+    network_check.answer = lambda settings: None  # on GPUs
     network_check.check = end

@@ -357,6 +357,42 @@ def test_layers_with_heads_that_are_too_wide_for_the_kernel_are_told():
     assert [one.startswith(line) for one in found.decisions if "one by one" in one] == [True]
 
 
+@pytest.mark.parametrize("capability, dtype, repeats", [
+    ((7, 5), torch.float16, True), ((9, 0), torch.float32, True), ((9, 0), torch.float16, False),
+])  # fmt: skip
+def test_rows_without_a_mask_too(monkeypatch, capability, dtype, repeats):
+    """An evaluation whose rows need no padding, and the certificate's forwards."""
+    called, plain = [], torch.nn.functional.scaled_dot_product_attention
+
+    def sdpa(q, k, v, **more):
+        called.append(tuple(k.shape))
+        return plain(q, k, v, **more)
+
+    attention._is_ampere_or_later.cache_clear()
+    monkeypatch.setattr(torch.cuda, "get_device_capability", lambda device: capability)
+    monkeypatch.setattr(torch.nn.functional, "scaled_dot_product_attention", sdpa)
+    module = SimpleNamespace(num_key_value_groups=2, is_causal=True)
+    query, key, value = (torch.randn(1, heads, 8, 16, dtype=dtype) for heads in (4, 2, 2))
+    on_gpu, _ = attention.packed_attention(module, *(x.as_subclass(OnGpu) for x in (query, key, value)), None)
+    on_cpu, _ = attention.packed_attention(module, query, key, value, None)
+    attention._is_ampere_or_later.cache_clear()
+    assert called == [(1, 4 if repeats else 2, 8, 16), (1, 2, 8, 16)]
+    torch.testing.assert_close(on_gpu.as_subclass(torch.Tensor), on_cpu)
+
+
+@pytest.mark.parametrize("gpu, precision, ours", [
+    ("t4-16g", "--fp16", True), ("h100-80g", "--fp16", False), ("h100-80g", "--bf16", False), ("h100-80g", "", True),
+])  # fmt: skip
+def test_plain_sdpa_is_called_so_where_no_flash_attention_runs(monkeypatch, gpu, precision, ours):
+    from transformers import AttentionInterface
+
+    registered = []
+    monkeypatch.setattr(AttentionInterface, "register", lambda *of: registered.append(of))
+    flags = ["--data", "none", *([precision, "true"] if precision else ["--bf16", "false"])]
+    attention.hold_no_scores(resolve.resolve_settings("sft", flags, 1, hardware.GPUS[gpu]))
+    assert registered == [("sdpa", attention.sdpa_without_scores)] * ours
+
+
 @pytest.mark.parametrize("flag", ["bf16", "pure_bf16"])
 def test_bf16_is_refused_on_a_gpu_that_has_none(flag):
     with pytest.raises(UserError, match=rf"^--{flag}: T4 has no bf16 arithmetic; use --fp16 true"):

@@ -512,3 +512,19 @@ def test_a_head_that_trains_beside_the_adapter(tmp_path):
 def test_a_mistake_is_met_before_the_model():
     with pytest.raises(UserError, match="the head has an adapter"):
         resolve.resolve_settings("lora", ["--fused_loss", "true", "--lora_target_modules", "lm_head"], 1)
+
+
+def test_the_sum_of_a_document_is_the_same_in_any_order():
+    """A GPU adds in an order of its own each time, and a checkpoint that is read back must give the same loss."""
+    torch.manual_seed(0)
+    tokens, words = 3000, 11
+    logits, targets = 9 * torch.randn(tokens, words), torch.randint(words, (tokens,))
+    documents = torch.arange(tokens) % 2
+
+    def summed(order):
+        labels = torch.cat([torch.tensor([fused_loss.IGNORED]), targets[order]])[None]
+        padded = torch.cat([logits[order], torch.zeros(1, words)])[None]
+        return fused_loss.dense_log_probs(padded, labels, torch.cat([documents[order], torch.tensor([0])]), 2)
+
+    first = summed(torch.arange(tokens))
+    assert all(torch.equal(first, summed(torch.randperm(tokens))) for _ in range(5))

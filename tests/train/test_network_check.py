@@ -4,7 +4,12 @@ import subprocess
 import sys
 
 import pytest
+from conftest import TINY
 
+from zerofit import recipe
+from zerofit.base import hardware
+from zerofit.base.errors import UserError
+from zerofit.config import resolve
 from zerofit.train import network_check
 
 RANK = """
@@ -63,3 +68,21 @@ def test_gpus_of_several_kinds_are_said():
     (sentence,) = network_check._kinds(["A100"] * 4 + ["H100"] * 8)
     assert sentence.startswith("GPUs of several kinds (8 x H100, 4 x A100): each step waits for the slowest")
     assert network_check._kinds(["H100"] * 8) == []
+
+
+def test_nothing_is_exchanged_before_all_ranks_have_answered(monkeypatch):
+    """Else a broken link between GPUs would end a run by --ddp_timeout, half an hour, and without a second try."""
+
+    def no_answer(settings):
+        raise UserError("no answer")
+
+    monkeypatch.setattr(recipe.distributed, "start", lambda *_: None)
+    for name in ("all_gather", "broadcast"):
+        monkeypatch.setattr(recipe.distributed, name, lambda *_: pytest.fail("exchanged"))
+    monkeypatch.setattr(recipe, "_choose", lambda *_: None)
+    monkeypatch.setattr(network_check, "answer", no_answer)
+    settings = resolve.resolve_settings(
+        "sft", ["--model", str(TINY / "model"), "--data", "none"], 2, hardware.GPUS["h100-80g"]
+    )
+    with pytest.raises(UserError, match="no answer"):
+        recipe.start_processes(settings, None, None)

@@ -79,6 +79,14 @@ def avoid_wrong_kernels(settings=None) -> None:
             )
 
 
+def hold_no_scores(settings) -> None:
+    """Have transformers' "sdpa" hold no scores on a GPU without FlashAttention: before Ampere, and in fp32."""
+    from transformers import AttentionInterface
+
+    if not settings.use_cpu and (settings.precision == "fp32" or not hardware.is_ampere_or_later(settings.planned_gpu)):
+        AttentionInterface.register("sdpa", sdpa_without_scores)
+
+
 def allow_all_lengths(settings) -> None:
     """Raise torch's limit of compilations for --attn_implementation flex_attention, which has several reasons for one.
 
@@ -169,7 +177,8 @@ def tell_of_loop(settings, config) -> None:
     why, where = why_one_by_one(settings, config), ""
     sizes = _head_dims(config.get_text_config())
     if not settings.use_cpu and not why and not all(map(varlen_takes, sizes)):
-        why, where = f"head_dim {max(sizes)}: the varlen kernel takes multiples of 8 up to {WIDEST_HEAD}", "so wide, "
+        why = f"head_dim {max(sizes)}: the varlen kernel takes multiples of 8 up to {WIDEST_HEAD}"
+        where = "in these layers "
     if why:
         settings.decisions.append(f"{why}; {where}documents are attended to one by one, which is slower")
 
@@ -266,11 +275,9 @@ def packed_attention(module, query, key, value, attention_mask, dropout=0.0, sca
     bounds = kwargs.get("cu_seq_lens_q")
     window = kwargs.get("sliding_window") or 0
     if bounds is None:
-        from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
         if attention_mask is None and query.shape[2] == key.shape[2] > window > 0:
             attention_mask = _window_mask(query.shape[2], window, query.device)
-        return sdpa_attention_forward(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
+        return sdpa_without_scores(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     dtype = autocast_dtype(value)
     # The varlen kernel supports no other dtype, no dropout, no wider head and no earlier GPU.
     is_taken = dtype in (torch.float16, torch.bfloat16) and not dropout and varlen_takes(query.shape[-1])
@@ -278,9 +285,8 @@ def packed_attention(module, query, key, value, attention_mask, dropout=0.0, sca
         rounded = in_autocast_dtype(query, key, value)
         return _varlen(*rounded, bounds, int(kwargs["max_length_q"]), window, scaling), None
     lengths = [end - start for start, end in (documents or spans)(bounds)]
-    groups = query.shape[1] // key.shape[1]
-    if query.is_cuda and groups > 1:  # not every kernel for GPUs has groups; torch would take one that holds all scores
-        key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
+    if query.is_cuda:
+        key, value = _in_all_heads(query, key, value)
     parts = []
     with torch.autocast(query.device.type, enabled=False):  # sdpa would cast to its dtype
         # Slices by index would each have a gradient of the size of the whole row.
@@ -295,6 +301,25 @@ def packed_attention(module, query, key, value, attention_mask, dropout=0.0, sca
             parts.append(attended.to(dtype))
     out = torch.cat(parts, dim=2)
     return out.transpose(1, 2).contiguous(), None
+
+
+def sdpa_without_scores(module, query, key, value, attention_mask, *args, **kwargs):
+    """Call transformers' sdpa so that torch takes no kernel that holds all scores; arguments and result are its."""
+    from transformers.integrations.sdpa_attention import sdpa_attention_forward
+
+    is_half = autocast_dtype(value) in (torch.float16, torch.bfloat16)
+    if query.is_cuda and attention_mask is None and not (is_half and _is_ampere_or_later(query.device)):
+        key, value = _in_all_heads(query, key, value)  # with a mask transformers does it
+    return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
+
+
+def _in_all_heads(query, key, value) -> tuple[torch.Tensor, torch.Tensor]:
+    """Return key and value repeated for each head of the query.
+
+    Of torch 2.13's kernels for GPUs only FlashAttention, and the one that holds all scores, have groups of heads.
+    """
+    groups = query.shape[1] // key.shape[1]
+    return tuple(x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key, value))
 
 
 @functools.cache

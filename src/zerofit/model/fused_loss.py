@@ -77,7 +77,9 @@ def dense_log_probs(logits, labels, documents, count):
     targets = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].flatten()
     precise = torch.promote_types(logits.dtype, torch.float32)
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, -2).to(precise), targets, reduction="none")
-    return losses.new_zeros(count).index_add(0, documents, -losses)
+    # In fp64, as a GPU adds in an order of its own each time: the same sum whatever the order.
+    sums = losses.new_zeros(count, dtype=torch.float64).index_add(0, documents, -losses.double())
+    return sums.to(losses.dtype)
 
 
 class NotFused(Exception):
@@ -134,11 +136,11 @@ class _PerDocument(torch.autograd.Function):
         ctx.form = scale, softcap, rows
         ctx.save_for_backward(hidden, weight, bias, labels, labelled, documents)
         precise = torch.promote_types(ctx.dtype, torch.float32)
-        total = torch.zeros(number, dtype=precise, device=hidden.device)
+        total = torch.zeros(number, dtype=torch.float64, device=hidden.device)  # as in dense_log_probs
         with torch.amp.autocast(device, enabled=False):
             for part, loss in _PerDocument._chunks(ctx, hidden, weight, bias, labels, labelled, (None, None, None)):
-                total.index_add_(0, documents[part], -loss)
-        return total
+                total.index_add_(0, documents[part], -loss.double())
+        return total.to(precise)
 
     @staticmethod
     @once_differentiable

@@ -24,15 +24,31 @@ PEERS_FAILED = "ZEROFIT_PEERS_FAILED"  # set by the launcher: an attempt without
 SECONDS = 60.0  # for all ranks to answer each other; plus a quarter of a second for each rank above 256
 
 
+def answer(settings) -> None:
+    """Exchange a number between all ranks, before anything else is. Collective.
+
+    A rank without an answer in time ends its process with a sentence, which another collective would wait for longer.
+    """
+    if _is_alone():
+        return
+    with _bounded(settings.use_cpu):
+        _exchange(settings.use_cpu)
+
+
+def _is_alone() -> bool:
+    import torch.distributed as dist
+
+    return not dist.is_initialized() or distributed.size() == 1
+
+
 def check(settings, train_set, eval_set) -> None:
-    """Compare the ranks' jobs, exchange a number between all ranks, and measure the links. Collective.
+    """Compare the ranks' jobs, and measure the links. Collective.
 
     Raises: UserError, naming the node that differs. A rank without an answer in time ends its process with a sentence.
     """
     import torch
-    import torch.distributed as dist
 
-    if not dist.is_initialized() or distributed.size() == 1:
+    if _is_alone():
         return
     software = consistency.software(program.file_of(settings.recipe))
     facts = software | consistency.of_job(settings, train_set, eval_set)
@@ -44,7 +60,6 @@ def check(settings, train_set, eval_set) -> None:
             raise UserError(sentence)
         if distributed.several_nodes():
             settings.decisions.append(f"{len(facts_by_node)} nodes with the same software, data and arguments")
-        _exchange(settings.use_cpu)
         if distributed.several_nodes() or not settings.use_cpu:
             settings.decisions += [*_speeds(settings.use_cpu), *_knobs(settings)]
         if not settings.use_cpu:
