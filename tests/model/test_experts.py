@@ -17,7 +17,7 @@ from zerofit.config import resolve
 from zerofit.model import experts
 from zerofit.model.weights import converted
 from zerofit.plan import candidates, formulas
-from zerofit.plan.speed import step
+from zerofit.plan.speed import kernels, step
 
 # A block whose experts are modules of their own, as models that bring their own code have it.
 ROUTED = """
@@ -309,3 +309,18 @@ def test_the_rank_of_fused_experts_is_applied_without_a_warning(recwarn):
     shapes = {name: p.shape for name, p in get_peft_model(model, adapter).named_parameters() if "lora_A" in name}
     assert [*shapes.values()] == [(4 * 2 * 4, 32)]
     assert not [warning for warning in recwarn if "_pattern keys" in str(warning.message)]
+
+
+@pytest.mark.parametrize("gpu, flags, says", [
+    ("h100-80g", [], "grouped_mm, one product for the 128 experts"),
+    ("h100-80g", ["--fp16", "true"], "one after the other for the 128 experts of a layer on fp16 and fp32"),
+    ("a100-80g", [], "one after the other for the 128 experts of a layer on this GPU"),
+    ("rtx5090-32g", [], "one after the other for the 128 experts of a layer on this GPU"),
+])  # fmt: skip
+def test_a_grouped_product_is_one_kernel_on_some_gpus_only(gpu, flags, says):
+    """torch's GroupedBlas.cpp: compute capability 9 or 10, in bf16. A plan prices what will run."""
+    words = ["--data", "none", "--model", str(ROOT / "tests" / "configs" / "qwen3-moe-30b"), *flags]
+    settings = resolve.resolve_settings("lora", words, 1, hardware.GPUS[gpu])
+    resolve.resolve_for_model(settings)
+    assert [says in line for line in settings.decisions if "experts_implementation auto" in line] == [True]
+    assert kernels.of(settings).experts_apart is ("one after the other" in says)

@@ -175,6 +175,14 @@ class Gpu:
     node_gbs: float = NODE_LINK_GBS  # its share of the network to other nodes, one direction, GB/s
     fp8: bool = False  # whether it has products of 8-bit floats
 
+    @property
+    def groups_products(self) -> bool:
+        """Return whether torch multiplies by all experts of a layer in one kernel: H100, B200 and their relatives.
+
+        GroupedBlas.cpp of torch 2.13: compute capability 9 or 10, in bf16; else one product for each expert.
+        """
+        return bool(re.search(r"\bG?[HB]\d{2,3}\b", self.device_name))
+
 
 # From NVIDIA's data sheets and whitepapers. memory_gib as nvidia-smi shows it, or torch's total
 # where an out-of-memory message tells it; link_gbs: half of NVLink's two-way figure, or PCIe; host_gbs: what PCIe 3, 4
@@ -403,6 +411,13 @@ def is_ampere_or_later(planned: Gpu | None) -> bool:
     import torch
 
     return planned.bf16 if planned else torch.cuda.is_bf16_supported(including_emulation=False)
+
+
+def groups_products(planned: Gpu | None) -> bool:
+    """Return whether the planned GPU, else this machine's, has one kernel for the products of all experts in bf16."""
+    import torch
+
+    return planned.groups_products if planned else torch.cuda.get_device_capability()[0] in (9, 10)
 
 
 def cpu_has_bf16() -> bool:

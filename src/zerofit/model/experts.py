@@ -4,6 +4,7 @@ import copy
 
 import torch
 
+from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.job.settings import decide
 from zerofit.job.technique import Technique
@@ -104,9 +105,18 @@ def _choose_implementation(settings, config, model) -> None:
         why = "autocast does not reach grouped products, and stage 0 keeps fp32 weights"
         decide(settings, "experts_implementation", "eager", why)
     else:  # not asked for by name, which transformers refuses for models without it
-        settings.decisions.append(
-            f"experts_implementation auto: grouped_mm, one product for the {count(config)} experts of a layer"
-        )
+        experts = f"the {count(config)} experts of a layer"
+        how = f"one product for {experts}"
+        if not has_one_kernel(settings):
+            where = "a CPU" if settings.use_cpu else "this GPU" if settings.precision == "bf16" else "fp16 and fp32"
+            how = f"which torch computes one after the other for {experts} on {where}"
+        settings.decisions.append(f"experts_implementation auto: grouped_mm, {how}")
+
+
+def has_one_kernel(settings) -> bool:
+    """Return whether torch computes a grouped product of a job by one kernel."""
+    is_on_gpu = not settings.use_cpu and settings.precision == "bf16"
+    return is_on_gpu and hardware.groups_products(settings.planned_gpu)
 
 
 def say_unpacked(settings, model) -> None:

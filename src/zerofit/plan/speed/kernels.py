@@ -14,7 +14,8 @@ class Kernels:
     fused_loss: bool = False  # the loss is computed in chunks of tokens
     adapters: str = "in place"  # how B's product is added, of step.LORA: "in place", "sum", "cast" or "fp32"
     lora_dropout: bool = False  # inputs of adapters pass through dropout
-    loops_experts: bool = False  # a kernel for each expert, not one for all of a layer
+    loops_experts: bool = False  # experts are called one by one, not one kernel for all of a layer
+    experts_apart: bool = False  # their products are a kernel for each expert, the rest one for all
     compiled: bool = False  # elementwise kernels of a layer are fused by torch.compile
     fp32_products: bool = False  # products of fp32 numbers
     stops_early: bool = True  # recomputation of a layer ends with the last result that its backward needs
@@ -29,6 +30,7 @@ AS_THE_KIT = Kernels()  # of zerofit's defaults
 
 def of(settings) -> Kernels:
     """Return the kernels of a job. settings: resolved."""
+    from zerofit.model import experts
     from zerofit.model.load import weight_dtype
 
     values = settings.values
@@ -41,6 +43,7 @@ def of(settings) -> Kernels:
         adapters="in place" if values.get("fused_lora", True) and not dropout else "sum",
         lora_dropout=dropout,
         loops_experts=settings.experts_implementation == "eager",
+        experts_apart=not settings.use_cpu and not experts.has_one_kernel(settings),
         compiled=bool(settings.compile_layers),
         fp32_products=settings.precision == "fp32" and weight_dtype(settings) == "float32",
         stops_early=not dict(values.get("gradient_checkpointing_kwargs") or {}).get("use_reentrant", False),

@@ -75,6 +75,8 @@ KERNELS_OF_ADAPTER = {True: 4, False: 7}  # with B's product added in place, or 
 
 KERNELS_OF_EXPERT, KERNELS_OF_ROUTER = 14, 25  # of each expert where they are called one by one; of a layer
 
+PRODUCTS_OF_EXPERT = 2  # kernels of each expert where its products alone are by themselves
+
 BACKWARD = 1.9  # kernels of a backward for one of the forward
 
 SOFTNESS = 4  # of the larger of the GPU's and the host's time: each is waited for in some layers
@@ -186,7 +188,8 @@ def _products(products: tuple[Product, ...], setting: Setting, found: Rates) -> 
     speed = found.fp32_products if setting.kernels.fp32_products else found.products
     for p in products:
         times, timed = _times(p, setting), _of_experts if p.experts else _of_rows
-        each = timed(p, setting.tokens, setting.tp, found, speed, setting.kernels.loops_experts)
+        apart = setting.kernels.loops_experts or setting.kernels.experts_apart
+        each = timed(p, setting.tokens, setting.tp, found, speed, apart)
         spent = sum(n * seconds for n, seconds in zip(times, each, strict=True))
         part = "loss" if p.head else "experts" if p.experts else "products"
         parts[part] += p.count * spent * (1.0 if p.adapter or p.head else arithmetic)
@@ -292,7 +295,8 @@ def kernels_started(s: Shape, of_model: Work, kernels: Kernels) -> float:
     started += passes.adapters * KERNELS_OF_ADAPTER[kernels.adapters == "in place"]
     in_layers = max((p.count for p in of_model.products if p.experts), default=0.0)
     experts = max((p.experts for p in of_model.products if p.experts), default=0)
-    started += in_layers * (experts * KERNELS_OF_EXPERT if kernels.loops_experts else KERNELS_OF_ROUTER)
+    of_products = experts * PRODUCTS_OF_EXPERT * kernels.experts_apart
+    started += in_layers * (experts * KERNELS_OF_EXPERT if kernels.loops_experts else KERNELS_OF_ROUTER + of_products)
     return started
 
 
