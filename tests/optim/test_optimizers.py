@@ -15,7 +15,7 @@ from deepspeed.accelerator import get_accelerator
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
 from zerofit.job import program
-from zerofit.optim import bf16_adamw, build, registry, sophia
+from zerofit.optim import bf16_adamw, build, paged, registry, sophia
 from zerofit.train import progress
 
 COMMON = [
@@ -647,3 +647,28 @@ def test_replicas_draw_the_same_noise_in_a_step_and_other_noise_in_the_next():
             torch.rand(1 + rank)
     assert torch.equal(drawn[0], drawn[2]) and torch.equal(drawn[1], drawn[3])
     assert not torch.equal(drawn[0], drawn[1])
+
+
+class OnGpu(torch.Tensor):
+    """A tensor that says that it lies on a GPU."""
+
+    device = property(lambda self: torch.device("cuda"))
+
+
+def test_states_of_a_paged_optimizer_are_paged_again_after_a_load():
+    """A load puts them into plain GPU memory; small ones stay there, and paged ones are CPU tensors to torch."""
+    asked = []
+
+    def buffer(parameter, dtype):
+        asked.append(dtype)
+        return torch.zeros(parameter.shape, dtype=dtype)
+
+    large, small = torch.empty(100_000), torch.empty(10)
+    loaded = {p: torch.arange(p.numel(), dtype=torch.float32) for p in (large, small)}
+    already = torch.ones(100_000)
+    state = {p: {"state1": x.clone().as_subclass(OnGpu), "state2": already, "step": 3} for p, x in loaded.items()}
+    optimizer = SimpleNamespace(state=state, get_state_buffer=buffer)
+    paged.PageStates(optimizer).on_step_begin()
+    assert asked == [torch.float32] and torch.equal(state[large]["state1"], loaded[large])
+    assert type(state[large]["state1"]) is torch.Tensor and type(state[small]["state1"]) is OnGpu
+    assert state[large]["state2"] is already and state[large]["step"] == 3

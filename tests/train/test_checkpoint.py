@@ -15,6 +15,7 @@ import pytest
 import torch
 from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world, runs_slow, two_layers
 from safetensors.torch import load_file
+from transformers import Trainer
 
 from zerofit.base.errors import DiskFull, UserError
 from zerofit.checkpoint import integrity, resumable, save, verify, zero_shards
@@ -22,6 +23,7 @@ from zerofit.checkpoint.facts import ASIDE, FACTS, digest_of, read_facts
 from zerofit.config import resolve
 from zerofit.job import run_folder
 from zerofit.model.load import count_parameters
+from zerofit.train.trainer import ZerofitTrainer
 
 FLAGS = [
     "--model", two_layers(), "--data", str(TINY / "train.jsonl"), "--max_samples", "48", "--num_samples", "0",
@@ -807,3 +809,20 @@ def test_a_rank_beats_while_it_saves(monkeypatch, name):
     getattr(trainer, name)("folder")
     beating = [("beat", 4), "written and hashed" if name == "_save_checkpoint" else "written", ("end", "beat")]
     assert said == ([("pause",), *beating, ("end", "pause")] if name == "_save_checkpoint" else beating)
+
+
+@pytest.mark.parametrize("saved, seeded", [(4, True), (8, False)])
+def test_random_states_of_nodes_with_another_number_of_gpus_are_not_taken(tmp_path, monkeypatch, capsys, saved, seeded):
+    """A rank's file has the states of its node's GPUs by their numbers: on nodes of 8 instead of 4 those of others."""
+    loaded, seeds = [], []
+    torch.save({"cuda": [torch.zeros(3)] * saved}, tmp_path / "rng_state_0.pth")
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(torch.cuda, "device_count", lambda: 8)
+    monkeypatch.setattr(Trainer, "_load_rng_state", lambda self, checkpoint: loaded.append(checkpoint))
+    one = ZerofitTrainer.__new__(ZerofitTrainer)
+    one.args = SimpleNamespace(process_index=0, world_size=8)
+    one.seed_this_rank = lambda: seeds.append(1)
+    one._load_rng_state(None)
+    one._load_rng_state(str(tmp_path))
+    assert (loaded, seeds) == (([], [1]) if seeded else ([str(tmp_path)], []))
+    assert ("nodes with another number of GPUs" in capsys.readouterr().out) is seeded

@@ -48,7 +48,7 @@ from zerofit.model import (
 from zerofit.model.kernels import linear_attention
 from zerofit.model.load import count_parameters
 from zerofit.model.weights import converted
-from zerofit.optim import build, registry, sophia
+from zerofit.optim import build, paged, registry, sophia
 from zerofit.parallel import sequence_parallel
 from zerofit.train import memory_tracker, nan_guard, progress
 
@@ -316,13 +316,20 @@ class ZerofitTrainer(Trainer):
             super()._load_best_model()
 
     def _load_rng_state(self, checkpoint) -> None:
-        """Load this rank's RNG states; a rank that the saved run did not have is seeded, alike in each resume."""
+        """Load this rank's RNG states; a rank that the saved run did not have is seeded, alike in each resume.
+
+        So are ranks on nodes with another number of GPUs: a file has the states of one node's GPUs by their numbers.
+        """
         args = self.args
-        saved = f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth"
-        if checkpoint is None or (Path(checkpoint) / saved).exists():
+        if checkpoint is None:
+            return
+        file = Path(checkpoint) / (f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth")
+        if file.exists() and _is_of_these_gpus(file):
             super()._load_rng_state(checkpoint)
-        else:
-            self.seed_this_rank()
+            return
+        if file.exists() and args.process_index == 0:
+            print("note: nodes with another number of GPUs: dropout draws different numbers from here on", flush=True)
+        self.seed_this_rank()
 
     def seed_this_rank(self) -> None:
         """Seed torch, numpy and Python from --seed, step and rank, so that dropout masks differ between ranks.
@@ -349,6 +356,8 @@ class ZerofitTrainer(Trainer):
         elif self.optimizer is None:
             self.optimizer = build.own_optimizer(self, self.model if model is None else model)
             build.share_noise(self.settings, super().create_optimizer(model))
+            if getattr(self.optimizer, "is_paged", False):
+                self.add_callback(paged.PageStates(self.optimizer))
         return self.optimizer
 
     def get_train_dataloader(self):
@@ -648,6 +657,12 @@ class ZerofitTrainer(Trainer):
             if skipped:
                 logs["skipped_steps"] = skipped
         super().log(logs, start_time)
+
+
+def _is_of_these_gpus(file: Path) -> bool:
+    """Return whether a file of random states has as many as this node has GPUs, or none."""
+    states = pickles.load(file).get("cuda") if torch.cuda.is_available() else None
+    return not isinstance(states, list) or len(states) == torch.cuda.device_count()
 
 
 def stopped(args, step: int) -> UserError:
