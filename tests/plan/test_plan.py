@@ -1581,6 +1581,8 @@ def test_a_plan_is_the_same_on_every_machine():
         nccl = gpu_memory.outside_allocator(h100, ranks, node)["NCCL buffers"]
         assert nccl - gpu_memory.nccl_bytes(ranks, node) in (added, added + 1)
     assert 1.5 <= gpu_memory.nccl_bytes(8, 8, h100) / 2**30 <= 2.5
+    for name in ("h100-80g-pcie", "h100-94g-nvl", "h200-141g-nvl", "h800-80g-pcie"):  # without NVLink's switches
+        assert gpu_memory.nccl_bytes(8, 8, hardware.GPUS[name]) == gpu_memory.nccl_bytes(8, 8)
 
 
 @pytest.mark.fault
@@ -2044,6 +2046,11 @@ DEVICE_NAMES = {
     "NVIDIA H800": "h800-80g", "NVIDIA H800 PCIe": "h800-80g-pcie", "NVIDIA H20": "h20-96g",
     "NVIDIA H20-3e": "h20-141g",
     "NVIDIA A800-SXM4-80GB": "a800-80g", "NVIDIA A800 80GB PCIe": "a800-80g-pcie", "NVIDIA A40": "a40-48g",
+    "NVIDIA A800-PCIE-40GB": "a800-40g-pcie", "NVIDIA A800 40GB Active": "a800-40g-pcie",
+    "NVIDIA A800-PCIE-80GB": "a800-80g-pcie", "NVIDIA A100-PCIE-80GB": "a100-80g-pcie",
+    "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": "rtxpro6000maxq-96g",
+    "NVIDIA RTX PRO 6000 Blackwell Workstation Edition": "rtxpro6000-96g",
+    "NVIDIA GeForce RTX 4090 D": "rtx4090d-24g", "NVIDIA GeForce RTX 5090 D": "rtx5090d-32g",
     "NVIDIA A30": "a30-24g", "NVIDIA L20": "l20-48g", "NVIDIA RTX A6000": "a6000-48g", "NVIDIA RTX A5000": "a5000-24g",
     "NVIDIA RTX 6000 Ada Generation": "rtx6000ada-48g",
     "NVIDIA RTX PRO 6000 Blackwell Server Edition": "rtxpro6000-96g",

@@ -207,6 +207,7 @@ GPUS = {
     "a100-40g-pcie": Gpu("A100-PCIE-40GB", 39.4, 312.0, 1555, 25, 25),
     "a100-80g-pcie": Gpu("A100 80GB PCIe", 79.3, 312.0, 1935, 25, 25),
     "a100-80g": Gpu("A100", 79.3, 312.0, 2039, 300, 25),
+    "a800-40g-pcie": Gpu("A800-PCIE-40GB", 39.4, 312.0, 1555, 25, 25),
     "a800-80g-pcie": Gpu("A800 80GB PCIe", 79.3, 312.0, 1935, 25, 25),
     "a800-80g": Gpu("A800", 79.3, 312.0, 2039, 200, 25),
     "l40s-48g": Gpu("L40S", 44.5, 362.0, 864, 25, 25, fp8=True),
@@ -222,15 +223,18 @@ GPUS = {
     "v100-16g-pcie": Gpu("V100-PCIE-16GB", 15.8, 112.0, 900, 12, 12, bf16=False),
     "v100-16g": Gpu("V100", 15.8, 125.0, 900, 150, 12, bf16=False),
     "t4-16g": Gpu("T4", 14.6, 65.0, 320, 12, 12, bf16=False),
+    "rtxpro6000maxq-96g": Gpu("RTX PRO 6000 Blackwell Max-Q", 94.9, 439.8, 1792, 56, 56, fp8=True),
     "rtxpro6000-96g": Gpu("RTX PRO 6000", 94.9, 503.8, 1792, 56, 56, fp8=True),
     "rtx6000ada-48g": Gpu("RTX 6000 Ada", 47.5, 364.2, 960, 25, 25, fp8=True),
     "a6000-48g": Gpu("RTX A6000", 47.5, 154.8, 768, 25, 25),
     "a5000-24g": Gpu("RTX A5000", 23.5, 111.1, 768, 25, 25),
+    "rtx5090d-32g": Gpu("RTX 5090 D", 31.4, 148.4, 1792, 56, 56, fp8=True),
     "rtx5090-32g": Gpu("RTX 5090", 31.4, 209.5, 1792, 56, 56, fp8=True),
     "rtx5080-16g": Gpu("RTX 5080", 15.4, 112.6, 960, 56, 56, fp8=True),
     "rtx5070ti-16g": Gpu("RTX 5070 Ti", 15.4, 87.9, 896, 56, 56, fp8=True),
     "rtx5070-12g": Gpu("RTX 5070", 11.5, 61.7, 672, 56, 56, fp8=True),
     "rtx5060ti-16g": Gpu("RTX 5060 Ti", 15.4, 47.4, 448, 25, 25, fp8=True),
+    "rtx4090d-24g": Gpu("RTX 4090 D", 23.5, 147.0, 1008, 25, 25, fp8=True),
     "rtx4090-24g": Gpu("RTX 4090", 23.5, 165.2, 1008, 25, 25, fp8=True),
     "rtx4080super-16g": Gpu("RTX 4080 SUPER", 15.6, 104.4, 736, 25, 25, fp8=True),
     "rtx4080-16g": Gpu("RTX 4080", 15.6, 97.5, 717, 25, 25, fp8=True),
@@ -250,6 +254,11 @@ GPUS = {
     "rtx3060-12g": Gpu("RTX 3060", 11.6, 25.5, 360, 25, 25),
 }
 
+
+# Other names of cards in the table.
+ALSO_NAMED = {
+    "A100-PCIE-80GB": "A100 80GB PCIe", "A800-PCIE-80GB": "A800 80GB PCIe", "A800 40GB Active": "A800-PCIE-40GB",
+}  # fmt: skip
 
 # Words of a device name: a slice of the GPU, another chip of the same name.
 OTHER_CHIPS = {"MIG", "Laptop", "Ti", "SUPER"}
@@ -351,6 +360,8 @@ def _stands_for(name: str, key: str) -> bool:
 
 def by_device_name(device_name: str) -> Gpu | None:
     """Return the table's entry for a torch device name; None if unknown, a MIG slice or a laptop chip."""
+    for name, listed in ALSO_NAMED.items():
+        device_name = device_name.replace(name, listed)
     words = set(device_name.split())
     for gpu in table().values():
         matches = re.search(rf"(?<!\w){re.escape(gpu.device_name)}(?!\w)", device_name)

@@ -34,6 +34,8 @@ NVLS_GIB = 1.2
 
 WITH_NVLS = ("H100", "H200", "H800", "H20", "B200", "B300")
 
+WITHOUT_SWITCHES = ("PCIe", "NVL")  # cards of these names, linked by PCIe or by a bridge of two or four
+
 # cuBLAS has a workspace for each of two handles (the main thread's and autograd's), counted by the allocator:
 # aten/src/ATen/cuda/CublasHandlePool.cpp, 32 MiB from Hopper on, else 8 MiB and 128 KiB. cuBLASLt's is 1 MiB.
 WORKSPACE_BYTES = {"Hopper": 2 * 32 * 2**20, "older": 2 * (8 * 2**20 + 128 * 2**10)}
@@ -79,7 +81,8 @@ def nccl_bytes(ranks: int, node: int = GPUS_OF_A_NODE, gpu: Gpu | None = None) -
     """Return the bytes of NCCL's buffers on each GPU. node: GPUs of a node; gpu: None: one without NVLS."""
     if ranks == 1:
         return 0
-    switches = gpu is not None and min(ranks, node) > 4 and _is_one_of(gpu, WITH_NVLS)
+    has_switches = gpu is not None and _is_one_of(gpu, WITH_NVLS) and not _is_one_of(gpu, WITHOUT_SWITCHES)
+    switches = has_switches and min(ranks, node) > 4
     return int((NCCL_GIB["within a node" if ranks <= node else "across nodes"] + NVLS_GIB * switches) * GIB)
 
 
