@@ -789,9 +789,10 @@ def test_what_a_plan_at_the_edge_says(monkeypatch):
     assert "disk          229 GiB in runs/: checkpoints of 107 GiB (1 kept and a new one), final/ 15 GiB; free" in said
     assert "; free on this machine: 200 GiB" in said
     assert "warning: checkpoints take 229 GiB: see that the disk" in said
-    here = answer_text.text(dataclasses.replace(plan, here=True, host_limit=150 * 2**30))
+    here = answer_text.text(dataclasses.replace(plan, here=True, host_limit=150 * 2**30, disk_limit=200 * 2**30))
     assert "only 200 GiB are free there; --save_only_model true saves 15 GiB" in here
-    assert "(of 150 of this machine)" in here
+    assert "(of 150 of this machine)" in here and "; free there: 200 GiB" in here
+    assert "see that the disk" not in here
     plan.instead = search.adapters_instead(plan, ["sft"], job(flags))
     for name, method in (("LoRA", "lora"), ("QLoRA", "qlora")):
         found, hint = plan.instead[name]
@@ -1288,6 +1289,7 @@ def test_a_real_plan_from_the_command_line(tmp_path):
         (["--gpu_type", "detect"], "no GPU is visible"),
         (["--gpu_type", "h100-80g", "--host_memory", "much"], "--host_memory much: must be a number of GiB."),
         (["--gpu_type", "h100-80g", "--host_memory", "inf"], "--host_memory inf: must be a number of GiB."),
+        (["--gpu_type", "h100-80g", "--args", "--disk much"], "--disk much: must be a number of GiB."),
         (
             ["--gpu_type", "h100-80g", "--zero", "3", "--output_dir", "/proc/plan"],
             "--output_dir /proc/plan: the plan cannot be written",

@@ -69,6 +69,8 @@ def _parser() -> argparse.ArgumentParser:
         "gpu_type": "a GPU of the table, or detect (default: this machine's)",
         "host_memory": "GiB of a node's host memory (default: this machine's with --gpu_type detect, else not looked "
         "at)",
+        "disk": "GiB that are free for runs/ where the job will train (default: this machine's with --gpu_type detect, "
+        "else not looked at)",
         "rows": "training rows of an epoch, where --data does not tell them: for the cost of the run",
         "gpu_price": "dollars for an hour of one GPU: for the cost of the run",
         "output_dir": "folder for plan.json, plan.md, plan.png (default runs/plan-<time>)",
@@ -84,7 +86,7 @@ def _parser() -> argparse.ArgumentParser:
 def _own_of_args(args: argparse.Namespace, flags: list[str]) -> list[str]:
     """Put the command's options that have no make variable, and so stand in ARGS, into args; return the other flags."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("rows", "gpu_price", "node_link_gbs"):
+    for name in ("rows", "gpu_price", "node_link_gbs", "disk"):
         parser.add_argument(f"--{name}", default=getattr(args, name))
     return parser.parse_known_args(flags, args)[1]
 
@@ -101,14 +103,15 @@ def _search(args: argparse.Namespace, flags: list[str], ranks: int) -> candidate
     from zerofit.base.paths import nearest_existing
 
     for_this_machine = args.gpu_type in ("", "detect")
-    host_limit = _host_limit(args.host_memory, for_this_machine)
+    host_limit = _bytes("host_memory", args.host_memory, psutil.virtual_memory().total if for_this_machine else None)
     with simulate.reused():
         simulate.prestart()  # it imports while the rows are read and the settings are listed
         request = parse.request(candidates.recipe_of(methods[-1]), flags)
         first = candidates.first_settings(methods[-1], request, ranks, gpu, node)
         request, rows, run = _rows(request, ranks, gpu, node, args.rows)
         run = replace(run, price=_price(args.gpu_price))
-        disk_free = shutil.disk_usage(nearest_existing(Path("runs"))).free
+        here = shutil.disk_usage(nearest_existing(Path("runs"))).free
+        disk_limit = _bytes("disk", args.disk, here if for_this_machine else None)
         notes = [f"rows: {rows}"]
         config = load.load_config(first)
         notes.append(f"note: {classes.sentence(config.model_type)}")
@@ -117,8 +120,7 @@ def _search(args: argparse.Namespace, flags: list[str], ranks: int) -> candidate
         print("\n".join(notes), flush=True)
         with plan_progress.Shown(notes) as progress:
             progress.meanwhile = functools.partial(_meanwhile, methods=methods, request=request)
-            there = disk_free if for_this_machine else None
-            plan = search.search(methods, request, ranks, gpu, progress, host_limit, node, there)
+            plan = search.search(methods, request, ranks, gpu, progress, host_limit, node, disk_limit)
             plan.run = run
             plan.instead |= search.adapters_instead(plan, methods, request)
             plan.instead |= search.pipeline_instead(plan, methods, request)
@@ -128,7 +130,7 @@ def _search(args: argparse.Namespace, flags: list[str], ranks: int) -> candidate
         print(relation, flush=True)
     plan.rows, plan.notes, plan.here = rows, notes, for_this_machine
     plan.host_here = psutil.virtual_memory().total
-    plan.disk_free = disk_free
+    plan.disk_free = here if disk_limit is None else disk_limit
     return plan
 
 
@@ -212,15 +214,13 @@ def _with_node_link(gpu: hardware.Gpu, text: str) -> hardware.Gpu:
     )
 
 
-def _host_limit(text: str, here: bool) -> int | None:
-    """Return the bytes of a node's host memory; None if unknown, when the plan is for another machine."""
-    import psutil
-
+def _bytes(name: str, text: str, here: int | None) -> int | None:
+    """Return the bytes of an option in GiB; `here` where it is not given. Raises: UserError."""
     if not text:
-        return psutil.virtual_memory().total if here else None
+        return here
     if size := _positive(text):
         return int(size * GIB)
-    raise UserError(f"--host_memory {text}: must be a number of GiB.")
+    raise UserError(f"--{name} {text}: must be a number of GiB.")
 
 
 def _price(text: str) -> float | None:

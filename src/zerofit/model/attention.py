@@ -208,8 +208,9 @@ def _head_dims(text) -> set[int]:
 def _head_dim(text) -> int | None:
     if latent := getattr(text, "qk_nope_head_dim", None):
         return latent + text.qk_rope_head_dim
-    hidden, heads = getattr(text, "hidden_size", None), getattr(text, "num_attention_heads", None)
-    return getattr(text, "head_dim", None) or (hidden // heads if hidden and heads else None)
+    sizes = [getattr(text, name, None) for name in ("head_dim", "hidden_size", "num_attention_heads")]
+    own, hidden, heads = (size if isinstance(size, int) else 0 for size in sizes)  # a list has one for each layer
+    return own or (hidden // heads if heads else None) or None
 
 
 def class_of(config):

@@ -169,10 +169,10 @@ class Plan:
     methods: list[str] = field(default_factory=list)  # that were searched, in order of preference
     host_limit: int | None = None  # bytes of a node's host memory, None: unknown
     host_assumed: int | None = None  # bytes that --method auto counts on where it is unknown
-    disk_limit: int | None = None  # bytes that are free for runs/, None: the plan is for another machine
+    disk_limit: int | None = None  # bytes that are free for runs/, None: unknown, on another machine
     host_here: int | None = None  # bytes of this machine's host memory
     here: bool = False  # the plan is for this machine
-    disk_free: int | None = None  # bytes that are free for runs/ on this machine
+    disk_free: int | None = None  # the same, or those on this machine where it is unknown
     kept: int | None = None  # checkpoints that a run keeps, None: all
     advices: list = field(default_factory=list)  # advice.better.Advice: what would pay beside the chosen setting
     run: Any = None  # advice.cost.Run: how much the job trains, and what a GPU costs
@@ -195,7 +195,7 @@ class Plan:
         return self.host_there is not None and candidate.host_of_a_node > self.host_there
 
     def disk_is_short(self, candidate: Candidate) -> bool:
-        """Return whether a candidate's checkpoints need more than is free on this machine."""
+        """Return whether a candidate's checkpoints need more than is free where it trains."""
         return self.disk_limit is not None and sum(candidate.saved(self.kept)) > self.disk_limit
 
 

@@ -206,9 +206,9 @@ def _warnings(candidate: Candidate, plan: Plan) -> list[str]:
     if host["there_bytes"] is not None and host["training_bytes"] + host["saving_bytes"] > host["there_bytes"]:
         lines.append("warning: while it saves, the first node needs more host memory than there is")
     on_disk = disk["needed_bytes"]
-    if plan.here and disk["free_bytes"] is not None and on_disk > disk["free_bytes"]:
+    if plan.disk_is_short(candidate):
         short = f"only {disk['free_bytes'] / GIB:.0f} GiB are free there"
-    elif disk["checkpoint_bytes"] > LARGE_CHECKPOINT and not plan.here:
+    elif disk["checkpoint_bytes"] > LARGE_CHECKPOINT and plan.disk_limit is None:
         short = "see that the disk of the run folder has that"
     else:
         return lines
@@ -225,7 +225,7 @@ def host_memory(candidate: Candidate, plan: Plan) -> dict[str, int | None]:
 
 
 def disk_space(candidate: Candidate, plan: Plan) -> dict[str, float | int | None]:
-    """Return the bytes of a checkpoint, of all that exist at once with final/, and those free on this machine."""
+    """Return the bytes of a checkpoint, of all that exist at once with final/, and those free there or here."""
     shape, (checkpoints, final) = candidate.shape, candidate.saved(plan.kept)
     return {
         "checkpoint_bytes": formulas.checkpoint_bytes(shape.trainable, shape.parameters),
@@ -345,7 +345,7 @@ def _disk(candidate: Candidate, plan: Plan) -> str:
     disk = disk_space(candidate, plan)
     each, needed = _size(disk["checkpoint_bytes"]), _size(disk["needed_bytes"])
     kept = f"{plan.kept} kept and a new one" if plan.kept else "two; all are kept without --save_total_limit"
-    where = "there" if plan.here else "on this machine"
+    where = "on this machine" if plan.disk_limit is None else "there"
     free = "" if disk["free_bytes"] is None else f"; free {where}: {_size(disk['free_bytes'])}"
     return f"{needed} in runs/: checkpoints of {each} ({kept}), final/ {_size(disk['final_bytes'])}{free}"
 
