@@ -175,3 +175,12 @@ def test_fused_loss_equals_fp64(hidden_type, weight_type, autocast, bound):
     wanted = torch.autograd.grad(exact / 100, exact_leaves)
     assert total.item() == pytest.approx(exact.item(), rel=bound / 10)
     assert all(apart(a, b) < bound for a, b in zip(gradients, wanted, strict=True))
+
+
+def test_torchs_memory_efficient_kernel_still_has_no_groups_of_heads():
+    """When this fails, attention.sdpa_without_scores and the repeated keys of the loop can go."""
+    from torch.nn.attention import SDPBackend, sdpa_kernel
+
+    query, key = (torch.randn(1, heads, 64, 32, device="cuda") for heads in (4, 2))
+    with sdpa_kernel(SDPBackend.EFFICIENT_ATTENTION), pytest.raises(RuntimeError, match="No available kernel"):
+        F.scaled_dot_product_attention(query, key, key, is_causal=True, enable_gqa=True)
