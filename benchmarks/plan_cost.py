@@ -2,12 +2,12 @@
 
     python benchmarks/plan_cost.py            # about 12 minutes on 2 cores: every case also with all of its layers
     python benchmarks/plan_cost.py --fast     # the seconds alone, about 4
-    python benchmarks/plan_cost.py --plans    # the two plans alone, about 2; nothing is written
+    python benchmarks/plan_cost.py --plans    # the plans alone, about 2; nothing is written
 
 Each case runs in a fresh process without cached answers: the seconds that the check adds to a launch that waits for its
 end (its process imports while the launcher reads model and tokenizer code; a launch waits for 18 s and then uses the
 closed forms), the seconds of the whole process, the two depths it measured, and how far the extended peak is from that
-of the whole model; and the search for 8B on 8 and 70B on 64 GPUs: seconds until the first answer and until the end, of
+of the whole model; and searches (PLANS): seconds until the first answer and until the end, of
 processor time too, and the largest process's memory. Writes benchmarks/results/plan-cost.{json,md}.
 """
 
@@ -35,6 +35,10 @@ CASES = [  # (model, recipe, flags), 8 GPUs
     ("qwen3-8b", "lora", f"--zero 3 {ON} --gradient_checkpointing_every 2"),
     ("mistral-7b", "lora", f"--load_in_4bit true --zero 3 {ON}"),
 ]
+PLANS = {  # (model, GPUs, method)
+    "8B on 8 x H100": ("llama3.1-8b", 8, "sft"), "70B on 64 x H100": ("llama3.1-70b", 64, "sft"),
+    "LoRA of 8B on 8 x H100": ("llama3.1-8b", 8, "lora"), "QLoRA of 70B on 8 x H100": ("llama3.1-70b", 8, "qlora"),
+}  # fmt: skip
 CHECK = """
 import json, sys, time
 from zerofit.base import hardware
@@ -102,14 +106,14 @@ def measure(fast: bool) -> list[dict]:
     return rows
 
 
-def plan(model: str, gpus: int) -> dict:
+def plan(model: str, gpus: int, method: str) -> dict:
     """Return {"first_seconds", "seconds", "cpu_seconds", "largest_process_bytes"} of a plan with an empty cache."""
     began, before, first = time.perf_counter(), _cpu_seconds(), None
     with tempfile.TemporaryDirectory() as folder:
         env = os.environ | {"ZEROFIT_CACHE": folder, "PYTHONPATH": str(ROOT / "src")}
         process = subprocess.Popen(
             [sys.executable, "-m", "zerofit", "plan", "--gpu_type", "h100-80g", "--gpus", str(gpus), "--model",
-             str(CONFIGS / model), "--output_dir", str(Path(folder) / "plan")],
+             str(CONFIGS / model), "--method", method, "--output_dir", str(Path(folder) / "plan")],
             stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env, cwd=folder,
         )  # fmt: skip
         for line in process.stdout:
@@ -156,10 +160,10 @@ def said(plans: dict) -> list[str]:
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--fast", action="store_true", help="without the runs of all layers")
-    parser.add_argument("--plans", action="store_true", help="only the two plans; nothing is written")
+    parser.add_argument("--plans", action="store_true", help="only the plans; nothing is written")
     given = parser.parse_args()
     machine = facts()
-    plans = {"8B on 8 x H100": plan("llama3.1-8b", 8), "70B on 64 x H100": plan("llama3.1-70b", 64)}
+    plans = {job: plan(*of) for job, of in PLANS.items()}
     print("\n".join(said(plans)), flush=True)
     if given.plans:
         return
