@@ -314,7 +314,6 @@ def test_the_rank_of_fused_experts_is_applied_without_a_warning(recwarn):
 @pytest.mark.parametrize("gpu, flags, says", [
     ("h100-80g", [], "grouped_mm, one product for the 128 experts"),
     ("h100-80g", ["--fp16", "true"], "one after the other for the 128 experts of a layer on fp16 and fp32"),
-    ("a100-80g", [], "one after the other for the 128 experts of a layer on this GPU"),
     ("rtx5090-32g", [], "one after the other for the 128 experts of a layer on this GPU"),
 ])  # fmt: skip
 def test_a_grouped_product_is_one_kernel_on_some_gpus_only(gpu, flags, says):

@@ -4,7 +4,7 @@ from collections import Counter
 
 import pytest
 import torch
-from conftest import ROOT
+from conftest import ROOT, slow_but
 from peft import LoraConfig, get_peft_model
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
@@ -16,6 +16,7 @@ from zerofit.plan import formulas
 from zerofit.plan.speed import step, work
 
 CONFIGS = ROOT / "tests" / "configs"
+MODELS = sorted(folder.name for folder in CONFIGS.iterdir() if "moe" not in folder.name)
 TOKENS, LAYERS = 512, (2, 4)
 PRODUCTS = {"mm", "addmm", "bmm"}  # priced by themselves, as attention is
 NO_KERNEL = {"empty", "empty_like", "new_empty", "empty_strided", "new_empty_strided", "_unsafe_view"}
@@ -108,7 +109,7 @@ def plain(passes: work.Passes) -> float:
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", sorted(folder.name for folder in CONFIGS.iterdir() if "moe" not in folder.name))
+@pytest.mark.parametrize("name", slow_but(MODELS, ["llama3.1-8b", "phi3-mini", "gpt2"]))
 def test_the_passes_of_a_step_move_as_many_bytes_as_its_operations(name):
     """Of a layer, full fine-tuning in bf16 with transformers' modules: all of it within 10 %."""
     moved, passes = of_a_layer(name)
@@ -117,7 +118,7 @@ def test_the_passes_of_a_step_move_as_many_bytes_as_its_operations(name):
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("name", ["llama3.1-8b", "qwen2.5-0.5b"])
+@pytest.mark.parametrize("name", slow_but(["llama3.1-8b", "qwen2.5-0.5b"], ["qwen2.5-0.5b"]))
 @pytest.mark.parametrize("kind", ["sum", "fp32", "in place"])
 def test_the_passes_of_adapters_move_as_many_bytes_as_their_operations(name, kind, monkeypatch):
     """LoRA on all linear layers: peft's own sums, those with fp32 adapters without autocast, and the kit's."""

@@ -988,6 +988,7 @@ def test_a_packed_base_is_simulated_on_a_gpu():
     assert 0 < answer["total"]["load"] < answer["total"]["backward"]
 
 
+@pytest.mark.slow
 def test_a_simulation_compiles_nothing(monkeypatch):
     """DeepSpeed's Muon is compiled: its kernel would write to tensors that have no memory, and end the process."""
     monkeypatch.setattr(sys, "executable", PYTHON)  # no fork: torch reads the variable when it is imported
