@@ -487,6 +487,9 @@ def attention_stand_in(name: str) -> None:
         kind = query.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
         out = Flash.apply(query.to(dtype), key.to(dtype), value.to(dtype))
+        if (sinks := kwargs.get("s_aux")) is not None:  # transformers' flex_attention scales the output by their share
+            share = sinks.to(torch.promote_types(sinks.dtype, dtype)).view(1, -1, 1, 1).expand(*out.shape[:3], 1)
+            out = (out * share.exp()).to(query.dtype)
         return out.transpose(1, 2).contiguous(), None
 
     if name == sequence_parallel.NAME:  # its exchanges are simulated as they are
