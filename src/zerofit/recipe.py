@@ -89,7 +89,7 @@ def start_processes(settings: Settings, train_set, eval_set):
     from zerofit.checkpoint import resumable, save, upload, verify
     from zerofit.config import nvme
     from zerofit.model import attention, gradient_checkpointing, liger
-    from zerofit.model.kernels import fp8
+    from zerofit.model.kernels import flex, fp8
     from zerofit.model.mixtures import kernels
     from zerofit.parallel import sequence_parallel
     from zerofit.train import deepspeed_ops, memory_report, network_check
@@ -103,17 +103,19 @@ def start_processes(settings: Settings, train_set, eval_set):
             module.register()
     attention.avoid_wrong_kernels(settings)
     attention.hold_no_scores(settings)
-    attention.allow_all_lengths(settings)
     distributed.start(settings)
     network_check.answer(settings)
     if not settings.use_cpu and (sentences := [*filter(None, distributed.all_gather(allocator.prove_expandable()))]):
         settings.decisions.append(min(sentences))  # of a rank that has gone back to the usual segments, if one has
     if job.running() is None and not settings.use_cpu:
         resolve.change(settings, distributed.broadcast(chosen).of(settings.request))
+    flex.follow_first_rank(settings)
     save.choose_clock(settings)
     network_check.check(settings, train_set, eval_set)
     if not settings.use_cpu:
-        attention.prove_flash_3(settings, load.load_config(settings))
+        config = load.load_config(settings)
+        attention.prove_flash_3(settings, config)
+        flex.prove_on_ranks(settings, config)
     kernels.prove_grouped(settings)
     liger.prove(settings)  # collective, so after the check that all nodes have it on
     gradient_checkpointing.prove_streams(settings)

@@ -185,11 +185,11 @@ def test_a_proof_of_some_kernels_is_none_of_others(tmp_path, monkeypatch):
     monkeypatch.setattr("zerofit.model.load.load_config", lambda settings: CONFIG)
     name, selective = torch.cuda.get_device_name(), ("--gradient_checkpointing_policy", "selective")
     without_rope, every = resolved(*selective, gpu=None), resolved(gpu=None)
-    liger._remember(without_rope, CONFIG, True)
+    liger.proofs.remember(liger._proofs(without_rope, CONFIG, name), True)
     assert liger.will_run(without_rope, name)
     assert not liger.will_run(every, name) and not liger.will_run(resolved("--tiled_mlp", "2", gpu=None), name)
-    liger._remember(every, CONFIG, True)
-    liger._remember(without_rope, CONFIG, False)
+    liger.proofs.remember(liger._proofs(every, CONFIG, name), True)
+    liger.proofs.remember(liger._proofs(without_rope, CONFIG, name), False)
     assert not liger.will_run(without_rope, name) and not liger.will_run(every, name)
 
 

@@ -48,8 +48,8 @@ def test_every_flag_of_the_benchmark_is_accepted(kind, tmp_path, monkeypatch):
 
 @pytest.mark.parametrize("name", slow_but(["as typed", "no-checkpointing", "compile-layers", "mixed"], ["as typed"]))
 def test_the_benchmark_has_the_plans_figures_of_each_setting(name, tmp_path, monkeypatch):
-    for name, value in {"FILES": tmp_path, "HIDDEN": tmp_path / "hidden"}.items():
-        monkeypatch.setattr(gpu_8b, name, value)
+    for folder, value in {"FILES": tmp_path, "HIDDEN": tmp_path / "hidden"}.items():
+        monkeypatch.setattr(gpu_8b, folder, value)
     monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path / "cache"))
     monkeypatch.setattr(shutil, "which", lambda name: name)
     failed = simulate.SimulationFailed("not in this test")

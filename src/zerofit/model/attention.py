@@ -9,6 +9,7 @@ transformers' own flash and flex implementations keep documents apart by cu_seq_
 checks this on the loaded model before the first step: `packed_logit_error` and `cross_document_gradient`.
 """
 
+import contextlib
 import functools
 import inspect
 import itertools
@@ -21,11 +22,12 @@ from accelerate.utils import send_to_device
 
 from zerofit.base import distributed, hardware
 from zerofit.base.errors import UserError
+from zerofit.job import groups
 from zerofit.job.settings import decide
 from zerofit.job.technique import Conflict, Technique
 from zerofit.model import patches, prove
 from zerofit.model.image_text import classes
-from zerofit.model.kernels import linear_attention
+from zerofit.model.kernels import flex_proof, linear_attention
 from zerofit.model.kernels.linear_attention import spans
 
 NAME = "zerofit_packed"
@@ -35,8 +37,6 @@ FP32_TOKENS = 256  # on a CPU a document up to this long is attended to in fp32:
 # Of a model in half precision: the largest difference of packed logits over the largest logit that may be rounding. 80
 # layers of bf16 round more than 5 %; wrong positions and windows, which leave no gradient between documents, make more.
 BEYOND_ROUNDING = 0.3
-
-COMPILATIONS = 64  # of flex_attention: torch's limit is 8, and gives up on compiling it beyond
 
 DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # their names in config.json
 
@@ -87,16 +87,6 @@ def hold_no_scores(settings) -> None:
         AttentionInterface.register("sdpa", sdpa_without_scores)
 
 
-def allow_all_lengths(settings) -> None:
-    """Raise torch's limit of compilations for --attn_implementation flex_attention, which has several reasons for one.
-
-    Windows, evaluation, padding and lengths that are multiples of 128 have kernels of their own. Beyond the limit torch
-    2.13 runs flex_attention without compiling it, with all scores in memory, after a warning (vllm issue 27178).
-    """
-    if settings.attn_implementation == "flex_attention":
-        torch.compiler.config.recompile_limit = max(torch.compiler.config.recompile_limit, COMPILATIONS)
-
-
 def check_available(name: str, use_cpu: bool) -> None:
     """Check that this node can train with the attention implementation `name`.
 
@@ -143,6 +133,7 @@ def resolve_for_model(settings, config) -> None:
     Args: config: of the model; settings: padding_free is turned off in it if documents cannot be kept apart.
     Raises: UserError for --packing in that case, and for dropout that the implementation would ignore.
     """
+    _flex_where_sdpa_is_missing(settings, config)
     chosen = settings.attn_implementation
     key, dropout = _dropout(config)
     # flash_attention_3 and 4 would silently train without it, flex_attention fails in the first step.
@@ -218,8 +209,42 @@ def class_of(config):
     return classes.text_class(config)
 
 
+def has_only_flex(config) -> bool:
+    """Return whether a model has flex_attention and no sdpa: Gemma-2, gpt-oss and others with a soft cap or sinks."""
+    cls = class_of(config)
+    return cls is not None and not cls._supports_sdpa and bool(cls._supports_flex_attn)
+
+
+def why_not_flex(settings, config) -> str | None:
+    """Return why flex_attention is not for this run of such a model, even where it is proven; None if it is."""
+    key, dropout = _dropout(config)
+    split = [f"--{way.flag} splits its rows" for way, _ in groups.in_use(settings.values)]
+    adapter = settings.values.get("adapter")
+    reasons = {
+        "Triton has no kernels for GPUs before Ampere": not hardware.is_ampere_or_later(settings.planned_gpu),
+        f"{key} {dropout}: it has no dropout": dropout,
+        "".join(split[:1]): split,
+        f"--adapter {adapter} lengthens the rows": adapter in ("prompt_tuning", "prefix_tuning"),
+        "it is proven for models of text": classes.has_towers(config),
+        "--compile_layers": settings.values.get("compile_layers"),
+        "--torch_compile": settings.torch_compile,
+        "--full_determinism": settings.full_determinism,
+    }
+    return next((reason for reason, holds in reasons.items() if holds), None)
+
+
+def _flex_where_sdpa_is_missing(settings, config) -> None:
+    """Choose flex_attention for a model without sdpa where an earlier start on this GPU has proven it."""
+    is_open = settings.attn_implementation in ("sdpa", NAME) and "attn_implementation" not in settings.given
+    if settings.use_cpu or not is_open or not has_only_flex(config) or why_not_flex(settings, config):
+        return
+    if flex_proof.is_kept(settings, config):
+        why = f"{class_of(config).__name__} has no sdpa, and an earlier start has proven it on this GPU"
+        decide(settings, "attn_implementation", flex_proof.NAME, f"{why} (off: --attn_implementation eager)")
+
+
 def _eager_where_sdpa_is_missing(settings, config) -> None:
-    """Choose eager for models without sdpa: Gemma-2, gpt-oss and others with a soft cap or sinks.
+    """Choose eager for models without sdpa, until flex_attention is proven when the ranks start.
 
     Raises: UserError for an explicit --attn_implementation sdpa.
     """
@@ -229,9 +254,26 @@ def _eager_where_sdpa_is_missing(settings, config) -> None:
     if "attn_implementation" in settings.given:
         raise UserError(f"--attn_implementation sdpa: {cls.__name__} has none; use eager.")
     why = f"{cls.__name__} has no sdpa"
-    if cls._supports_flex_attn and not settings.use_cpu:
-        why += "; --attn_implementation flex_attention holds no scores of S x S tokens, but compiles for minutes"
+    if has_only_flex(config) and not settings.use_cpu:
+        if why_not := why_not_flex(settings, config):
+            why += f"; not flex_attention, which holds no scores of S x S tokens: {why_not}"
+        else:
+            why += "; flex_attention, which holds no scores of S x S tokens, follows where the ranks prove it"
     decide(settings, "attn_implementation", "eager", why)
+
+
+@contextlib.contextmanager
+def for_generation(settings, model):
+    """Context in which a model with flex_attention generates by another: each token would be a length of its own."""
+    owner = model.get_base_model() if hasattr(model, "get_base_model") else model
+    if settings.attn_implementation != flex_proof.NAME:
+        yield
+        return
+    owner.set_attn_implementation("sdpa" if owner._supports_sdpa else "eager")
+    try:
+        yield
+    finally:
+        owner.set_attn_implementation(flex_proof.NAME)
 
 
 def cannot_pack(config, chosen: str, max_length: int) -> str | None:

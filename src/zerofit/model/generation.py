@@ -9,6 +9,7 @@ import torch
 
 from zerofit.base import distributed
 from zerofit.data import conversations, end_tokens
+from zerofit.model import attention
 
 
 def ids_of(eos_token_id: int | list[int] | None) -> list[int]:
@@ -97,10 +98,11 @@ def answers(trainer, rows: list[dict], max_new_tokens: int, batch: int = 64) -> 
         width = max(map(len, prompts))
         input_ids = torch.tensor([[tokenizer.pad_token_id] * (width - len(p)) + p for p in prompts], device=args.device)
         mask = torch.tensor([[0] * (width - len(p)) + [1] * len(p) for p in prompts], device=args.device)
-        output = model.generate(
-            input_ids=input_ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False, use_cache=True,
-            pad_token_id=tokenizer.pad_token_id,
-        )  # fmt: skip
+        with attention.for_generation(trainer.settings, model):
+            output = model.generate(
+                input_ids=input_ids, attention_mask=mask, max_new_tokens=max_new_tokens, do_sample=False,
+                use_cache=True, pad_token_id=tokenizer.pad_token_id,
+            )  # fmt: skip
         for j, tokens in zip(indices, output[:, width:].tolist(), strict=True):
             texts[j] = tokenizer.decode(tokens, skip_special_tokens=True).strip()
     model.train(was_training)

@@ -5,7 +5,6 @@ transformers applies the kernels to the model (integrations/liger.py); the loss 
 
 import contextlib
 import copy
-import hashlib
 import importlib.util
 import sys
 from importlib import metadata
@@ -15,7 +14,6 @@ import torch
 
 from zerofit.base import command_line, distributed, hardware
 from zerofit.base.errors import UserError
-from zerofit.base.paths import cache_root
 from zerofit.job import groups
 from zerofit.job.settings import decide
 from zerofit.job.technique import Conflict, Technique
@@ -133,7 +131,7 @@ def prove(settings, config=None) -> None:
     device = torch.device("cpu" if settings.use_cpu else "cuda")
     problem = proofs.problem(lambda: _problem(settings, config, device), "--use_liger_kernel", "use false")
     if not settings.use_cpu and distributed.rank() == 0:
-        _remember(settings, config, problem is None)
+        proofs.remember(_proofs(settings, config, torch.cuda.get_device_name()), problem is None)
     if problem is None:
         return
     if settings.source["use_liger_kernel"] != "decided":
@@ -155,18 +153,6 @@ def will_run(settings, gpu_name: str) -> bool:
     return any(file.exists() for file in _proofs(settings, load.load_config(settings), gpu_name))
 
 
-def _remember(settings, config, holds: bool) -> None:
-    """Keep on this machine that the proof holds for a model's sizes on this GPU; else forget it."""
-    own, *of_more = _proofs(settings, config, torch.cuda.get_device_name())
-    with contextlib.suppress(OSError):  # without the file plans count the memory of transformers' modules
-        if holds:
-            own.parent.mkdir(parents=True, exist_ok=True)
-            own.touch()
-        else:
-            for file in (own, *of_more):
-                file.unlink(missing_ok=True)
-
-
 def _proofs(settings, config, gpu_name: str) -> list[Path]:
     """Return the files that stand for a proof of the kernels in use: of these, and of all, which covers fewer.
 
@@ -179,8 +165,7 @@ def _proofs(settings, config, gpu_name: str) -> list[Path]:
     versions = [metadata.version(name) for name in ("torch", "triton", "transformers", "liger-kernel")]
     known = [gpu_name, *versions, text.model_type, *sizes, load.weight_dtype(settings), settings.precision]
     off = [sorted((settings.liger_kernel_config or {}).keys() | NO_LOSS), sorted(NO_LOSS)]
-    names = ["\n".join([*known, *kernels]) for kernels in off]
-    return [cache_root() / "liger" / hashlib.sha256(name.encode()).hexdigest()[:24] for name in names]
+    return [proofs.file("liger", *known, *kernels) for kernels in off]
 
 
 def _problem(settings, config, device: torch.device) -> str | None:

@@ -488,12 +488,16 @@ def attention_stand_in(name: str, one_by_one: bool = False) -> None:
         kind = query.device.type
         dtype = torch.get_autocast_dtype(kind) if torch.is_autocast_enabled(kind) else value.dtype
         groups = query.shape[1] // key.shape[1]
-        loops = one_by_one or not (name == "sdpa" or model_attention.varlen_takes(query.shape[-1]))
+        is_packed = name in (model_attention.NAME, sequence_parallel.NAME)
+        loops = one_by_one or (is_packed and not model_attention.varlen_takes(query.shape[-1]))
         if loops and groups > 1:
             key, value = (x.repeat_interleave(groups, dim=1) for x in (key, value))
         out = Flash.apply(query.to(dtype), key.to(dtype), value.to(dtype))
         if loops:
             out = torch.cat([out], dim=2)
+        if (sinks := kwargs.get("s_aux")) is not None:  # transformers' flex_attention scales the output by their share
+            share = sinks.to(torch.promote_types(sinks.dtype, dtype)).view(1, -1, 1, 1).expand(*out.shape[:3], 1)
+            out = (out * share.exp()).to(query.dtype)
         return out.transpose(1, 2).contiguous(), None
 
     if name == sequence_parallel.NAME:  # its exchanges are simulated as they are

@@ -25,7 +25,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from zerofit.base import allocator, hardware
-from zerofit.base.paths import PACKAGE
+from zerofit.base.paths import PACKAGE, cache_root
 from zerofit.job import program
 from zerofit.job.recipe import Recipe
 from zerofit.job.request import Request
@@ -333,13 +333,15 @@ def key(question: Question) -> str:
     import importlib.metadata
 
     from zerofit.config import deepspeed_json
+    from zerofit.model.kernels import flex_proof
 
     versions = [importlib.metadata.version(p) for p in ("torch", "transformers", "accelerate", "deepspeed", "peft")]
     sources = [file.stat().st_mtime_ns for file in sorted(PACKAGE.rglob("*.py"))]
     files = [file.read_text(errors="replace") for file in sorted(deepspeed_json.CONFIGS.glob("*.json"))]
     hooks = [hook.rpartition(":")[0] for hook in question.before_training]
     files += _named_files([*question.request.values.values(), *hooks])
-    return hashlib.sha256(repr([question.as_json(), versions, sources, files]).encode()).hexdigest()[:24]
+    proofs = sorted(file.name for file in cache_root().glob(f"{flex_proof.NAME}/*"))  # decide on the attention
+    return hashlib.sha256(repr([question.as_json(), versions, sources, files, proofs]).encode()).hexdigest()[:24]
 
 
 def _named_files(values: list) -> list[str]:
