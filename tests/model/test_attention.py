@@ -509,21 +509,12 @@ def test_a_class_without_sdpa_gets_eager():
 
 @pytest.mark.parametrize("kind, has_flex", [("gemma2", True), ("mimo_v2_flash", False)])
 def test_a_gpu_is_told_of_flex_attention_where_the_class_has_it(kind, has_flex):
-    """It stays a request: docs/notes/speed_techniques.md says why."""
+    """tests/model/test_flex.py has the proof that it follows on."""
     found = resolve.resolve_settings("sft", ["--data", "none", "--model", "m"], 1, hardware.GPUS["h100-80g"])
     found.thaw()
     attention.resolve_for_model(found, AutoConfig.for_model(kind))
     (line,) = (line for line in found.decisions if line.startswith("attn_implementation eager: "))
-    assert ("; --attn_implementation flex_attention holds no scores" in line) is has_flex
-
-
-def test_flex_attention_may_be_compiled_for_all_lengths(monkeypatch):
-    from types import SimpleNamespace
-
-    monkeypatch.setattr(torch.compiler.config, "recompile_limit", 8)
-    for name, limit in (("sdpa", 8), ("flex_attention", attention.COMPILATIONS)):
-        attention.allow_all_lengths(SimpleNamespace(attn_implementation=name))
-        assert torch.compiler.config.recompile_limit == torch._dynamo.config.recompile_limit == limit
+    assert ("; flex_attention, which holds no scores of S x S tokens, follows" in line) is has_flex
 
 
 def test_cudnn_is_left_out_where_it_is_wrong(monkeypatch):
