@@ -15,6 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Training
 
 from zerofit.base.errors import UserError
 from zerofit.model import attention, fused_loss
+from zerofit.model.kernels import flex_proof
 
 pytestmark = pytest.mark.gpu
 BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # relative difference in norm
@@ -122,6 +123,24 @@ def test_implementation_keeps_documents_apart(name):
     model.to(arguments.device)
     assert attention.packed_logit_error(model, documents(), 0, arguments) < 0.02
     assert attention.cross_document_gradient(model, documents(), arguments) == 0
+
+
+@pytest.mark.oracle
+@pytest.mark.parametrize(
+    "dtypes", [(torch.bfloat16, torch.bfloat16, False), (torch.bfloat16, torch.float32, True)], ids=str
+)
+@pytest.mark.parametrize(("kind", "sizes"), [
+    ("gemma2", {"num_attention_heads": 8, "num_key_value_heads": 4, "head_dim": 256}),
+    ("gemma2", {"num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128, "query_pre_attn_scalar": 144}),
+    ("gpt_oss", {"num_attention_heads": 64, "num_key_value_heads": 8, "head_dim": 64, "num_local_experts": 2}),
+])  # fmt: skip
+def test_flex_attention_is_proven(kind, sizes, dtypes):
+    config = AutoConfig.for_model(kind, **sizes, num_hidden_layers=2)
+    with torch.device("meta"):
+        layers = flex_proof.layers_of(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+    flex_proof.compile_all_lengths()
+    assert len(layers) == 2
+    assert flex_proof.problem(layers, flex_proof.Dtypes(*dtypes), torch.device("cuda")) is None
 
 
 # --- sdpa with a padding mask ---
