@@ -11,7 +11,7 @@ from conftest import ROOT, TINY, slow_but
 
 from zerofit.base import hardware
 from zerofit.config import parse
-from zerofit.plan import candidates, simulate
+from zerofit.plan import candidates, search, simulate
 from zerofit.plan.answer import quick
 
 CONFIGS = ROOT / "tests" / "configs"
@@ -49,16 +49,51 @@ def test_settings_and_bytes_are_those_of_all_candidates(case):
     listed = [c for c in candidates.candidates(method, request, ranks, gpu) if not c.setting.groups]
     given = quick._given([*words, "--gpu_type", name, "--method", method])
     shape = quick.shape_of(json.loads((CONFIGS / model / "config.json").read_text()), method)
-    found = quick.fastest_first(shape, given, ranks, 8, gpu)
-    expected = by_setting((c.setting, c.peak) for c in listed)
+    priced = quick._priced(shape, given, ranks, 8, gpu)
+    found = [(p.setting, p.peak, p.by_formula, int(p.host * min(ranks, 8))) for p in priced]
+    expected = by_setting((c.setting, c.peak, c.by_formula, c.host_of_a_node) for c in listed)
     assert (by_setting(found) == expected and len(expected) > 10) or flags
     whole = listed[0].shape
     unlike = {"work": None} | ({} if shape.frozen else {"frozen_bytes": 0})  # of frozen weights, if there are any
     assert replace(shape, **unlike) == replace(whole, **unlike)
     assert shape.work.passes == whole.work.passes
     labels = [c.label for c in listed]
-    mine = [", ".join([*s.in_words(method), f"micro batch {s.micro}"]) for s, _ in found]
+    mine = [", ".join([*s.in_words(method), f"micro batch {s.micro}"]) for s, *_ in found]
     assert mine == labels  # in the same order: by the same seconds
+
+
+@pytest.mark.parametrize(("model", "gpu", "gpus", "flags"), [
+    ("llama3.1-8b", "a100-80g", 4, ()), ("qwen3-8b", "rtx4090-24g", 1, ()),
+    pytest.param("llama3.1-8b", "rtx4090-24g", 8, (), marks=pytest.mark.slow),
+    pytest.param("llama3.2-1b", "rtx3060-12g", 1, ("--max_length", "4096"), marks=pytest.mark.slow),
+    pytest.param("llama3.1-70b", "h100-80g", 16, (), marks=pytest.mark.slow),
+    pytest.param("mistral-7b", "l40s-48g", 2, ("--zero", "2"), marks=pytest.mark.slow),
+])  # fmt: skip
+def test_auto_takes_the_method_and_setting_of_the_search(model, gpu, gpus, flags):
+    words = ["--model", str(CONFIGS / model), *flags]
+    found, said = hardware.GPUS[gpu], []
+    plan = search.search(list(quick.METHODS), parse.request("lora", words), gpus, found, Told(said), node=min(gpus, 8))
+    assert len(said) == 1 and plan.ranks == gpus
+    answer = quick.answer([*words, "--gpus", str(gpus), "--gpu_type", gpu, "--method", "auto"])
+    assert answer is None if said[0] is None else f"margin of 10%: {said[0].label}, about " in answer
+
+
+class Told(search.Progress):
+    """Keeps the first answer of a search, which then simulates nothing."""
+
+    def __init__(self, said):
+        super().__init__()
+        self.said = said
+
+    def first(self, candidate, plan):
+        self.said.append(candidate)
+
+
+@pytest.fixture(autouse=True)
+def by_formula(request, monkeypatch):
+    if "of_the_search" in request.node.name:
+        failed = simulate.SimulationFailed("not in this test")
+        monkeypatch.setattr(simulate, "run_all", lambda questions, *a, **k: [failed] * len(questions))
 
 
 def test_what_is_not_known_has_no_quick_answer():
@@ -70,7 +105,7 @@ def test_what_is_not_known_has_no_quick_answer():
             [*known, "--method", method]
         )
     for more in (
-        "--method auto",
+        "--method dpo",
         "--recipe dpo",
         "--method lora --args '--lora_r 8'",
         "--data rows.jsonl",

@@ -115,11 +115,8 @@ class Candidate:
 
         They are for offloaded states or the loading of split matrices, and for the copies of --save_in_background.
         """
-        # fp32 weights, gradients and Adam's states, and a 16-bit buffer (stage_1_and_2.py, stage3.py); 16-bit weights
         s, inputs = self.setting, formulas.offloaded_inputs(self.shape, self.setting)
-        each = {"none": 0, "optimizer": 18, "all": 20}[s.offload] * self.shape.trainable / s.ranks + inputs
-        each += self.shape.frozen_bytes * self.shape.frozen / s.ranks * (s.offload == "all")
-        each = self.answer["host"] if self.answer else each
+        each = self.answer["host"] if self.answer else formulas.host_of_a_rank(self.shape, s)
         if s.tp > 1:  # each rank loads the whole model before DeepSpeed cuts it
             each = max(each, self.shape.frozen_bytes * self.shape.parameters)
         held = int((inputs if s.nvme else each) * s.of_a_node)

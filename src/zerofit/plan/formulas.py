@@ -499,6 +499,17 @@ def offloaded_inputs(s: Shape, setting: Setting) -> float:
     return float(math.ceil(s.layers / setting.every) * allocator.pinned_bytes(each))
 
 
+def host_of_a_rank(s: Shape, setting: Setting) -> float:
+    """Return the bytes of host memory of a rank's offloaded states and inputs.
+
+    A trained number has an fp32 weight, gradient and Adam's states, and a 16-bit buffer (stage_1_and_2.py, stage3.py);
+    with offload all a 16-bit weight too.
+    """
+    states = {"none": 0, "optimizer": 18, "all": 20}[setting.offload] * s.trainable / setting.ranks
+    states += s.frozen_bytes * s.frozen / setting.ranks * (setting.offload == "all")
+    return states + offloaded_inputs(s, setting)
+
+
 def saved_by_a_node(s: Shape, setting: Setting) -> float:
     """Return the bytes of DeepSpeed's states that the ranks of the first node save.
 

@@ -12,7 +12,7 @@ from zerofit.base.errors import UserError
 from zerofit.base.hardware import GIB, Gpu
 from zerofit.job.request import FLAG, Request
 from zerofit.plan import candidates, formulas, gpu_memory, predict, simulate
-from zerofit.plan.advice import long_rows
+from zerofit.plan.advice import long_rows, worth
 from zerofit.plan.advice import methods as of_methods
 from zerofit.plan.candidates import Candidate, Plan
 
@@ -160,7 +160,7 @@ def _search_methods(plan: Plan, methods: list[str], request: Request, progress: 
     Where none fits by formula, they are searched one after the other, that with the least memory first.
     """
     if plan.host_limit is None:
-        plan.host_assumed = int(of_methods.HOST_OF_GPU * plan.gpu.memory_gib * GIB * min(plan.ranks, plan.node))
+        plan.host_assumed = worth.host_bytes(plan.gpu.memory_gib * GIB, min(plan.ranks, plan.node))
     found = of_methods.offers(methods, request, plan)
     for method, tried in of_methods.near(found, plan):
         _announce(plan, method, (), tried, progress)

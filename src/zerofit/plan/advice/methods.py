@@ -6,16 +6,8 @@ from zerofit.base.errors import UserError
 from zerofit.base.hardware import GIB
 from zerofit.job.request import Request
 from zerofit.plan import candidates
+from zerofit.plan.advice import worth as of_methods
 from zerofit.plan.candidates import Candidate, Plan
-
-# How many times as long as the fastest method a step may take, of the first method (all weights) and of the others but
-# the last (an adapter on whole weights). LoRA saves a third of the products, and half of them where it needs no
-# recomputation: up to that, full fine-tuning is as fast as it can be. LoRA has no rounding of the base.
-WORTH_FIRST, WORTH_NEXT = 2.0, 1.25
-
-# GiB of host memory for each GiB of a node's GPUs that --method auto counts on where HOST_MEMORY is not known. Nodes of
-# clouds have 2.1 (one A100) to 4, a workstation with a 24-GB card 64 GB.
-HOST_OF_GPU = 2.0
 
 
 @dataclass(frozen=True)
@@ -58,9 +50,7 @@ def pace(one: Candidate) -> float:
 
 def worth(name: str, names: list[str]) -> float:
     """Return how many times as long as the fastest a method may take, where `names` are looked at."""
-    if name == names[-1]:
-        return float("inf")
-    return WORTH_NEXT if candidates.method_of(name).takes_adapters else WORTH_FIRST
+    return of_methods.worth(names.index(name), len(names), candidates.method_of(name).takes_adapters)
 
 
 def near(found: list[Offer], plan: Plan) -> list[tuple[str, list[Candidate]]]:
@@ -71,20 +61,12 @@ def near(found: list[Offer], plan: Plan) -> list[tuple[str, list[Candidate]]]:
     result = []
     names = [offer.name for offer in found]
     for offer in found:
-        most = worth(offer.name, names) * min(fit)
-        fast = [one for one in offer.tried if pace(one) <= _most(one, most, min(fit)) and not _is_short(one, plan)]
+        times = worth(offer.name, names)
+        most = {one.setting.offload: of_methods.most(min(fit), times, one.setting.offload) for one in offer.tried}
+        fast = [one for one in offer.tried if pace(one) <= most[one.setting.offload] and not _is_short(one, plan)]
         if any(one.by_formula <= plan.limit for one in fast):
             result.append((offer.name, fast))
     return result
-
-
-def _most(one: Candidate, most: float, fastest: float) -> float:
-    """Return the seconds of a token up to which a setting is preferred.
-
-    With the weights in host memory it must be as fast as the fastest: each micro batch waits for links whose speeds no
-    measurement has confirmed, and smaller batches wait longer.
-    """
-    return fastest if one.setting.offload == "all" else most
 
 
 def rule(plan: Plan) -> list[str]:

@@ -10,7 +10,7 @@ import contextlib
 import itertools
 import json
 import shlex
-from dataclasses import replace
+from dataclasses import dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -20,6 +20,7 @@ from zerofit.base.hardware import GIB, Gpu
 from zerofit.base.paths import cache_root
 from zerofit.config import batch_size
 from zerofit.plan import formulas, gpu_memory, simulate
+from zerofit.plan.advice import worth
 from zerofit.plan.formulas import Setting, Shape
 from zerofit.plan.speed import step, work
 from zerofit.plan.speed.kernels import Kernels
@@ -93,10 +94,30 @@ def answer(words: list[str]) -> str | None:
         gpu = replace(gpu, node_gbs=float(given.node_link_gbs))
     total = int(gpu.memory_gib * GIB)
     limit = total - int(gpu_memory.MARGIN * total) - sum(gpu_memory.outside_allocator(gpu, ranks, node).values())
-    for setting, peak in fastest_first(shape_of(config, given.method), given, ranks, node, gpu):
-        if peak <= limit:
-            return sentence(", ".join([*setting.in_words(given.method), f"micro batch {setting.micro}"]), peak, limit)
+    listed = {method: _priced(shape_of(config, method), given, ranks, node, gpu) for method in _methods(given)}
+    method, tried = next(iter(listed.items())) if len(listed) == 1 else _near(listed, gpu, min(ranks, node), limit)
+    for one in tried:
+        if one.peak <= limit:
+            label = ", ".join([*one.setting.in_words(method), f"micro batch {one.setting.micro}"])
+            return sentence(label, one.peak, limit)
     return None
+
+
+def _methods(given) -> list[str]:
+    return list(METHODS) if given.method == "auto" else [given.method]
+
+
+def _near(listed: dict[str, list], gpu: Gpu, gpus: int, limit: int) -> tuple[str, list]:
+    """Return the method that --method auto takes, and the settings that it prefers (advice/methods.py `near`)."""
+    host = worth.host_bytes(gpu.memory_gib * GIB, gpus)
+    held = {method: [one for one in tried if int(one.host * gpus) <= host] for method, tried in listed.items()}
+    fastest = min((one.seconds for tried in held.values() for one in tried if one.peak <= limit), default=0.0)
+    for place, (method, tried) in enumerate(held.items()):
+        times = worth.worth(place, len(listed), method != "sft")
+        fast = [one for one in tried if one.seconds <= worth.most(fastest, times, one.setting.offload)]
+        if any(one.by_formula <= limit for one in fast):
+            return method, fast
+    return "", []
 
 
 def _given(words: list[str]) -> argparse.Namespace | None:
@@ -114,7 +135,7 @@ def _given(words: list[str]) -> argparse.Namespace | None:
             setattr(given, name, default)
     rest = [word for word in [*rest, *more] if word not in ("--host_memory=", "--host-memory=")]
     given.method = given.method or given.recipe
-    is_known = given.method in METHODS and given.recipe in ("sft", "lora") and given.data == "none"
+    is_known = given.method in (*METHODS, "auto") and given.recipe in ("sft", "lora") and given.data == "none"
     return given if is_known and given.model and given.gpu_type not in ("", "detect") and not rest else None
 
 
@@ -225,8 +246,19 @@ def _with_adapters(s: Shape, bits: int) -> Shape:
     )  # fmt: skip
 
 
-def fastest_first(shape: Shape, given, ranks: int, node: int, gpu: Gpu) -> list[tuple[Setting, int]]:
-    """Return the settings without groups that `candidates.candidates` lists, the fastest first, each with its peak.
+@dataclass(frozen=True)
+class Priced:
+    """A setting with what a candidate of the search has."""
+
+    setting: Setting
+    by_formula: float  # bytes of a GPU, without a margin
+    peak: int  # with it
+    host: float  # bytes of host memory of a rank
+    seconds: float  # of an optimizer step
+
+
+def _priced(shape: Shape, given, ranks: int, node: int, gpu: Gpu) -> list[Priced]:
+    """Return the settings without groups that `candidates.candidates` lists, the fastest first.
 
     Args: given: strings by names of OPTIONS; node: GPUs of a node. Raises: UserError for sizes of batches that do not
         go together.
@@ -256,9 +288,10 @@ def fastest_first(shape: Shape, given, ranks: int, node: int, gpu: Gpu) -> list[
         )
         allocated = gpu_memory.with_margin(sum(bytes_of.values()), gpu)
         peak = allocated + gpu_memory.beyond_allocated(None, allocated)["least"]
-        found.append((setting, peak, step.seconds(shape, setting, gpu, int(given.max_length))))
-    found.sort(key=lambda one: (round(one[2], 4), one[0].zero))
-    return [(setting, peak) for setting, peak, _ in found]
+        by_formula = sum(bytes_of.values()) + gpu_memory.workspace_bytes(gpu)
+        seconds = step.seconds(shape, setting, gpu, int(given.max_length))
+        found.append(Priced(setting, by_formula, peak, formulas.host_of_a_rank(shape, setting), seconds))
+    return sorted(found, key=lambda one: (round(one.seconds, 4), one.setting.zero))
 
 
 def _settings(gpu: Gpu, trains_adapter: bool) -> SimpleNamespace:
