@@ -360,7 +360,9 @@ def test_a_start_whose_proof_fails_trains_with_eager(h100, monkeypatch):
     planned = resolved()
     assert chosen(planned) == ("flex_attention", True)
     prove(monkeypatch, planned, fails)
-    assert chosen(planned) == ("eager", False) and "the plan has not counted its scores" in last_line(planned)
+    assert chosen(planned) == ("eager", False)
+    assert "; rows are padded; the plan has not counted its scores" in last_line(planned)
+    assert not any(line.startswith("padding_free true") for line in planned.decisions)
     assert chosen(resolved()) == ("eager", False)  # forgotten
 
 

@@ -96,7 +96,8 @@ def _leave(settings, why: str) -> None:
     if settings.packing:
         raise UserError(f"--packing: it needs flex_attention for this model, and {why}; train without --packing.")
     added = "; the plan has not counted its scores of S x S tokens, those of later starts will" if was_planned else ""
-    _say_instead(settings, f"attn_implementation eager: flex_attention failed its proof: {why}{added}")
+    settings.decisions = [line for line in settings.decisions if not line.startswith("padding_free true: ")]
+    _say_instead(settings, f"attn_implementation eager: flex_attention failed its proof: {why}; rows are padded{added}")
     settings.attn_implementation, settings.padding_free = "eager", False
 
 
