@@ -110,10 +110,19 @@ class Layer(torch.nn.Module):
         return x.sin()
 
 
+@pytest.fixture
+def two_compilations():
+    """torch's limit of compilations; monkeypatch would hide it from the tests that follow."""
+    before = torch.compiler.config.recompile_limit
+    torch.compiler.config.recompile_limit = 2
+    yield
+    torch.compiler.config.recompile_limit = before
+
+
+@pytest.mark.usefixtures("two_compilations")
 def test_run_json_has_the_graphs_and_the_limit_of_compilations(graphs, monkeypatch, tmp_path, capsys):
     (tmp_path / "run.json").write_text('{"decisions": ["before"]}')
     monkeypatch.setattr(compiled.run_folder, "opened", lambda: tmp_path)
-    monkeypatch.setattr(torch.compiler.config, "recompile_limit", 2)
     layer = compiled._compiled(Layer)()
 
     def said_after(*kinds: torch.dtype) -> list[str]:
