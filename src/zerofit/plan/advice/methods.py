@@ -62,8 +62,8 @@ def near(found: list[Offer], plan: Plan) -> list[tuple[str, list[Candidate]]]:
     names = [offer.name for offer in found]
     for offer in found:
         times = worth(offer.name, names)
-        most = {one.setting.offload: of_methods.most(min(fit), times, one.setting.offload) for one in offer.tried}
-        fast = [one for one in offer.tried if pace(one) <= most[one.setting.offload] and not _is_short(one, plan)]
+        near_enough = (p for p in offer.tried if pace(p) <= of_methods.most(min(fit), times, p.setting.offload))
+        fast = [one for one in near_enough if not _is_short(one, plan)]
         if any(one.by_formula <= plan.limit for one in fast):
             result.append((offer.name, fast))
     return result
