@@ -494,7 +494,7 @@ def shape_of(settings, gpu: hardware.Gpu | None = None) -> Shape:
     fp32 = weight_dtype(settings) == "float32" and not cast
     bits = quantization.bits(settings)
     width = 4.0 if fp32 else 2.0
-    if each := {4: 0.55, 8: 1.0}.get(bits):  # embeddings, the head and fused experts stay in 16 bits
+    if each := formulas.PACKED_BYTES.get(bits):  # embeddings, the head and fused experts stay in 16 bits
         packed = quantization.packed_weights(model) / sum(p.numel() for p in model.parameters() if not p.requires_grad)
         width = each * packed + 2.0 * (1 - packed)
     one_by_one = gpu is not None and attention.why_one_by_one(settings, config) is not None

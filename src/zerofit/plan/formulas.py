@@ -20,6 +20,8 @@ MATRICES_OF_A_LAYER = 7  # of Llama; a bucket holds hidden_size^2 numbers, so ne
 
 GATHERS_OF_A_LAYER = 2  # of a layer that is gathered whole; the second is for its norms, which stay gathered
 
+PACKED_BYTES = {4: 0.55, 8: 1.0}  # of a weight of a packed base with its constants, by bits
+
 DDP_BUCKET = 25 * 2**20  # bytes; torch's DistributedDataParallel
 
 PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffers")

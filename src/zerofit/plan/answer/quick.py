@@ -44,8 +44,6 @@ METHODS = {"sft": None, "lora": 16, "qlora": 4}  # method: bits of the frozen ba
 
 RANK = 16  # of adapters, as --lora_r by default
 
-PACKED_WIDTH = {4: 0.55, 16: 2.0}  # bytes of a frozen weight, as in candidates.shape_of
-
 # (every, selective, offloaded) of gradient checkpointing: as candidates.less_checkpointing and what follows there
 CHECKPOINTING = ((0, False, False), (1, True, False), (2, False, False), (1, False, False), (1, False, True))
 
@@ -237,9 +235,9 @@ def _with_adapters(s: Shape, bits: int) -> Shape:
         passes, adapted_in=inputs, adapted_out=outputs, adapters=adapted, modules=passes.modules + 2 * adapted,
         packed=adapted * (bits < 16),
     )  # fmt: skip
-    added, share = RANK * (inputs + outputs), packed / s.trainable
+    added, share, each = RANK * (inputs + outputs), packed / s.trainable, formulas.PACKED_BYTES.get(bits, 2.0)
     return replace(
-        s, trainable=int(added), frozen=s.trainable, frozen_bytes=PACKED_WIDTH[bits] * share + 2.0 * (1 - share),
+        s, trainable=int(added), frozen=s.trainable, frozen_bytes=each * share + 2.0 * (1 - share),
         largest=RANK * int(max(max(one.wide, one.out) for one in s.work.products if not one.head)),
         by_layer=tuple(int(layer + added / s.layers) for layer in s.by_layer),
         work=replace(s.work, products=tuple(products), passes=passes),
