@@ -15,6 +15,7 @@ from zerofit.base import hardware, log_filters
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
 from zerofit.model import experts
+from zerofit.model.mixtures import weights
 from zerofit.model.weights import converted
 from zerofit.plan import candidates, formulas
 from zerofit.plan.speed import kernels, step
@@ -242,9 +243,9 @@ def test_stages_that_reduce_only_the_gradients_of_a_rank_are_refused(zero):
 def test_weights_that_a_token_does_not_use():
     model = mixture()
     assert experts.count(model.config) == 16
-    assert experts.weights(model) == experts.fused_weights(model) == 2 * 16 * 3 * 48 * 32
-    assert experts.idle_weights(model, model.config) == experts.weights(model) * 14 // 16
-    assert experts.weights(routed()) == 2 * 32 * 3 * 48 * 32 and experts.fused_weights(routed()) == 0
+    assert weights.numel(model) == experts.fused_weights(model) == 2 * 16 * 3 * 48 * 32
+    assert weights.idle(model, model.config) == weights.numel(model) * 14 // 16
+    assert weights.numel(routed()) == 2 * 32 * 3 * 48 * 32 and experts.fused_weights(routed()) == 0
     assert experts.count(LlamaConfig()) == 0
 
 

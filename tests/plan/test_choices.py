@@ -18,6 +18,7 @@ from zerofit.config import parse, resolve
 from zerofit.plan import candidates, search, simulate
 from zerofit.plan.advice import better, cost, long_rows, methods, table
 from zerofit.plan.answer import answer_text, run_line
+from zerofit.plan.candidate import Plan
 from zerofit.plan.speed import step
 
 CONFIGS = ROOT / "tests" / "configs"
@@ -281,7 +282,7 @@ def made(seconds: float, gib: float = 10, host: float = 0, offload: str = "none"
     ],
 )
 def test_auto_takes_what_trains_more_if_it_is_about_as_fast(full, lora, qlora, takes):
-    plan = candidates.Plan(RTX4090, 1, int(22 * GIB), {}, None, [], host_assumed=int(47 * GIB))
+    plan = Plan(RTX4090, 1, int(22 * GIB), {}, None, [], host_assumed=int(47 * GIB))
     given = {"sft": full, "lora": lora, "qlora": qlora}
     found = [methods.Offer(name, [one], methods._fastest_that_fits([one], plan)) for name, one in given.items()]
     assert methods.near(found, plan)[0][0] == takes
@@ -311,7 +312,7 @@ def test_tiles_by_formula():
 def test_groups_of_whole_nodes_are_searched_for_rows_only_they_hold():
     flags = ["--model", str(CONFIGS / "llama3.1-8b"), "--max_length", "15000000", "--zero", "3", "--offload", "none"]
     base = candidates.first_settings("sft", parse.request("sft", flags), 32, H100, 8)
-    plan = candidates.Plan(H100, 32, 75 * GIB, {}, None, [], node=8)
+    plan = Plan(H100, 32, 75 * GIB, {}, None, [], node=8)
     sizes = {change.get("sp_size") for change in long_rows._tiles(base, plan)}
     assert sizes == {None, 16, 32}
     assert long_rows._tiles(base.replace(max_length=2048), plan) == []

@@ -45,6 +45,7 @@ from zerofit.plan import (
     simulated_rank,
 )
 from zerofit.plan.answer import answer_text, run_line
+from zerofit.plan.candidate import Candidate, Plan
 from zerofit.plan.speed import step
 from zerofit.train import run as training_run
 
@@ -1545,7 +1546,7 @@ def test_zero_auto_keeps_the_data_of_a_yaml_file_and_knows_the_host(monkeypatch,
     def fastest(methods, request, ranks, gpu, **more):
         found.update(more)
         candidate, *_ = candidates.candidates(methods[0], request, ranks, gpu)
-        return candidates.Plan(gpu, ranks, 1 << 40, {}, candidate, [])
+        return Plan(gpu, ranks, 1 << 40, {}, candidate, [])
 
     monkeypatch.setattr(hardware, "torch_sees_some", lambda: True)
     monkeypatch.setattr(hardware, "find", lambda *args: GPU)
@@ -1643,7 +1644,7 @@ def test_the_make_line_of_several_files(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     flags = ["--data", "a.jsonl", "b.jsonl", "--model=m", "--zero", "0", "--config", "x.yaml"]
     setting = formulas.Setting(0, "none", 1, 1, 10, 1, 1)
-    line = run_line.of(candidates.Candidate(job(flags), "sft", setting, {}, 1.0, None, GPU))
+    line = run_line.of(Candidate(job(flags), "sft", setting, {}, 1.0, None, GPU))
     assert line == "make sft GPUS=1 MODEL=m ZERO=0 CONFIG=x.yaml ARGS='--data a.jsonl b.jsonl'"
 
 
@@ -1651,7 +1652,7 @@ def test_the_line_without_a_makefile(monkeypatch):
     monkeypatch.setattr(run_line, "PROJECT", run_line.IN_WHEEL)
     flags = ["--data", candidates.UNNAMED, "--zero", "3", "--offload", "none"]
     setting = formulas.Setting(3, "none", 1, 1, 10, 1, 16)
-    candidate = candidates.Candidate(job(flags, "lora"), "qlora", setting, {}, 1.0, None, GPU)
+    candidate = Candidate(job(flags, "lora"), "qlora", setting, {}, 1.0, None, GPU)
     assert run_line.of(candidate) == (
         "zerofit lora --gpus 8 --nnodes 2 --node_rank 0 --master_addr name-of-node-0 --data your.jsonl --zero 3"
     )
@@ -2300,7 +2301,7 @@ def test_unused_segments_that_decide_are_simulated_with_all_layers(monkeypatch):
     flags += ["--per_device_train_batch_size", "1", "--sp_size", "1"]
     monkeypatch.setattr(simulate, "run_all", with_allocator(74, replayed(20, 26, 21), replayed(74, 90, 85)))
     (candidate,) = candidates.candidates("sft", job(flags), 8, GPU)
-    plan = candidates.Plan(GPU, 8, int(78.2 * 2**30), {}, None, [])
+    plan = Plan(GPU, 8, int(78.2 * 2**30), {}, None, [])
     assert not search._fits(candidate, plan, search.Progress())
     assert candidate.allocated < plan.limit < candidate.peak and "extended_from_layers" not in candidate.answer
 

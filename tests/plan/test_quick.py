@@ -8,129 +8,195 @@ from dataclasses import replace
 
 import pytest
 from conftest import ROOT, TINY, slow_but
+from transformers import CONFIG_MAPPING
 
 from zerofit.base import hardware
-from zerofit.config import parse
+from zerofit.commands import plan_progress
+from zerofit.config import parse, resolve
 from zerofit.plan import candidates, search, simulate
-from zerofit.plan.answer import quick
+from zerofit.plan.answer import known_models, quick
 
 CONFIGS = ROOT / "tests" / "configs"
-# The model, GPUs and flags of a plan.
+METHODS = ("sft", "lora", "qlora")
+
+# The method, model, GPUs and flags of a plan.
 CASES = {
-    "one GPU": ("qwen3-8b", "l40s-48g", 1, ""),
-    "one node": ("llama3.1-8b", "h100-80g", 8, ""),
-    "tied and biased": ("qwen2.5-0.5b", "rtx4090-24g", 2, "--max_length 1024 --effective_batch_size 24"),
-    "windows": ("mistral-7b", "a100-80g", 8, "--max_length 8192"),
-    "many nodes": ("llama3.1-70b", "h100-80g", 256, ""),
-    "named": ("llama3.2-1b", "a10g-24g", 1, "--zero 2 --offload none --per_device_train_batch_size 2"),
-    "named stage": ("llama3.1-8b", "h200-141g", 4, "--zero 3 --per_device_train_batch_size 2"),
+    "one GPU": ("sft", "qwen3-8b", "l40s-48g", 1, ""),
+    "one node": ("sft", "llama3.1-8b", "h100-80g", 8, ""),
+    "tied and biased": ("sft", "qwen2.5-0.5b", "rtx4090-24g", 2, "--max_length 1024 --effective_batch_size 24"),
+    "windows": ("sft", "mistral-7b", "a100-80g", 8, "--max_length 8192"),
+    "many nodes": ("sft", "llama3.1-70b", "h100-80g", 256, ""),
+    "named": ("sft", "llama3.2-1b", "a10g-24g", 1, "--zero 2 --offload none --per_device_train_batch_size 2"),
+    "named stage": ("sft", "llama3.1-8b", "h200-141g", 4, "--zero 3 --per_device_train_batch_size 2"),
+    "lora": ("lora", "llama3.1-8b", "h100-80g", 1, ""),
+    "lora, tied and biased": ("lora", "qwen2.5-0.5b", "rtx4090-24g", 2, ""),
+    "qlora": ("qlora", "llama3.1-70b", "h100-80g", 8, ""),
+    "qlora, normed": ("qlora", "qwen3-8b", "rtx4090-24g", 1, "--max_length 1024"),
+    "dpo": ("dpo", "llama3.1-8b", "h100-80g", 8, ""),
+    "mixture": ("sft", "qwen3-moe-30b", "h100-80g", 8, ""),
+    "mixture, lora": ("lora", "qwen3-moe-30b", "h100-80g", 8, ""),
+    "mixture, qlora": ("qlora", "mixtral", "a100-80g", 2, ""),
+    "lora of rank 64": ("lora", "qwen3-8b", "a100-80g", 2, "--lora_r 64"),
+    "mixture of wide experts": ("sft", "mixtral", "h100-80g", 16, ""),
+    **{f"{kind}, {method}": (method, kind, "a100-80g", 1, "") for kind in known_models.KNOWN for method in METHODS},
 }
+FAST = ["one GPU", "one node", "windows", "lora", "mixture, qlora", "gemma3_text, sft", "phi3, qlora", "olmo2, lora"]
+
+
+@pytest.fixture
+def folder_of(tmp_path):
+    """The folder of a model's config.json."""
+
+    def found(model):
+        if model not in CONFIG_MAPPING:
+            return CONFIGS / model
+        CONFIG_MAPPING[model](num_hidden_layers=8).save_pretrained(tmp_path)
+        return tmp_path
+
+    return found
 
 
 def by_setting(found):
-    """{what a setting is: the rest}"""
+    """{what a setting is: its peak}"""
     return {
-        (s.zero, s.offload, s.every, s.selective, s.activation_offload, s.micro, s.accumulation): rest
-        for s, *rest in found
+        (s.zero, s.offload, s.every, s.selective, s.activation_offload, s.micro, s.accumulation): c.peak
+        for c in found
+        for s in [c.setting]
     }
 
 
-METHODS = {f"{method}, {case}": (method, *of) for method in quick.METHODS for case, of in CASES.items()}
-FAST = ["sft, one GPU", "sft, one node", "sft, windows", "lora, one GPU", "qlora, one node"]
+@pytest.mark.oracle
+@pytest.mark.parametrize("case", slow_but(CASES, FAST))
+def test_settings_and_bytes_are_those_of_all_candidates(case, folder_of):
+    method, model, name, ranks, flags = CASES[case]
+    gpu, folder = hardware.GPUS[name], folder_of(model)
+    words = ["--model", str(folder), *flags.split()]
+    request = parse.request(candidates.recipe_of(method), words)
+    listed = [c for c in candidates.candidates(method, request, ranks, gpu) if not c.setting.groups]
+    given = quick._given([*words, "--method", method, "--gpu_type", name, "--gpus", str(ranks)])
+    config = json.loads((folder / "config.json").read_text())
+    assert known_models.is_known(config)
+    found = quick.fastest_first(method, config, given, quick.plan_of(given))
+    assert by_setting(found) == by_setting(listed) and (len(found) > 10 or flags)
+    mine, whole = found[0].shape, listed[0].shape
+    of_work = {frozenset(shape.work.products) for shape in (mine, whole)}
+    assert len(of_work) == 1 and replace(mine.work, products=()) == replace(whole.work, products=())
+    unused = {} if whole.frozen else {"frozen_bytes": mine.frozen_bytes}
+    assert replace(mine, work=None) == replace(whole, work=None, adapted="", **unused)
+    assert [c.label for c in found] == [c.label for c in listed]  # in the same order: by the same seconds
+    for one in ("host_of_a_node", "rows_of_a_step"):
+        assert [getattr(c, one) for c in found] == [getattr(c, one) for c in listed]
+
+
+def first_of_search(words, ranks, gpu, monkeypatch, **known):
+    """The sentence of the first answer of `search.search`, which is stopped there."""
+
+    class Stop(Exception):
+        pass
+
+    class Told(search.Progress):
+        def first(self, candidate, plan):
+            raise Stop(plan_progress.first_answer(candidate, plan))
+
+    monkeypatch.setattr(simulate, "prestart", lambda *a, **k: None)
+    names = candidates.methods_to_try("auto", "sft", [])
+    request = parse.request(candidates.recipe_of(names[-1]), words)
+    with pytest.raises(Stop) as stopped:
+        search.search(names, request, ranks, gpu, Told(), **known)
+    return str(stopped.value)
+
+
+# The GPU, how many, and GiB of host memory and of disk.
+AUTO = {
+    "one card": ("rtx4090-24g", 1, "", ""),
+    "a node": ("h100-80g", 8, "", ""),
+    "host told": ("rtx4090-24g", 1, "512", ""),
+    "disk told": ("h100-80g", 8, "", "100"),
+}
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize("case", slow_but(METHODS, FAST))
-def test_settings_and_bytes_are_those_of_all_candidates(case):
-    method, model, name, ranks, flags = METHODS[case]
-    gpu = hardware.GPUS[name]
-    words = ["--model", str(CONFIGS / model), *flags.split()]
-    request = parse.request("sft" if method == "sft" else "lora", words)
-    listed = [c for c in candidates.candidates(method, request, ranks, gpu) if not c.setting.groups]
-    given = quick._given([*words, "--gpu_type", name, "--method", method])
-    shape = quick.shape_of(json.loads((CONFIGS / model / "config.json").read_text()), method)
-    priced = quick._priced(shape, given, ranks, 8, gpu)
-    found = [(p.setting, p.peak, p.by_formula, int(p.host * min(ranks, 8))) for p in priced]
-    expected = by_setting((c.setting, c.peak, c.by_formula, c.host_of_a_node) for c in listed)
-    assert (by_setting(found) == expected and len(expected) > 10) or flags
-    whole = listed[0].shape
-    unlike = {"work": None} | ({} if shape.frozen else {"frozen_bytes": 0})  # of frozen weights, if there are any
-    assert replace(shape, **unlike) == replace(whole, **unlike)
-    assert shape.work.passes == whole.work.passes
-    labels = [c.label for c in listed]
-    mine = [", ".join([*s.in_words(method), f"micro batch {s.micro}"]) for s, *_ in found]
-    assert mine == labels  # in the same order: by the same seconds
+@pytest.mark.parametrize("case", slow_but(AUTO, ["disk told"]))
+def test_auto_takes_the_method_that_the_search_takes_first(case, monkeypatch):
+    (name, ranks, host, disk), model = AUTO[case], "llama3.1-8b"
+    words = ["--model", str(CONFIGS / model), "--max_length", "1024"]
+    more = ["--gpu_type", name, "--gpus", str(ranks), "--method", "auto", "--host_memory", host, "--disk", disk]
+    known = {"host_limit": int(float(host) * hardware.GIB)} if host else {}
+    known |= {"disk_limit": int(float(disk) * hardware.GIB)} if disk else {}
+    expected = first_of_search(words, ranks, hardware.GPUS[name], monkeypatch, **known)
+    assert quick.answer([*words, *more]) == expected
+    assert ("margin of 10%: sft" in expected) is (case == "a node")
 
 
-@pytest.mark.parametrize(("model", "gpu", "gpus", "flags"), [
-    ("llama3.1-8b", "a100-80g", 4, ()), ("qwen3-8b", "rtx4090-24g", 1, ()),
-    pytest.param("llama3.1-8b", "rtx4090-24g", 8, (), marks=pytest.mark.slow),
-    pytest.param("llama3.2-1b", "rtx3060-12g", 1, ("--max_length", "4096"), marks=pytest.mark.slow),
-    pytest.param("llama3.1-70b", "h100-80g", 16, (), marks=pytest.mark.slow),
-    pytest.param("mistral-7b", "l40s-48g", 2, ("--zero", "2"), marks=pytest.mark.slow),
-])  # fmt: skip
-def test_auto_takes_the_method_and_setting_of_the_search(model, gpu, gpus, flags):
-    words = ["--model", str(CONFIGS / model), *flags]
-    found, said = hardware.GPUS[gpu], []
-    plan = search.search(list(quick.METHODS), parse.request("lora", words), gpus, found, Told(said), node=min(gpus, 8))
-    assert len(said) == 1 and plan.ranks == gpus
-    answer = quick.answer([*words, "--gpus", str(gpus), "--gpu_type", gpu, "--method", "auto"])
-    assert answer is None if said[0] is None else f"margin of 10%: {said[0].label}, about " in answer
+def test_methods_are_those_of_the_recipes():
+    own = candidates.methods()
+    for name, method in quick.METHODS.items():
+        assert (method.answers == 2) == (own[name].recipe.data == "pairs")
+        assert (method.bits < 16) == bool(own[name].arguments)
+    for recipe, names in quick.AUTO.items():
+        assert names == candidates.methods_to_try("auto", recipe, [])
+        assert all(quick.METHODS[name].adapter is own[name].takes_adapters for name in names)
+    settings = resolve.resolve(parse.request("lora", ["--model", str(TINY / "model"), "--data", "none"]), 1)
+    assert (settings.lora_r, settings.save_total_limit, settings.max_length) == (
+        known_models.LORA_RANK, int(quick.OPTIONS["save_total_limit"]), int(quick.OPTIONS["max_length"]),
+    )  # fmt: skip
 
 
-class Told(search.Progress):
-    """Keeps the first answer of a search, which then simulates nothing."""
-
-    def __init__(self, said):
-        super().__init__()
-        self.said = said
-
-    def first(self, candidate, plan):
-        self.said.append(candidate)
-
-
-@pytest.fixture(autouse=True)
-def by_formula(request, monkeypatch):
-    if "of_the_search" in request.node.name:
-        failed = simulate.SimulationFailed("not in this test")
-        monkeypatch.setattr(simulate, "run_all", lambda questions, *a, **k: [failed] * len(questions))
-
-
-def test_what_is_not_known_has_no_quick_answer():
+def test_what_is_not_known_has_no_quick_answer(tmp_path):
     known = ["--model", str(CONFIGS / "llama3.1-8b"), "--gpu_type", "h100-80g"]
     assert quick.answer(known) and quick.answer([*known, "--nodes=2", "--gpus=4", "--args", "--max_length 512"])
-    for method in ("lora", "qlora"):
-        assert f": {method} ZeRO-" in quick.answer([*known, "--method", method])
-        assert quick.answer([*known, "--recipe=lora", f"--method={method}"]) == quick.answer(
-            [*known, "--method", method]
-        )
-    for more in (
-        "--method dpo",
-        "--recipe dpo",
-        "--method lora --args '--lora_r 8'",
-        "--data rows.jsonl",
-        "--optim sgd",
-        "--host_memory 64",
-        "--args '--packing true'",
-    ):
+    assert quick.answer([*known, "--recipe", "lora"]) == quick.answer([*known, "--method", "lora"])
+    adapter = [*known, "--method", "lora"]
+    assert quick.answer(adapter) != quick.answer([*adapter, "--lora_r", "256"])
+    assert quick.answer([*known, "--host_memory", "64"]) != quick.answer([*known, "--host_memory", "640"])
+    refused = ("--method pipeline", "--recipe dpo --method auto", "--recipe own.py", "--lora_r 32", "--adapter lora")
+    plain = ("--data rows.jsonl more.jsonl", "--optim sgd", "--args '--packing true'", "--load_in_4bit true")
+    for more in refused + plain:
         assert quick.answer([*known, *parse.shlex.split(more)]) is None, more
-    assert quick.answer(["--model", str(CONFIGS / "gemma2-2b"), "--gpu_type", "h100-80g"]) is None
+    assert quick.answer(["--model", str(CONFIGS / "pythia-1b"), "--gpu_type", "h100-80g"]) is None
     assert quick.answer(["--model", str(CONFIGS / "llama3.1-8b")]) is None  # for this machine's GPU
+    config = json.loads((CONFIGS / "qwen3-moe-30b" / "config.json").read_text())
+    unlike = ({"mlp_only_layers": [0]}, {"decoder_sparse_step": 2}, {"auto_map": {"AutoModel": "own.Model"}},
+              {"quantization_config": {"bits": 4}}, {"num_experts": 0}, {"attention_bias": True})  # fmt: skip
+    assert known_models.is_known(config) and not any(known_models.is_known(config | more) for more in unlike)
 
 
-def test_it_comes_before_any_library(monkeypatch):
+def test_rows_of_data_are_taken_to_be_full():
+    words = ["--model", str(CONFIGS / "llama3.1-8b"), "--gpu_type", "h100-80g", "--gpus", "8", "--max_length", "1024"]
+    plain = quick.answer(words)
+    assert quick.answer([*words, "--data", "rows.jsonl"]) == plain.replace(
+        "10%:", "10% and rows of 1024 tokens, whatever --data has:"
+    )
+
+
+@pytest.mark.parametrize("kind", known_models.KNOWN)
+def test_defaults_are_those_of_the_class(kind):
+    of_class, own = CONFIG_MAPPING[kind](), dict(known_models.KNOWN[kind].defaults)
+    for name in ("tie_word_embeddings", "head_dim", "sliding_window", "attn_logit_softcapping"):
+        expected = getattr(of_class, name, None) or None
+        if name == "head_dim" and expected == of_class.hidden_size // of_class.num_attention_heads and name not in own:
+            continue
+        assert own.get(name) == expected, name
+
+
+@pytest.mark.parametrize(
+    ("model", "method", "label"),
+    [("llama3.1-8b", "sft", "sft ZeRO-3, micro batch 2"), ("llama3.1-8b", "auto", "sft ZeRO-3, micro batch 2"),
+     ("qwen3-moe-30b", "qlora", "qlora ZeRO-")],
+)  # fmt: skip
+def test_it_comes_before_any_library(model, method, label):
     code = """
 import sys
 from zerofit import cli
 from zerofit.plan import simulate
 simulate.prestart = lambda: None
 cli._check_and_import = lambda *words: sys.exit("|".join(sorted({"torch", "transformers", "numpy"} & {*sys.modules})))
-sys.argv = ["zerofit", "plan", "--gpus", "8", "--gpu_type", "h100-80g", "--model", sys.argv[1]]
+sys.argv = ["zerofit", "plan", "--gpus", "8", "--gpu_type", "h100-80g", "--model", *sys.argv[1:]]
 cli.main()
 """
-    words = [sys.executable, "-c", code, str(CONFIGS / "llama3.1-8b")]
+    words = [sys.executable, "-c", code, str(CONFIGS / model), "--method", method]
     done = subprocess.run(words, capture_output=True, text=True, env=simulate.environment(fake=True, cuda=False))
-    assert done.stdout.startswith("first answer, by formula with a margin of 10%: sft ZeRO-3, micro batch 2, about ")
+    assert done.stdout.startswith("first answer, by formula with a margin of 10%: " + label)
     assert not done.stderr.strip(), done.stderr
 
 

@@ -21,6 +21,7 @@ from zerofit.model.kernels import linear_attention
 from zerofit.model.tried import classes
 from zerofit.plan import candidates, gpu_memory, search, simulate
 from zerofit.plan.advice import better, cost, table
+from zerofit.plan.candidate import Candidate, Plan
 
 
 def main(argv: list[str]) -> None:
@@ -91,7 +92,7 @@ def _own_of_args(args: argparse.Namespace, flags: list[str]) -> list[str]:
     return parser.parse_known_args(flags, args)[1]
 
 
-def _search(args: argparse.Namespace, flags: list[str], ranks: int) -> candidates.Plan:
+def _search(args: argparse.Namespace, flags: list[str], ranks: int) -> Plan:
     """Return the plan for the command's arguments, with the rows of --data read and the search shown while it runs."""
     ranks, node = _machines(args.nodes, ranks)
     methods = candidates.methods_to_try(args.method, args.recipe, flags)
@@ -134,7 +135,7 @@ def _search(args: argparse.Namespace, flags: list[str], ranks: int) -> candidate
     return plan
 
 
-def _meanwhile(candidate: candidates.Candidate, plan: candidates.Plan, methods: list[str], request: Request) -> None:
+def _meanwhile(candidate: Candidate, plan: Plan, methods: list[str], request: Request) -> None:
     """Do what follows the search while it simulates a candidate."""
     import matplotlib.figure  # noqa: F401  (for plan.png)
 

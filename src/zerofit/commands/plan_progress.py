@@ -7,7 +7,7 @@ import time
 
 from zerofit.plan import candidates, search
 from zerofit.plan.answer import quick
-from zerofit.plan.candidates import Candidate, Plan
+from zerofit.plan.candidate import Candidate, Plan
 
 SILENCE = 20.0  # seconds after which a log, which is no terminal, gets a line on what is simulated; then twice that ...
 
@@ -42,10 +42,10 @@ class Shown(search.Progress):
 
     def first(self, candidate: Candidate | None, plan: Plan) -> None:
         self.answer, text = candidate, first_answer(candidate, plan)
-        if text == quick.said:  # before anything was imported
-            self.lines.append(text)
+        if quick.said and text == quick.without_rows(quick.said):  # before anything was imported
+            self.lines.append(quick.said)
         else:
-            self._say(text, stays=True)
+            self._say(f"corrected {text}" if quick.said else text, stays=True)
 
     def _say(self, text: str, stays: bool = False) -> None:
         self.lines.append(text)

@@ -15,17 +15,6 @@ from zerofit.model.mixtures import weights as of_experts
 count, selected, is_routed = of_experts.count, of_experts.selected, of_experts.is_routed
 
 
-def weights(model) -> int:
-    """Return the number of weights of all experts that a router selects; shared experts are not counted."""
-    return sum(weight.numel() for weight in of_experts.routed(model).values())
-
-
-def idle_weights(model, config) -> int:
-    """Return the number of expert weights that a token does not use; 0 if config.json does not say how many it does."""
-    used = 0 if of_experts.computes_all(model) else selected(config)
-    return round(weights(model) * (1 - used / count(config))) if used and count(config) else 0
-
-
 def fused_weights(model) -> int:
     """Return the number of expert weights in tensors that hold all experts of a layer; none is a linear layer."""
     return sum(weight.numel() for weight in of_experts.fused(model).values())

@@ -22,7 +22,8 @@ from zerofit.model import gradient_checkpointing, liger
 from zerofit.model.load import load_config
 from zerofit.parallel import whole_layers
 from zerofit.plan import candidates, formulas, gpu_memory, predict, preflight, simulate
-from zerofit.plan.candidates import Candidate, Checkpointing
+from zerofit.plan.candidate import Candidate
+from zerofit.plan.candidates import Checkpointing
 from zerofit.plan.speed import step
 
 MICRO = "per_device_train_batch_size"

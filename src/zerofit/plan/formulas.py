@@ -9,6 +9,7 @@ from dataclasses import dataclass, replace
 
 from zerofit.base import allocator, buffers
 from zerofit.base.buffers import IN_FLIGHT
+from zerofit.model.mixtures import weights as of_experts
 from zerofit.optim import registry
 from zerofit.parallel.interface import Parallel
 from zerofit.plan.gpu_memory import GPUS_OF_A_NODE
@@ -70,9 +71,18 @@ def shape(config, net, frozen_bytes: float = 2.0, bits: int = 16) -> Shape:
     Args: config: its config.json; net: with its adapter, on the meta device; frozen_bytes: of a frozen parameter; bits:
         of the frozen linear layers but the head.
     """
-    from zerofit.model import experts  # torch, which the closed forms need for nothing else
     from zerofit.model.mixtures import adapted
 
+    found = of_modules(config, net, layers_of, adapted.added_weights(net), bits)
+    return replace(found, frozen_bytes=frozen_bytes, adapted=adapted.in_words(net))
+
+
+def of_modules(config, net, layers_in, added_to: int, bits: int = 16) -> Shape:
+    """Return the Shape of a model, or of an outline of one (answer/outline.py); importable without torch.
+
+    Args: layers_in: returns its layers, from it and their number; added_to: weights to which the product of an
+        adapter's A and B is added; bits: as of `shape`.
+    """
     text = config.get_text_config()
     # the configuration of each layer where they differ (Gemma 4): the whole one refuses what differs
     configs = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
@@ -87,7 +97,7 @@ def shape(config, net, frozen_bytes: float = 2.0, bits: int = 16) -> Shape:
     layers = first("num_hidden_layers", "n_layer", default=1)
     kv_heads = first("num_key_value_heads", default=heads)
     head_dim = first("head_dim", default=hidden // heads)
-    modules = layers_of(net, layers)
+    modules = layers_in(net, layers)
     return Shape(
         trainable=sum(n for n, trained in sizes if trained),
         frozen=sum(n for n, trained in sizes if not trained),
@@ -99,16 +109,19 @@ def shape(config, net, frozen_bytes: float = 2.0, bits: int = 16) -> Shape:
         head_dim=head_dim,
         intermediate=first("intermediate_size", "n_inner", "ffn_dim", default=4 * hidden),
         vocabulary=text.vocab_size,
-        frozen_bytes=frozen_bytes,
-        experts=experts.count(config),
-        idle=experts.idle_weights(net, config),
+        experts=of_experts.count(config),
+        idle=of_experts.idle(net, config),
         embedding=hidden * text.vocab_size,
-        adapted_experts=adapted.added_weights(net) // layers,
-        adapted=adapted.in_words(net),
+        adapted_experts=added_to // layers,
         by_layer=tuple(sum(p.numel() for p in layer.parameters()) for layer in modules),
         work=work.of_model(net, config, modules, heads=heads, kv_heads=kv_heads, head_dim=head_dim, bits=bits),
         cut=not getattr(text, "num_kv_shared_layers", 0),  # counted from the last layer: keys of earlier ones
     )
+
+
+def score_bytes(config) -> int:
+    """Return the bytes that a layer of eager attention keeps of each score."""
+    return CAPPED_SCORES if getattr(config.get_text_config(), "attn_logit_softcapping", None) else SCORES
 
 
 def layers_of(model, count: int) -> list:

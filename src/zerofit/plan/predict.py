@@ -11,7 +11,7 @@ from zerofit.base.errors import UserError
 from zerofit.base.hardware import GIB
 from zerofit.base.paths import cache_root
 from zerofit.plan import candidates, gpu_memory, simulate
-from zerofit.plan.candidates import Candidate
+from zerofit.plan.candidate import Candidate
 from zerofit.plan.formulas import Shape
 from zerofit.plan.simulate import Question
 

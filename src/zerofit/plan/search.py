@@ -12,9 +12,9 @@ from zerofit.base.errors import UserError
 from zerofit.base.hardware import GIB, Gpu
 from zerofit.job.request import FLAG, Request
 from zerofit.plan import candidates, formulas, gpu_memory, predict, simulate
-from zerofit.plan.advice import long_rows, worth
+from zerofit.plan.advice import long_rows, preference
 from zerofit.plan.advice import methods as of_methods
-from zerofit.plan.candidates import Candidate, Plan
+from zerofit.plan.candidate import Candidate, Plan, changed
 
 FIRST_SIMULATIONS = 8  # after this many simulations only settings that clearly fit by the closed forms are tried
 
@@ -131,7 +131,7 @@ def _first_that_fits(plan: Plan, tried: list[Candidate]) -> Candidate | None:
 
 
 def _announce(plan: Plan, method: str, change: tuple, tried: list[Candidate], progress: Progress) -> None:
-    job, gpus = f"{method} {candidates.changed(change)}".rstrip(), candidates.gpus_as_text(plan.ranks, plan.node)
+    job, gpus = f"{method} {changed(change)}".rstrip(), candidates.gpus_as_text(plan.ranks, plan.node)
     progress.say(f"plan: {len(tried)} settings of {job} on {gpus} x {plan.gpu.device_name}; the fastest first")
     if not progress.has_answered:
         progress.has_answered = True
@@ -154,15 +154,14 @@ def _try_less_activations(plan: Plan, method: str, request: Request, plain: list
     _decide(plan, tried, progress)
 
 
-def _search_methods(plan: Plan, methods: list[str], request: Request, progress: Progress) -> list[of_methods.Offer]:
+def _search_methods(plan: Plan, methods: list[str], request: Request, progress: Progress) -> list[preference.Offer]:
     """Search the methods of `--method auto` in order of preference, each only where it is fast enough; return all.
 
     Where none fits by formula, they are searched one after the other, that with the least memory first.
     """
-    if plan.host_limit is None:
-        plan.host_assumed = worth.host_bytes(plan.gpu.memory_gib * GIB, min(plan.ranks, plan.node))
+    plan.host_assumed = preference.host_assumed(plan)
     found = of_methods.offers(methods, request, plan)
-    for method, tried in of_methods.near(found, plan):
+    for method, tried in preference.near(found, plan):
         _announce(plan, method, (), tried, progress)
         _decide(plan, tried, progress)
         if plan.chosen:

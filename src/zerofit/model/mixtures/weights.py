@@ -58,6 +58,17 @@ def _shape(weight):
     return getattr(weight, "ds_shape", weight.shape)
 
 
+def numel(model) -> int:
+    """Return the number of weights of all experts that a router selects; shared experts are not counted."""
+    return sum(weight.numel() for weight in routed(model).values())
+
+
+def idle(model, config) -> int:
+    """Return the number of expert weights that a token does not use; 0 if config.json does not say how many it does."""
+    used, own = 0 if computes_all(model) else selected(config), count(config)
+    return round(numel(model) * (1 - used / own)) if used and own else 0
+
+
 def has_kernels(model) -> bool:
     """Return whether transformers has other kernels for the model's experts than their own loop."""
     return any(hasattr(module, "is_concatenated") for module in model.modules())

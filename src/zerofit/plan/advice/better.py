@@ -9,7 +9,7 @@ from zerofit.config import resolve
 from zerofit.job.request import Request
 from zerofit.plan import candidates, gpu_memory
 from zerofit.plan.advice import accepted, cost
-from zerofit.plan.candidates import Candidate, Plan
+from zerofit.plan.candidate import Candidate, Plan
 
 FACTORS = (2, 4, 8)  # of the effective batch that are tried
 

@@ -6,7 +6,7 @@ from dataclasses import dataclass, replace
 from zerofit.base.errors import UserError
 from zerofit.data import tokens
 from zerofit.plan import candidates
-from zerofit.plan.candidates import Candidate
+from zerofit.plan.candidate import Candidate
 
 
 @dataclass(frozen=True)

@@ -9,7 +9,7 @@ from zerofit.job import groups
 from zerofit.job.request import Request
 from zerofit.model import gradient_checkpointing, liger
 from zerofit.plan import candidates
-from zerofit.plan.candidates import Candidate, Plan
+from zerofit.plan.candidate import Candidate, Plan
 
 
 def settings(method: str, request: Request, plan: Plan, plain: list[Candidate]) -> list[Candidate]:

@@ -6,7 +6,7 @@ import textwrap
 from zerofit.base.hardware import GIB
 from zerofit.plan import candidates
 from zerofit.plan.advice import cost, methods
-from zerofit.plan.candidates import Candidate, Plan
+from zerofit.plan.candidate import Candidate, Plan
 
 WIDTH = 100  # columns of a terminal
 

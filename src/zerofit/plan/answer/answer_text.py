@@ -9,7 +9,7 @@ from zerofit.job import memory_figure, run_folder
 from zerofit.plan import candidates, formulas, gpu_memory
 from zerofit.plan.advice import accepted, cost, table
 from zerofit.plan.answer import run_line
-from zerofit.plan.candidates import Candidate, Plan
+from zerofit.plan.candidate import Candidate, Plan
 from zerofit.plan.speed import accuracy, rates, step
 
 _EXPERTS = (
@@ -226,9 +226,9 @@ def host_memory(candidate: Candidate, plan: Plan) -> dict[str, int | None]:
 
 def disk_space(candidate: Candidate, plan: Plan) -> dict[str, float | int | None]:
     """Return the bytes of a checkpoint, of all that exist at once with final/, and those free there or here."""
-    shape, (checkpoints, final) = candidate.shape, candidate.saved(plan.kept)
+    checkpoints, final = candidate.saved(plan.kept)
     return {
-        "checkpoint_bytes": formulas.checkpoint_bytes(shape.trainable, shape.parameters),
+        "checkpoint_bytes": candidate.checkpoint_bytes,
         "final_bytes": final,
         "needed_bytes": checkpoints + final,
         "free_bytes": plan.disk_free,
@@ -360,8 +360,9 @@ def _sent(candidate: Candidate, plan: Plan) -> str:
     within, across = formulas.wire_bytes(candidate.shape, candidate.setting)
     if plan.nodes == 1:
         return f"{within / GIB:.1f} GiB a step"
+    _, link = rates.link_of(plan.gpu, candidate.setting.of_a_node)
     return (
-        f"{within / GIB:.1f} GiB a step within its node at {plan.gpu.link_gbs:g} GB/s and {across / GIB:.1f} GiB to "
+        f"{within / GIB:.1f} GiB a step within its node at {link:g} GB/s and {across / GIB:.1f} GiB to "
         f"other nodes at {plan.gpu.node_gbs:g} GB/s (--node_link_gbs)"
     )
 

@@ -6,7 +6,7 @@ from zerofit.base.paths import IN_WHEEL, PROJECT
 from zerofit.job import groups, program
 from zerofit.job.request import FLAG, Request
 from zerofit.plan import candidates
-from zerofit.plan.candidates import Candidate
+from zerofit.plan.candidate import Candidate
 from zerofit.plan.formulas import Setting
 
 # Arguments that have a make variable.

@@ -21,7 +21,6 @@ class Kernels:
     stops_early: bool = True  # recomputation of a layer ends with the last result that its backward needs
     fp32_states: bool = False  # hidden states are fp32, and each product casts its input
     attention: float = 1.0  # share of the rates of FlashAttention 2 that its kernel reaches
-    scores: bool = False  # the attention writes its scores (attn_implementation eager)
     update_bytes: float = FP32_STATES  # that the optimizer reads and writes a trained number
 
 
@@ -47,6 +46,5 @@ def of(settings) -> Kernels:
         compiled=bool(settings.compile_layers),
         fp32_products=settings.precision == "fp32" and weight_dtype(settings) == "float32",
         stops_early=not dict(values.get("gradient_checkpointing_kwargs") or {}).get("use_reentrant", False),
-        scores=values.get("attn_implementation") == "eager",
         update_bytes=width * (FOREACH if settings.optim == "adamw_torch" else 1.0),
     )

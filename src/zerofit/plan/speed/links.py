@@ -23,7 +23,7 @@ def seconds(calls: list[Collective], setting: Setting, found: Rates) -> float:
 
 def wire_seconds(s: Shape, setting: Setting, gpu) -> float:
     """Return the seconds of all collectives of an optimizer step."""
-    return seconds(collectives(s, setting), setting, rates.of(gpu))
+    return seconds(collectives(s, setting), setting, rates.of(gpu, setting.of_a_node))
 
 
 @functools.cache

@@ -82,20 +82,34 @@ def _read(file: Path) -> dict:
     return json.loads(file.read_text(encoding="utf-8"))
 
 
-def of(gpu: Gpu) -> Rates:
-    """Return the rates of a GPU: shares of its data sheet's numbers, or what was measured on this machine."""
-    found = _by_table(gpu)
+def of(gpu: Gpu, together: int = 1) -> Rates:
+    """Return the rates of a GPU: shares of its data sheet's numbers, or what was measured on this machine.
+
+    Args: together: GPUs of a node that a job uses.
+    """
+    found = _by_table(gpu, *link_of(gpu, together))
     own = measured(gpu)
     if not own:
         return found
     return replace(found, **{name: own["rates"][name] for name in MEASURED if own["rates"].get(name)}, measured=True)
 
 
+def link_of(gpu: Gpu, together: int) -> tuple[str, float]:
+    """Return (its kind in rates.json, GB/s one way) of the link between so many GPUs of a node.
+
+    More NVL cards than a bridge joins send over PCIe: NCCL's ring is as fast as its slowest link.
+    """
+    entry = _entry(gpu)
+    if together > entry.get("bridged", together):
+        return "pcie", gpu.host_gbs
+    return entry["link"], gpu.link_gbs
+
+
 @functools.lru_cache(maxsize=256)
-def _by_table(gpu: Gpu) -> Rates:
+def _by_table(gpu: Gpu, kind: str, link_gbs: float) -> Rates:
     known = table()
     entry, host, copies = _entry(gpu), known["host"], known["copies"]
-    share, link = known["families"][entry["family"]], known["links"][entry["link"]]
+    share, link = known["families"][entry["family"]], known["links"][kind]
     peak = gpu.tflops * 1e12
     return Rates(
         multiprocessors=entry["sms"],
@@ -114,7 +128,7 @@ def _by_table(gpu: Gpu) -> Rates:
         backward_kernel=host["backward_kernel_us"] * 1e-6,
         module=host["module_us"] * 1e-6,
         step=host["step_ms"] * 1e-3,
-        link=gpu.link_gbs * 1e9 * link["share"],
+        link=link_gbs * 1e9 * link["share"],
         overlap=link["overlap"],
         node=gpu.node_gbs * 1e9 * known["links"]["network"]["share"],
         host=gpu.host_gbs * 1e9 * copies["host"],

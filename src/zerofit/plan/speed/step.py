@@ -117,7 +117,7 @@ def seconds(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> float:
 
 def of(s: Shape, setting: Setting, gpu: Gpu, sequence: int) -> Step:
     """Return the estimated Step. sequence: tokens of a document."""
-    found, count, micro_batches = rates.of(gpu), setting.pp, setting.accumulation
+    found, count, micro_batches = rates.of(gpu, setting.of_a_node), setting.pp, setting.accumulation
     one = _micro_batch(s, setting, found, sequence)
     by_part = {name: value * micro_batches / count for name, value in one.items()}
     computing = Step(**by_part)
@@ -145,7 +145,7 @@ def _micro_batch(s: Shape, setting: Setting, found: Rates, sequence: int) -> dic
     whole = 0.0 if setting.selective else again  # of products and attention
     forwards = 1.0 + setting.forwards
     products = _products(of_model.products, setting, found)
-    attention = _attention(of_model, setting, found, sequence, forwards, whole)
+    attention = _attention(s, of_model, setting, found, sequence, forwards, whole)
     passes = _elementwise(s, of_model, setting, found, forwards + again)
     logits = setting.tokens * sum(p.out for p in of_model.products if p.head) / setting.tp
     moved = LOGITS[setting.kernels.fused_loss]
@@ -224,7 +224,9 @@ def _of_experts(
     return tuple(max(time, weights) for time in times)
 
 
-def _attention(of_model: Work, setting: Setting, found: Rates, sequence: int, forwards: float, again: float) -> float:
+def _attention(
+    s: Shape, of_model: Work, setting: Setting, found: Rates, sequence: int, forwards: float, again: float
+) -> float:
     """Return the seconds of causal attention: each token meets on average half of its document, or of its window."""
     total, heads = 0.0, of_model.heads / setting.tp
     slow = found.products / found.fp32_products if setting.kernels.fp32_products else 1.0
@@ -237,7 +239,7 @@ def _attention(of_model: Work, setting: Setting, found: Rates, sequence: int, fo
         operations = 4 * pairs * of_model.head_dim * slow
         total += operations * (forwards + again) / (found.attention_forward * reached)
         total += operations * SEED / (found.attention_backward * reached)
-        if setting.kernels.scores:
+        if s.scores:  # the attention writes them
             scores = setting.tokens * sequence * heads * layers
             total += scores * (SCORES[0] * (forwards + again) + SCORES[1]) / found.memory
     return total

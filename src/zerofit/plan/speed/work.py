@@ -1,5 +1,6 @@
 """List the operations of a model: its matrix products by shape, attention and elementwise passes of a token."""
 
+import functools
 from collections import Counter
 from dataclasses import dataclass, replace
 
@@ -187,9 +188,19 @@ class _Reader:
         self.normed: Counter = Counter()
         self.gated = self.activated = self.composed = self.routed = self.shared = self.joined = 0.0
         self.is_composed = _activation(config.get_text_config()) in COMPOSED
-        self.convolved, self.after_convolution = Counter(), _after_convolution(config)
+        self.config, self.convolved = config, Counter()
         self.adapted_in = self.adapted_out = self.adapters = self.packed = self.norms = self.linears = 0.0
         self.modules = self.convolutions = 0.0
+
+    @functools.cached_property
+    def after_convolution(self) -> str:
+        """Return what the layers with a convolution compute after it, as the field of Passes."""
+        from zerofit.model.kernels import linear_attention
+
+        kernels = [kernel for kernel, _ in linear_attention.kernels_of(self.config).values()]
+        if any(kernel.startswith("chunk_") for kernel in kernels):
+            return "delta"
+        return "state" if any("scan" in kernel for kernel in kernels) else "convolved"
 
     def products(self) -> tuple[Product, ...]:
         return tuple(replace(product, count=count) for product, count in self.shapes.items())
@@ -273,16 +284,6 @@ class _Reader:
         one = type(module).__name__ == "LayerNorm" or type(module).__module__.startswith("torch.")
         self.normed["one kernel" if one else "rms"] += size * heads
         self.norms += not one
-
-
-def _after_convolution(config) -> str:
-    """Return what the layers with a convolution compute after it, as the field of Passes."""
-    from zerofit.model.kernels import linear_attention
-
-    kernels = [kernel for kernel, _ in linear_attention.kernels_of(config).values()]
-    if any(kernel.startswith("chunk_") for kernel in kernels):
-        return "delta"
-    return "state" if any("scan" in kernel for kernel in kernels) else "convolved"
 
 
 def _other(weight, hidden: int) -> int:
