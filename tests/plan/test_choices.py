@@ -16,7 +16,7 @@ from zerofit.base.errors import UserError
 from zerofit.commands import plan as plan_command
 from zerofit.config import parse, resolve
 from zerofit.plan import candidates, search, simulate
-from zerofit.plan.advice import better, cost, long_rows, methods, table
+from zerofit.plan.advice import better, cost, long_rows, methods, preference, table
 from zerofit.plan.answer import answer_text, run_line
 from zerofit.plan.candidate import Plan
 from zerofit.plan.speed import step
@@ -50,7 +50,7 @@ class Question:
     gpus: int
     flags: str = ""
 
-    def plan(self, folder, more: str = "", **run):
+    def plan(self, folder, more: str = "", disk_limit: int | None = None, **run):
         """Return the plan, with all that the command adds to the search."""
         model = CONFIGS / self.model
         if self.model in OF_TYPE:
@@ -60,7 +60,7 @@ class Question:
         names = candidates.methods_to_try(self.method, "sft", [])
         words = ["--model", str(model), *self.flags.split(), *more.split()]
         request = parse.request(candidates.recipe_of(names[-1]), words)
-        plan = search.search(names, request, self.gpus, hardware.find(self.gpu), node=8)
+        plan = search.search(names, request, self.gpus, hardware.find(self.gpu), node=8, disk_limit=disk_limit)
         plan.run = cost.Run(**run)
         plan.instead |= search.adapters_instead(plan, names, request)
         plan.instead |= search.pipeline_instead(plan, names, request)
@@ -284,10 +284,26 @@ def made(seconds: float, gib: float = 10, host: float = 0, offload: str = "none"
 def test_auto_takes_what_trains_more_if_it_is_about_as_fast(full, lora, qlora, takes):
     plan = Plan(RTX4090, 1, int(22 * GIB), {}, None, [], host_assumed=int(47 * GIB))
     given = {"sft": full, "lora": lora, "qlora": qlora}
-    found = [methods.Offer(name, [one], methods._fastest_that_fits([one], plan)) for name, one in given.items()]
-    assert methods.near(found, plan)[0][0] == takes
+    found = [
+        preference.Offer(name, [one], preference.fastest_that_fits([one], plan), methods.worth(name, [*given]))
+        for name, one in given.items()
+    ]
+    assert preference.near(found, plan)[0][0] == takes
     full_disk = dataclasses.replace(plan, disk_limit=50 * GIB)
-    assert methods.near(found, full_disk) == []
+    assert preference.near(found, full_disk) == []
+
+
+def test_auto_leaves_out_what_the_disk_does_not_hold(tmp_path):
+    """Two checkpoints of full fine-tuning and final/ are 224 GiB; a LoRA's less than one."""
+    flags = "--zero 3 --offload none --gradient_checkpointing true --per_device_train_batch_size 1 --sp_size 1"
+    asked = Question("auto", "llama3.1-8b", "h100-80g", 8, flags)
+    for disk, takes in ((300, "sft"), (200, "lora")):
+        plan = asked.plan(tmp_path, disk_limit=disk * GIB)
+        assert plan.chosen.method == takes
+        assert f"disk          {'224 GiB' if takes == 'sft' else '1.2 GiB'} in runs/" in answer_text.text(plan)
+    assert "full fine-tuning needs 224 GiB of disk" in methods.rule(plan)[0]
+    only_model = asked.plan(tmp_path, "--save_only_model true", disk_limit=50 * GIB)
+    assert only_model.chosen.method == "sft"  # 15 GiB each
 
 
 # --- long rows ---

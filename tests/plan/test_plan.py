@@ -2049,7 +2049,7 @@ DEVICE_NAMES = {
     "NVIDIA B300 SXM6 AC": "b300-288g", "NVIDIA GB300": "gb300-288g",
     "NVIDIA H800": "h800-80g", "NVIDIA H800 PCIe": "h800-80g-pcie", "NVIDIA H20": "h20-96g",
     "NVIDIA H20-3e": "h20-141g",
-    "NVIDIA A800-SXM4-80GB": "a800-80g", "NVIDIA A800 80GB PCIe": "a800-80g-pcie", "NVIDIA A40": "a40-48g",
+    "NVIDIA A800-SXM4-80GB": "a800-80g", "NVIDIA A800-SXM4-40GB": "a800-40g", "NVIDIA A800 80GB PCIe": "a800-80g-pcie", "NVIDIA A40": "a40-48g",
     "NVIDIA A800-PCIE-40GB": "a800-40g-pcie", "NVIDIA A800 40GB Active": "a800-40g-pcie",
     "NVIDIA A800-PCIE-80GB": "a800-80g-pcie", "NVIDIA A100-PCIE-80GB": "a100-80g-pcie",
     "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": "rtxpro6000maxq-96g",

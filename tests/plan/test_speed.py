@@ -140,6 +140,17 @@ def test_a_step_is_within_the_data_sheet(name):
     assert all(value >= 0 for value in vars(found).values())
 
 
+@pytest.mark.parametrize(("name", "bridged"), [("h100-94g-nvl", 2), ("h200-141g-nvl", 4)])
+def test_more_cards_than_a_bridge_joins_send_over_pcie(name, bridged):
+    gpu, sxm = hardware.GPUS[name], hardware.GPUS["h100-80g"]
+    assert rates.link_of(gpu, bridged) == ("nvlink", gpu.link_gbs)
+    assert rates.link_of(gpu, bridged + 1) == ("pcie", gpu.host_gbs)
+    joined, more = (rates.of(gpu, together) for together in (bridged, 8))
+    assert more.link < joined.link / 4 and more.overlap < joined.overlap and more.products == joined.products
+    assert rates.of(sxm, 8) == rates.of(sxm, 2)
+    assert step.of(SHAPE_8B, of_8b(), gpu, 4096).links > 4 * step.of(SHAPE_8B, of_8b(ranks=bridged), gpu, 4096).links
+
+
 @pytest.mark.parametrize("better", ["tflops", "memory_gbs", "link_gbs", "node_gbs", "host_gbs"])
 @pytest.mark.parametrize("more", [{}, {"ranks": 16}, {"offload": "all"}, {"zero": 0, "ranks": 1}])
 def test_a_better_gpu_is_never_slower(better, more):
