@@ -4,6 +4,7 @@ Real recipes on the bundled model, two CPU processes. `python -m pytest tests/mo
 matrix of all adapters and stages, and QLoRA on the whole bundled task.
 """
 
+import ast
 import contextlib
 import importlib.util
 import json
@@ -16,11 +17,17 @@ import torch
 from conftest import TINY, run_world, runs_slow, slow_but, two_layers
 from safetensors.torch import load_file
 from transformers import AutoConfig
+from transformers.models.auto.configuration_auto import model_type_to_module_name
+from transformers.models.auto.modeling_auto import (
+    MODEL_FOR_CAUSAL_LM_MAPPING_NAMES,
+    MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES,
+)
 
 from zerofit.base.errors import UserError
 from zerofit.base.hardware import GPUS
 from zerofit.config import arguments, deepspeed_json, resolve
 from zerofit.model import adapters, quantization
+from zerofit.model.kernels import linear_attention
 from zerofit.model.load import check_model, count_parameters, load_model, load_tokenizer
 
 LEARNING_RATE, RATIO = 5e-3, 8
@@ -369,7 +376,50 @@ def test_every_linear_layer_with_a_forward_of_its_own_is_left_out():
             if "def forward" in body and file.parent.name not in others:
                 modules = re.findall(rf"self\.(\w+) = {name}\(", file.read_text())
                 found[file.parent.name] = modules[0]
-    assert found == {kind: name for kind, name in adapters.NO_PRODUCTS.items() if kind != "llama4_text"}
+    of_others = ("llama4_text", "longcat_flash")
+    assert found == {kind: name for kind, name in adapters.NO_PRODUCTS.items() if kind not in of_others}
+
+
+# Linear layers whose weight is looked at, but which are called: of a flag for exactness, to clamp it, by its type.
+LOOKED_AT = {
+    "bloom": {"dense", "dense_4h_to_h"}, "gemma3n": {"prediction_coefs", "correction_coefs"},
+    **{kind: {"wo"} for kind in ("kosmos2_5", "pix2struct", "udop")},
+}  # fmt: skip
+
+NOT_TRAINED = {"data2vec", "reformer"}  # by the kit: an audio model, no causal model
+
+
+def test_every_linear_layer_that_is_read_past_an_adapter_is_left_out():
+    """`self.dt_proj.weight @ inputs` in a forward: the adapter gets no gradient."""
+    done, left = set(), {}
+    for kind in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
+        module = importlib.import_module(f"transformers.models.{model_type_to_module_name(kind)}")
+        folder = Path(module.__file__).parent
+        if folder in done:
+            continue
+        done.add(folder)
+        for file in folder.glob("modeling_*.py"):
+            if found := read_past_adapters(file.read_text()) - LOOKED_AT.get(folder.name, set()) - {"lm_head"}:
+                left[folder.name] = found
+    assert len(left) > 10
+    for kind, names in left.items():
+        if kind in NOT_TRAINED:
+            continue
+        of_kernels = set(linear_attention.read_by_kernels(AutoConfig.for_model(kind)))
+        assert names <= of_kernels | set(adapters.NO_PRODUCTS.get(kind, "").split(", ")), kind
+
+
+def read_past_adapters(source: str) -> set[str]:
+    """The linear layers of its classes of which a method that initializes nothing reads the weight."""
+    found = set()
+    for cls in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
+        methods = [node for node in cls.body if isinstance(node, ast.FunctionDef)]
+        text = ast.unparse(cls)
+        linear = set(re.findall(r"self\.(\w+) = nn\.Linear\(", text))
+        for method in (ast.unparse(one) for one in methods if "init" not in one.name):
+            read = re.findall(r"self\.(\w+)\.weight\b(?!\.(?:dtype|device|shape))", method)
+            found |= linear & set(read)
+    return found
 
 
 @pytest.mark.parametrize("kind", sorted(adapters.NO_PRODUCTS))

@@ -65,6 +65,9 @@ def settings_of(folder, *flags, recipe="lora", ranks=1):
 
 # --- LoRA ---
 
+# Parts of names of linear layers without an adapter: weights that kernels or routers read, one that peft cannot reload.
+LEFT = {"jamba": "dt_proj", "longcat_flash": "router.classifier", "laguna": "shared_experts"}
+
 EXPERTS = ("--lora_target_modules", "all-linear", "--lora_target_parameters", "experts")
 
 
@@ -107,7 +110,7 @@ def test_an_adapter_of_experts_is_plain_pefts(kind, flags, tmp_path):
     else:
         head = base.get_output_embeddings()
         linear = {name for name, m in base.named_modules() if type(m) is torch.nn.Linear and m is not head}
-        left = {name for name in linear if any(word in name for word in ("out_proj", "conv1d"))}  # refused in Mamba
+        left = {name for name in linear if LEFT.get(kind, "out_proj") in name}
         assert {f"{name}.weight" for name in linear - left} <= names
     said = [line for line in settings.decisions if line.startswith("experts that LoRA adapts: ")]
     assert len(said) == 1 and ("none: they are fused" in said[0]) == (not fused & names)
@@ -118,6 +121,20 @@ def test_an_adapter_of_experts_is_plain_pefts(kind, flags, tmp_path):
     assert torch.equal(logits(plain), after)
     plain.merge_and_unload().save_pretrained(tmp_path / "merged")
     assert torch.allclose(logits(read(kind, tmp_path / "merged")), after, rtol=1e-4, atol=1e-4)
+
+
+def test_peft_does_not_read_an_adapter_of_lagunas_shared_experts(tmp_path, monkeypatch):
+    """Without it adapters.UNREADABLE is not needed any more. With it no target adapts them."""
+    saved("laguna", tmp_path / "base")
+    targets = ("--lora_target_modules", "q_proj", "up_proj")
+    model, settings = randomized("laguna", tmp_path / "base", *targets)
+    assert adapted_names(model) and not any("shared_experts" in name for name in adapted_names(model))
+    assert any("does not find their saved adapters again in laguna" in line for line in settings.decisions)
+    monkeypatch.setattr(adapters, "UNREADABLE", {})
+    model, _ = randomized("laguna", tmp_path / "base", *targets)
+    model.save_pretrained(tmp_path / "adapter")
+    with pytest.warns(UserWarning, match="missing adapter keys"):
+        PeftModel.from_pretrained(read("laguna", tmp_path / "base"), tmp_path / "adapter")
 
 
 @pytest.mark.oracle

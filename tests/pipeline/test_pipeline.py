@@ -156,7 +156,8 @@ def test_what_only_gpus_do_is_that_of_one_process(tmp_path, name):
     assert skipped[0] == skipped[1] and bool(skipped[0][-1]) == (name == "fp16")
     assert bool(found.json("result.json")["offloaded"]) == ("--activation_offload" in flags)
     saved, whole = (weights(run.folder / "final") for run in (found, expected))
-    assert max((value - whole[tensor]).abs().max() for tensor, value in saved.items()) <= bound / 10
+    rounding = 2**-12 if name == "fp16" else bound / 10  # of a saved weight of up to 0.5
+    assert max((value - whole[tensor]).abs().max() for tensor, value in saved.items()) <= rounding
 
 
 def test_each_stage_saves_and_holds_its_own_layers_only(runs):

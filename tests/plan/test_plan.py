@@ -1427,9 +1427,10 @@ def test_all_linear_leaves_out_what_peft_refuses_in_mamba_layers(kind, tmp_path)
     assert candidates.candidates("lora", job(words, "lora"), 2, GPU)  # peft takes it
     settings = resolve.resolve_settings("lora", [*words, "--data", "none"], 2, GPU)
     resolve.resolve_for_model(settings)
-    assert settings.adapter_config == ["exclude_modules=[out_proj, conv1d]"]
+    more = ["dt_proj", "out_proj", "x_proj"] if kind in ("mamba", "falcon_mamba") else ["out_proj"]
+    assert settings.adapter_config == [f"exclude_modules=[{', '.join(['conv1d', *more])}]"]
     assert any("Mamba's kernels read their weights" in line for line in settings.decisions)
-    with pytest.raises(UserError, match="incompatible with Mamba-based models"):
+    with pytest.raises(UserError, match="and no adapter there would train; leave it out"):
         candidates.candidates("lora", job([*words, "--lora_target_modules", "out_proj"], "lora"), 2, GPU)
 
 
@@ -2049,7 +2050,8 @@ DEVICE_NAMES = {
     "NVIDIA B300 SXM6 AC": "b300-288g", "NVIDIA GB300": "gb300-288g",
     "NVIDIA H800": "h800-80g", "NVIDIA H800 PCIe": "h800-80g-pcie", "NVIDIA H20": "h20-96g",
     "NVIDIA H20-3e": "h20-141g",
-    "NVIDIA A800-SXM4-80GB": "a800-80g", "NVIDIA A800-SXM4-40GB": "a800-40g", "NVIDIA A800 80GB PCIe": "a800-80g-pcie", "NVIDIA A40": "a40-48g",
+    "NVIDIA A800-SXM4-40GB": "a800-40g",
+    "NVIDIA A800-SXM4-80GB": "a800-80g", "NVIDIA A800 80GB PCIe": "a800-80g-pcie", "NVIDIA A40": "a40-48g",
     "NVIDIA A800-PCIE-40GB": "a800-40g-pcie", "NVIDIA A800 40GB Active": "a800-40g-pcie",
     "NVIDIA A800-PCIE-80GB": "a800-80g-pcie", "NVIDIA A100-PCIE-80GB": "a100-80g-pcie",
     "NVIDIA RTX PRO 6000 Blackwell Max-Q Workstation Edition": "rtxpro6000maxq-96g",

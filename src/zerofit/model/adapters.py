@@ -34,8 +34,12 @@ _LORA_LIKE = ("lora", "adalora", "randlora")
 _WITH_MAMBA = ("falcon_h1", "falcon_mamba", "mamba", "mamba2", "nemotron_h")
 
 # Model type -> linear modules whose forward is another than a product: a router returns two tensors, a grouped one
-# takes a part of its input for each group. tests/model/test_adapters.py looks for them in transformers.
-NO_PRODUCTS = {"llama4": "router", "llama4_text": "router", "phimoe": "router", "deepseek_v4": "o_a_proj"}
+# takes a part of its input for each group, a third is read by the module around it, past an adapter.
+# tests/model/test_adapters.py looks for them in transformers.
+NO_PRODUCTS = {
+    "llama4": "router", "llama4_text": "router", "phimoe": "router", "deepseek_v4": "o_a_proj",
+    "longcat_flash": "classifier",
+}  # fmt: skip
 
 _KEEPS_BASE = ("true", "gaussian", "orthogonal")
 
@@ -100,21 +104,54 @@ def resolve(settings) -> None:
         )
 
 
+# Model type -> pattern of modules whose saved adapters peft 0.21 does not find again: it renames mlp.shared_expert. as
+# transformers does in weights of the hub, by a pattern that mlp.shared_experts matches too.
+UNREADABLE = {"laguna": r".*\.shared_experts\..*"}
+
+
 def resolve_for_model(settings, config) -> None:
-    """Leave out of all-linear what no adapter can stand on: Mamba's weights that kernels read, other forwards."""
+    """Leave out of all-linear what no adapter can stand on: Mamba's weights that kernels read, other forwards.
+
+    Raises: UserError for such a layer that --lora_target_modules names.
+    """
     words = settings.values.get("adapter_config") or []
-    of_all = settings.trains_adapter and settings.lora_target_modules == ["all-linear"]
-    if not of_all or settings.adapter not in _LORA_LIKE or settings.initial_adapter:  # which has its own list
+    takes_targets = settings.trains_adapter and settings.adapter in _LORA_LIKE and not settings.initial_adapter
+    if not takes_targets:  # an initial adapter has its own list
         return
-    if linear_attention.read_by_kernels(config) or config.model_type in _WITH_MAMBA:
-        left, why = "out_proj, conv1d", f"Mamba's kernels read their weights in {config.model_type}, past an adapter"
-    elif config.model_type in NO_PRODUCTS:
-        left = NO_PRODUCTS[config.model_type]
-        why = f"in {config.model_type} it is a linear layer with a forward of its own"
-    else:
-        return
-    if not any(word.startswith("exclude_modules=") for word in words):
-        decide(settings, "adapter_config", [*words, f"exclude_modules=[{left}]"], why)
+    read, of_all = linear_attention.read_by_kernels(config), settings.lora_target_modules == ["all-linear"]
+    if not of_all:
+        _refuse_read(settings, config, read)
+    left, why = _left_out(config, read, of_all)
+    if left and not any(word.startswith("exclude_modules=") for word in words):
+        decide(settings, "adapter_config", [*words, f"exclude_modules={left}"], why)
+
+
+def _left_out(config, read: tuple[str, ...], of_all: bool) -> tuple[str, str]:
+    """Return (peft's exclude_modules for a model, why); ("", "") if there are none.
+
+    Args: read: of the model's linear layers, by kernels; of_all: the targets are all-linear, not named ones.
+    """
+    kind = config.model_type
+    if kind in UNREADABLE:
+        return UNREADABLE[kind], f"peft 0.21 does not find their saved adapters again in {kind}"
+    if not of_all:
+        return "", ""
+    of_peft = ("conv1d", "out_proj") if kind in _WITH_MAMBA else ()
+    if found := sorted({*read, *of_peft}):
+        return f"[{', '.join(found)}]", f"Mamba's kernels read their weights in {kind}, past an adapter"
+    if kind in NO_PRODUCTS:
+        return f"[{NO_PRODUCTS[kind]}]", f"in {kind} it is no plain product, which an adapter could add to"
+    return "", ""
+
+
+def _refuse_read(settings, config, read: tuple[str, ...]) -> None:
+    """Raise UserError for a target whose weight a kernel reads: its adapter would have no gradient."""
+    if named := [name for name in settings.lora_target_modules if name.rpartition(".")[2] in read]:
+        raise UserError(
+            f"--lora_target_modules {' '.join(named)}: Mamba's kernels read the weight of "
+            f"{'these layers' if len(named) > 1 else 'this layer'} in {config.model_type}, and no adapter there would "
+            "train; leave it out."
+        )
 
 
 def _resolve_prompts(settings) -> None:

@@ -38,8 +38,12 @@ TOKEN_AXIS = {
     "mamba_split_conv1d_scan_combined": 1,  # returns None in PyTorch: the layer then calls the convolution and the scan
 }
 
-# Kernel -> linear layers whose weight it reads itself, past an adapter or bitsandbytes' unpacking.
-READS_WEIGHTS = {"mamba_split_conv1d_scan_combined": ("out_proj",)}
+# Kernel -> linear layers whose weight it, or the layer that calls it, reads past an adapter or bitsandbytes' unpacking.
+READS_WEIGHTS = {
+    "mamba_split_conv1d_scan_combined": ("out_proj",),
+    "mamba_inner_fn": ("x_proj", "dt_proj", "out_proj"),
+    "selective_scan_fn": ("dt_proj",),  # whose product the layer writes as dt_proj.weight @ inputs
+}
 
 TOLD_NOTHING = {"selective_scan_fn", "mamba_inner_fn"}  # kernels of Mamba-1
 
@@ -54,8 +58,7 @@ def kernels_of(config) -> dict[str, tuple[str, str]]:
     transformers names both there (use_kernel_func_from_hub_with_fallback). LFM3's convolution is too wide for a kernel,
     and has package "".
     """
-    cls = classes.text_class(config)
-    source = inspect.getsource(sys.modules[cls.__module__]) if cls else ""
+    source = _source(config)
     found = {function: (kernel, package) for kernel, package, function in _KERNEL.findall(source)}
     if "\ndef causal_conv1d_fn(" in source:
         found.setdefault("causal_conv1d_fn", ("causal_conv1d_fn", ""))
@@ -83,8 +86,16 @@ def missing_kernels(config) -> tuple[str, str] | None:
 
 def read_by_kernels(config) -> tuple[str, ...]:
     """Return the linear layers whose weights a kernel reads: they can be neither adapted nor packed."""
-    kernels = {kernel for kernel, _ in kernels_of(config).values()}
-    return tuple(name for kernel in kernels for name in READS_WEIGHTS.get(kernel, ()))
+    source = _source(config)
+    # named in its definition, and where it is called
+    called = {kernel for name, (kernel, _) in kernels_of(config).items() if source.count(f" {name}(") > 1}
+    return tuple(sorted({name for kernel in called for name in READS_WEIGHTS.get(kernel, ())}))
+
+
+def _source(config) -> str:
+    """Return the source of the model's module in transformers; "" for a class from elsewhere."""
+    cls = classes.text_class(config)
+    return inspect.getsource(sys.modules[cls.__module__]) if cls else ""
 
 
 def mixes_documents(config) -> str | None:
