@@ -85,7 +85,7 @@ def _gpu_memory(candidate: Candidate, plan: Plan) -> str:
 def _by_size(parts: dict[str, float]) -> str:
     """Return the parts of 0.1 GiB and more as text, the largest first."""
     shown = sorted(((part, size) for part, size in parts.items() if size >= 0.05 * GIB), key=lambda pair: -pair[1])
-    return ", ".join(f"{part} {size / GIB:.1f}" for part, size in shown)
+    return ", ".join(f"{part} {size / GIB:.1f}" for part, size in shown) or "less than 0.1 each"
 
 
 def _gpu_bytes(plan: Plan) -> int:
