@@ -373,7 +373,7 @@ def test_what_stage_3_calls_is_what_the_formula_says_it_sends(way, accumulation)
 def fake_simulation(size_of, host=0):
     """run_all that answers with `size_of(flags)` GiB, or fails where that is None; host: bytes of a rank."""
 
-    def run_all(questions, cache=None, seconds=None, spare=None):
+    def run_all(questions, cache=None, seconds=None):
         answers = []
         for question in questions:
             size = size_of(question.request.flags())
@@ -1705,7 +1705,7 @@ def test_a_launch_is_refused_by_a_simulation_only(monkeypatch, capsys):
     """What does not fit by formula is simulated to the end, however long it takes, before it is refused."""
     waited = []
 
-    def run_all(questions, cache=None, seconds=None, spare=None):
+    def run_all(questions, cache=None, seconds=None):
         waited.append(seconds)
         return fake_simulation(lambda flags: 500)(questions)
 
@@ -1791,7 +1791,7 @@ def test_what_is_close_is_simulated_and_else_what_is_sure_is_taken(expandable, m
     asked = []
 
     def run_all(size):
-        def answers(questions, cache=None, seconds=None, spare=None):
+        def answers(questions, cache=None, seconds=None):
             asked.extend(question.request for question in questions)
             return fake_simulation(lambda flags: size)(questions)
 
@@ -1942,7 +1942,7 @@ def test_segments_that_do_not_expand_need_room(simulated, monkeypatch):
 def test_what_the_closed_forms_rule_out_is_not_simulated(expandable, monkeypatch):
     asked = []
 
-    def run_all(questions, cache=None, seconds=None, spare=None):
+    def run_all(questions, cache=None, seconds=None):
         asked.append(questions[0].request)
         return fake_simulation(lambda flags: 40)(questions)
 
@@ -2189,7 +2189,7 @@ def stage_3(layers, forward, backward=0, step=0):
     ],
 )
 def test_gathered_parameters_are_level_before_they_are_extended(gathered, bytes_each, depths, monkeypatch):
-    def run_all(questions, cache=None, seconds=None, spare=None):
+    def run_all(questions, cache=None, seconds=None):
         counts = [question.layers or 40 for question in questions]
         return [stage_3(count, gathered(count)) for count in counts]
 
@@ -2245,7 +2245,7 @@ def test_layers_with_their_own_number_of_heads_have_a_shape(tmp_path):
 def test_extended_layers_have_the_parameters_of_the_model(each, whole, depths, monkeypatch):
     """A model whose first layers depend on how many there are is simulated with all of them."""
 
-    def run_all(questions, cache=None, seconds=None, spare=None):
+    def run_all(questions, cache=None, seconds=None):
         counts = [question.layers or 40 for question in questions]
         return [stage_3(n, 5e9) | {"parameters": n * each, "whole_parameters": whole} for n in counts]
 
@@ -2263,7 +2263,7 @@ def replayed(allocated, reserved, least):
 
 
 def with_allocator(total, allocator, layers=None):
-    def run_all(questions, cache=None, seconds=None, spare=None):
+    def run_all(questions, cache=None, seconds=None):
         found = fake_simulation(lambda flags: total)(questions)
         whole = not questions[0].overrides
         extended = {} if whole else {"extended_from_layers": [6, 7]}

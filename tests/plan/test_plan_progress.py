@@ -19,7 +19,7 @@ def plan(monkeypatch, tmp_path, capsys):
     """Return a function that plans with simulations of as many GiB as `size_of` says; it returns the lines."""
 
     def run(size_of, *more):
-        def run_all(questions, cache=None, seconds=None, spare=None):
+        def run_all(questions, cache=None, seconds=None):
             sizes = [int(size_of(question.request) * 2**30) for question in questions]
             part = {"gradients": 0, "optimizer": 0, "activations": 0, "logits": 0, "buffers": 0}
             return [

@@ -1,7 +1,6 @@
 """The quick answer of a plan: by the same closed forms as all candidates, without importing torch or transformers."""
 
 import json
-import signal
 import subprocess
 import sys
 from dataclasses import replace
@@ -13,7 +12,7 @@ from transformers import CONFIG_MAPPING
 from zerofit.base import hardware
 from zerofit.commands import plan_progress
 from zerofit.config import parse, resolve
-from zerofit.plan import candidates, search, simulate
+from zerofit.plan import candidates, predict, search, simulate
 from zerofit.plan.answer import known_models, quick
 
 CONFIGS = ROOT / "tests" / "configs"
@@ -211,43 +210,45 @@ def test_mistakes_are_left_to_the_command(capsys, monkeypatch):
     assert capsys.readouterr().out == "" and quick.said == ""
 
 
-# --- all layers of a setting, simulated beside the few that say whether they are needed ---
+# --- how much of a setting is simulated ---
+
+FEW = "few layers of rank 0"
 
 
-def asked(model):
-    words = ["--model", str(model), "--zero", "2", "--max_length", "64", "--data", "none"]
-    return simulate.Question(parse.request("sft", words), 2, gpu=hardware.GPUS["h100-80g"])
+@pytest.mark.parametrize(
+    ("model", "limit", "expected"),
+    [
+        ("llama3.1-8b", 10, [FEW]),  # its tensors do not fit
+        ("llama3.1-8b", 80, [FEW, "all layers of ranks 0 and 7"]),
+        ("llama3.1-8b", 0, [FEW, "few layers of rank 7"]),  # unused segments do not matter
+        ("llama3.1-70b", 200, [FEW, "few layers of rank 7"]),  # nowhere near the limit
+        ("llama3.1-70b", 18, [FEW, "all layers of ranks 0 and 7"]),
+    ],
+)
+def test_the_last_rank_and_all_layers_are_simulated_only_where_they_decide(model, limit, expected, monkeypatch):
+    asked = []
 
+    def run_all(questions, cache=None, seconds=None):
+        ranks = " and ".join(str(rank) for rank in sorted({one.rank for one in questions}))
+        few = any(one.layers for one in questions)
+        asked.append(f"{'few' if few else 'all'} layers of rank{'s' * (' and ' in ranks)} {ranks}")
+        return [answer_of(one.layers or layers, 1 + one.rank / 100) for one in questions]
 
-@pytest.mark.parametrize("needed", [True, False])
-def test_a_spare_question_is_waited_for_only_if_it_is_needed(needed, monkeypatch, tmp_path):
-    signals, few = [], asked(TINY / "model")
-    spare = simulate.Spare(replace(few, rank=1), lambda found: found == [{"total": {"step": 7}}] and needed)
+    def answer_of(depth, share):
+        size = int((10 + 6 * depth / layers) * share * 2**30)
+        parts = {"parameters": size, "buffers": 0}
+        phases = dict.fromkeys(("forward", "backward", "step"))
+        return {
+            "peak": dict.fromkeys(phases, parts), "total": dict.fromkeys(phases, size),
+            "host": 0, "host_saving": 0, "parameters": 0, "trainable": 0, "whole_parameters": False,
+            "allocator": {"allocated": size, "reserved": size * 1.2, "least": size * 1.1},
+        }  # fmt: skip
 
-    class Process:
-        send_signal = signals.append
-
-    def ask(process, text, seconds, receive, keep):
-        assert [plain.get("spare", False) for plain in json.loads(text)] == [False, True]
-        receive(f'{simulate.MARK}[0, {{"total": {{"step": 7}}}}]')
-        receive(f"{simulate.MARK}[1, {json.dumps({'failed': 'killed'} if signals else {'total': {'step': 9}})}]")
-        return ""
-
-    monkeypatch.setattr(simulate, "_start", lambda *of: Process)
-    monkeypatch.setattr(simulate, "_ask", ask)
-    assert simulate.run_all([few], tmp_path, spare=spare) == [{"total": {"step": 7}}]
-    assert signals == ([] if needed else [signal.SIGUSR1])
-    (of_spare,) = simulate.run_all([spare.question], tmp_path) if needed else [None]
-    assert (of_spare == {"total": {"step": 9}}) is needed and len(list(tmp_path.iterdir())) == 1 + needed
-
-
-@pytest.mark.slow
-def test_a_spare_simulation_ends_and_the_process_goes_on(tmp_path):
-    few, said = asked(TINY / "model"), []
-    with simulate.reused():
-        for rank, needed in enumerate((False, True)):
-            spare = simulate.Spare(replace(few, rank=rank, padded=True), lambda found, needed=needed: needed)
-            said += simulate.run_all([replace(few, rank=rank)], tmp_path, spare=spare)
-            assert (tmp_path / f"{simulate.key(spare.question)}.json").exists() is needed
-        (alone,) = simulate.run_all([replace(few, rank=0)])
-    assert alone["total"] == said[0]["total"]
+    monkeypatch.setattr(simulate, "run_all", run_all)
+    words = ["--model", str(CONFIGS / model), "--zero", "3", "--per_device_train_batch_size", "1", "--offload", "none"]
+    request = parse.request("sft", [*words, "--gradient_checkpointing", "true", "--sp_size", "1"])
+    (one, *_) = candidates.candidates("sft", request, 8, hardware.GPUS["h100-80g"])
+    layers = one.shape.layers
+    predict.ask(one, limit * 2**30)
+    assert asked == expected
+    assert one.answer["rank"] == (7 if len(expected) > 1 else 0)  # the higher of the two

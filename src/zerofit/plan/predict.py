@@ -3,7 +3,7 @@
 import math
 import os
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 
 from zerofit.base import allocator, hardware
@@ -43,28 +43,34 @@ STEPPED_AT_ONCE = 1e9  # numbers (stage 3's sub_group_size); the fp32 copy of a 
 def ask(candidate: Candidate, limit: int = 0) -> None:
     """Store the simulation's answer (the higher of first and last rank) or failure in the candidate.
 
-    Where unused segments may matter, a candidate whose tensors fit is simulated with all layers, unless it has many and
-    does not come near the limit.
-    Args: limit: bytes of torch's allocator; 0: unused segments do not matter.
+    The last rank is simulated only if the first one's tensors fit. Where unused segments may matter, these are both
+    simulated with all layers, unless the model has many and does not come near the limit.
+    Args: limit: bytes of torch's allocator; 0: there is none, and unused segments do not matter.
     """
-    _ask(
-        candidate, sorted({0, candidate.setting.ranks - 1}), next_if=lambda answer: _needs_all(candidate, answer, limit)
-    )
+    ranks = sorted({0, candidate.setting.ranks - 1})
+    _ask(candidate, ranks[:1])
+    first = candidate.answer
+    if first is None or (limit and candidate.allocated > limit):
+        return
     if needs_all_layers(candidate, limit):
-        _ask(candidate, [candidate.answer["rank"]], whole=True)
+        _ask(candidate, ranks, whole=True)
         candidate.failed = ""  # the extended answer is kept then
+    elif ranks[1:]:
+        _ask(candidate, ranks[1:])
+        candidate.answer = max((first, candidate.answer), key=_peak)
 
 
-def _ask(
-    candidate: Candidate, asked: Sequence[int], seconds: float | None = None, whole: bool = False, next_if=None
-) -> None:
+def _peak(answer: dict) -> int:
+    return max(answer["total"].values())
+
+
+def _ask(candidate: Candidate, asked: Sequence[int], seconds: float | None = None, whole: bool = False) -> None:
     """Store the simulation's answer or failure in the candidate. Args: as for `answer_of`."""
     setting = candidate.setting
     request, has_liger = candidates.for_simulation(candidate.request), candidate.shape.liger
     question = Question(request, setting.ranks, gpu=candidate.gpu, liger=has_liger)
     answer = answer_of(
         question, candidate.shape, zero=setting.zero, every=setting.every, asked=asked, seconds=seconds, whole=whole,
-        next_if=next_if if _may_need_all(candidate) else None,
     )  # fmt: skip
     if isinstance(answer, Exception):
         candidate.failed = str(answer)
@@ -74,22 +80,9 @@ def _ask(
 
 def needs_all_layers(candidate: Candidate, limit: int) -> bool:
     """Return whether to simulate all layers of a candidate that fits, for the segments that they leave unused."""
-    return _needs_all(candidate, candidate.answer, limit)
-
-
-def _needs_all(candidate: Candidate, answer: dict | None, limit: int) -> bool:
-    """Return the same for an answer that the candidate may get."""
-    if not _lacks_replay(answer) or (allocated := replace(candidate, answer=answer).allocated) > limit:
+    if not _lacks_replay(candidate.answer) or candidate.allocated > limit:
         return False
-    return candidate.shape.layers <= LAYERS_OF_CHOSEN or UNUSED_AT_MOST * allocated > limit
-
-
-def _may_need_all(candidate: Candidate) -> bool:
-    """Return whether to begin with all layers of a candidate at once, as few of them will probably not do.
-
-    Adapters leave little unused. Two cores are busy with few layers for half as long as one with all.
-    """
-    return candidate.shape.layers <= LAYERS_OF_CHOSEN and not candidate.shape.frozen
+    return candidate.shape.layers <= LAYERS_OF_CHOSEN or UNUSED_AT_MOST * candidate.allocated > limit
 
 
 def _lacks_replay(answer: dict | None) -> bool:
@@ -106,14 +99,11 @@ def answer_of(
     asked: Sequence[int] = (0,),
     seconds: float | None = None,
     whole: bool = False,
-    next_if: Callable[[dict], bool] | None = None,
 ) -> dict | simulate.SimulationFailed:
     """Return the simulation's answer of the rank in `asked` with the highest peak, or why there is none.
 
     Args: question: of any rank and all layers; shape: of its model; zero: its stage; every: every n-th layer is
-        checkpointed, 0: none; seconds: time limit, None: no limit; whole: simulate all layers;
-        next_if: says of the answer whether all layers of the first rank are asked for next, which are then simulated
-        beside the few.
+        checkpointed, 0: none; seconds: time limit, None: no limit; whole: simulate all layers.
     Raises: UserError for the user's mistakes.
     """
     began, before, gpu = time.perf_counter(), None, question.gpu
@@ -126,13 +116,7 @@ def answer_of(
             for depth in reversed(depths)  # the longest first: they run in parallel
         ]
         seconds_left = None if seconds is None else seconds - (time.perf_counter() - began)
-        spare = None
-        if next_if and len(depths) == 2:
-            spare = simulate.Spare(
-                replace(question, rank=asked[0], gpu=gpu, overrides={}),
-                lambda found, depths=depths: next_if(_highest(_extended_pairs(found, depths, shape), asked)),
-            )
-        answers = simulate.run_all(questions, cache_root() / "simulations", seconds_left, spare)
+        answers = simulate.run_all(questions, cache_root() / "simulations", seconds_left)
         for answer in answers:
             if isinstance(answer, UserError):
                 raise answer
@@ -144,22 +128,16 @@ def answer_of(
         slopes = [_slopes(low, high, depths) for low, high in pairs]
         all_there = all(_has_all_parameters(low, high, depths, shape) for low, high in pairs)
         if all_there and _is_linear(pairs, slopes, before, zero, shape, question.ranks):
-            answers = _extended_pairs(answers, depths, shape)
+            answers = [_extended(low, high, depths, shape.layers) for low, high in pairs]
             break
         before = slopes
     return _highest(answers, asked)
 
 
-def _extended_pairs(answers: list[dict], depths: tuple[int, int], shape: Shape) -> list[dict]:
-    """Return the answer for all layers of each rank. answers: of each rank that for more layers, then for fewer."""
-    pairs = zip(answers[1::2], answers[::2], strict=True)
-    return [_extended(low, high, depths, shape.layers) for low, high in pairs]
-
-
 def _highest(answers: list[dict], ranks: Sequence[int]) -> dict:
     """Return the answer of the rank with the highest peak."""
     by_rank = [answer | {"rank": rank} for rank, answer in zip(ranks, answers, strict=True)]
-    return max(by_rank, key=lambda answer: max(answer["total"].values()))
+    return max(by_rank, key=_peak)
 
 
 def _depths(zero: int, shape: Shape, every: int, ranks: int) -> list[tuple]:

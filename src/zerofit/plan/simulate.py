@@ -92,19 +92,8 @@ def _own_program(recipe: Recipe) -> tuple[str, ...]:
     return tuple(own.facts.values()) if own else ()
 
 
-@dataclass(frozen=True)
-class Spare:
-    """A question that will be asked next, unless the answers to others make it needless: it is simulated beside them.
-
-    Its answer goes to the cache only.
-    """
-
-    question: Question
-    is_needed: Callable[[list[dict]], bool]  # asked with the answers to the others; True: wait for it
-
-
 def run_all(
-    questions: list[Question], cache: Path | None = None, seconds: float | None = None, spare: Spare | None = None
+    questions: list[Question], cache: Path | None = None, seconds: float | None = None
 ) -> list[dict | Exception]:
     """Return the answers in order; in place of one a UserError for the user's mistake, or why it is not there.
 
@@ -125,26 +114,18 @@ def run_all(
             (answers[i],) = run_all([questions[i]], cache, seconds)
         return answers
     asked = [questions[i] for i in open_questions]
-    if len(asked) < len(questions) or cache is None or (spare and _read_cached(cache, spare.question)):
-        spare = None
-    found = _ask_all(asked, seconds, spare)
-    for i, answer in zip(open_questions, found[: len(asked)], strict=True):
+    for i, answer in zip(open_questions, _ask_all(asked, seconds), strict=True):
         answers[i] = _as_exception(answer, cache)
         if cache and not isinstance(answers[i], Exception):  # failures may be temporary
             keep(cache / f"{key(questions[i])}.json", answer)
-    if spare and "total" in found[-1]:
-        keep(cache / f"{key(spare.question)}.json", found[-1])
     return answers
 
 
-def _ask_all(questions: list[Question], seconds: float | None, spare: Spare | None = None) -> list[dict]:
-    """Return the answers of one process to the questions, or in their place why there is none (see `_as_exception`).
-
-    That to the spare question comes last.
-    """
+def _ask_all(questions: list[Question], seconds: float | None) -> list[dict]:
+    """Return the answers of one process to the questions, or in their place why there is none (see `_as_exception`)."""
     fake, cuda = all(q.fake for q in questions), any(q.device == "cuda" for q in questions)
     process = _ready.pop() if fake and not cuda and _ready else _start(fake, cuda)
-    plain = [q.as_json() for q in questions] + ([spare.question.as_json() | {"spare": True}] if spare else [])
+    plain = [q.as_json() for q in questions]
     answers: dict[int, dict] = {}
 
     def receive(line: str) -> None:
@@ -152,12 +133,6 @@ def _ask_all(questions: list[Question], seconds: float | None, spare: Spare | No
             return
         number, answer = json.loads(line.removeprefix(MARK))
         answers[number] = answer
-        if spare and len(questions) not in answers and len(answers) == len(questions):
-            with contextlib.suppress(Exception):  # an answer that is none: the spare one is needless
-                if spare.is_needed([answers[i] for i in range(len(questions))]):
-                    return
-            with contextlib.suppress(ProcessLookupError):
-                process.send_signal(signal.SIGUSR1)
 
     errors = _ask(process, json.dumps(plain), seconds, receive, keep=_reused and fake)
     if errors is None:

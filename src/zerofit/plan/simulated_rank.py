@@ -24,22 +24,16 @@ def main(_: list[str]) -> None:
     from zerofit.train import trainer  # noqa: F401
 
     gc.freeze()  # the libraries' objects: no collection of a fork scans them
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)  # meant for a spare question, which has been answered
     for line in sys.stdin:
-        asked = json.loads(line)
-        spares = {number for number, plain in enumerate(asked) if plain.pop("spare", False)}
-        questions = [simulate.Question.from_json(plain) for plain in asked]
+        questions = [simulate.Question.from_json(plain) for plain in json.loads(line)]
         if questions[0].device == "cuda":  # run_all sends such a question alone
             _answer_and_end(0, questions[0])
-        _answer_in_forks(questions, spares)
+        _answer_in_forks(questions)
         os.write(1, f"\n{simulate.DONE}\n".encode())
 
 
-def _answer_in_forks(questions: list[simulate.Question], spares: set[int]) -> None:
-    """Answer each question in a fork of this process, as many in parallel as there are cores.
-
-    Args: spares: numbers of questions that are begun first if there is a second core, and ended by SIGUSR1.
-    """
+def _answer_in_forks(questions: list[simulate.Question]) -> None:
+    """Answer each question in a fork of this process, as many in parallel as there are cores."""
     import torch
 
     from zerofit.base import distributed
@@ -47,15 +41,7 @@ def _answer_in_forks(questions: list[simulate.Question], spares: set[int]) -> No
     # Real tensors use all cores, so one question at a time.
     workers = distributed.cores() if all(q.fake for q in questions) else 1
     _import_for(questions)
-    waiting, running = [one for one in enumerate(questions) if one[0] not in spares], {}
-    waiting = [(number, questions[number]) for number in sorted(spares)][: workers - 1] + waiting
-
-    def without_spares(*_) -> None:
-        for pid in [pid for pid, number in running.items() if number in spares]:
-            os.kill(pid, signal.SIGKILL)
-
-    if spares:
-        signal.signal(signal.SIGUSR1, without_spares)
+    waiting, running = list(enumerate(questions)), {}
     while waiting or running:
         while waiting and len(running) < workers:
             number, question = waiting.pop(0)
@@ -68,7 +54,6 @@ def _answer_in_forks(questions: list[simulate.Question], spares: set[int]) -> No
         number = running.pop(pid)
         if status:
             _say([number, {"failed": _in_words(os.waitstatus_to_exitcode(status))}])
-    signal.signal(signal.SIGUSR1, signal.SIG_IGN)
 
 
 def _import_for(questions: list[simulate.Question]) -> None:
