@@ -23,6 +23,7 @@ from zerofit.plan.speed import step
 
 CONFIGS = ROOT / "tests" / "configs"
 GIB = 2**30
+SIMULATE, PRESTART = simulate.run_all, simulate.prestart  # which most tests here go without
 H100, RTX4090 = hardware.GPUS["h100-80g"], hardware.GPUS["rtx4090-24g"]
 
 # Sizes of models that tests/configs has not.
@@ -97,6 +98,12 @@ def expect_8b(plan):
     assert 130 < plan.chosen.host_of_a_node / GIB < 200 and 1.2 < rate(plan, "LoRA") < 4
 
 
+def expect_8b_exactly(plan):
+    """By simulation all is on the GPUs, which the closed forms' margin of 10 % does not allow; that is faster."""
+    assert (plan.chosen.setting.zero, plan.chosen.setting.offload, plan.chosen.setting.micro) == (3, "none", 4)
+    assert plan.chosen.host_of_a_node < 20 * GIB and 1.2 < rate(plan, "LoRA") < 4
+
+
 def expect_70b_qlora(plan):
     """Each rank loads the whole packed base, 36 GiB: no number of 24-GB cards would do, and no offload is advised."""
     assert plan.chosen is None and plan.would_do is None
@@ -125,6 +132,13 @@ def expect_70b(plan):
     assert plan.chosen.setting.zero == 3 and plan.chosen.setting.offload == "none"
     (larger,) = [one for one in plan.advices if one.text.startswith("a larger batch: ")]
     assert larger.request.get("effective_batch_size") >= 64 and larger.request.get("per_device_train_batch_size") > 1
+
+
+def expect_70b_exactly(plan):
+    """Selective checkpointing fills the GPUs with one row each, so no larger batch is named."""
+    assert plan.chosen.setting.zero == 3 and plan.chosen.setting.selective and plan.chosen.setting.offload == "none"
+    assert plan.chosen.peak > 0.9 * plan.limit
+    assert not [one for one in plan.advices if one.text.startswith("a larger batch: ")]
 
 
 def expect_phi4(plan):
@@ -168,6 +182,24 @@ EXPECTED = {
     "3.7m-8xh100": lambda plan: expect_tiles(plan, 8),
     "15m-32xh100": lambda plan: expect_tiles(plan, 32),
 }
+
+
+EXACTLY = EXPECTED | {"8b-4xa100-40g": expect_8b_exactly, "70b-4x8xh100": expect_70b_exactly}
+
+
+@pytest.mark.slow
+@pytest.mark.timeout(900)
+@pytest.mark.parametrize("name", QUESTIONS)
+def test_the_exact_answer_is_an_experts(name, tmp_path, monkeypatch):
+    """With the simulations that decide: 10 s to 3 minutes each on two cores."""
+    monkeypatch.setattr(simulate, "run_all", SIMULATE)
+    monkeypatch.setattr(simulate, "prestart", PRESTART)
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as every job gets
+    monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path / "cache"))
+    with simulate.reused():
+        plan = QUESTIONS[name].plan(tmp_path)
+    assert plan.chosen is None or plan.chosen.answer
+    EXACTLY[name](plan)
 
 
 @pytest.mark.slow

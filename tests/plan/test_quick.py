@@ -252,3 +252,27 @@ def test_the_last_rank_and_all_layers_are_simulated_only_where_they_decide(model
     predict.ask(one, limit * 2**30)
     assert asked == expected
     assert one.answer["rank"] == (7 if len(expected) > 1 else 0)  # the higher of the two
+
+
+@pytest.mark.parametrize(
+    ("simulated", "expected", "micro"),
+    [
+        (1.0, ["selective checkpointing", "checkpointing", "checkpointing"], 4),
+        (0.9, ["selective checkpointing", "checkpointing"], 8),
+    ],
+)
+def test_a_confirmed_closed_form_spares_simulations_of_what_is_too_large(simulated, expected, micro, monkeypatch):
+    """8B on four 40-GB cards: 47.0, 47.0, 40.1, 41.0 and 36.6 GiB by formula, of which the last fits."""
+    asked = []
+
+    def ask(candidate, limit=0):
+        asked.append(candidate)
+        size = int(simulated * candidate.by_formula) - candidate.workspace
+        candidate.answer = {"total": {"backward": size}, "peak": {"backward": {}}, "host": 0, "host_saving": 0}
+
+    monkeypatch.setattr(predict, "ask", ask)
+    monkeypatch.setattr(simulate, "prestart", lambda *a, **k: None)
+    request = parse.request("sft", ["--model", str(CONFIGS / "llama3.1-8b"), "--zero", "3", "--offload", "none"])
+    plan = search.search(["sft"], request, 4, replace(hardware.GPUS["a100-40g"], memory_gib=40))
+    assert [one.label.split(", ")[1] for one in asked] == expected
+    assert plan.chosen is asked[-1] and plan.chosen.setting.micro == micro
