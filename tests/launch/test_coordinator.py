@@ -184,6 +184,7 @@ def test_what_fails_on_one_node_ends_the_ranks_of_the_other_and_both_come_to_the
 
 
 @pytest.mark.fault
+@pytest.mark.slow
 def test_a_node_that_is_asked_to_leave_leaves(port, tmp_path):
     first, second = running(port, tmp_path)
     second.report(EXIT_CODES["stopped"], [15], None, tmp_path)

@@ -391,16 +391,12 @@ NOT_TRAINED = {"data2vec", "reformer"}  # by the kit: an audio model, no causal 
 
 def test_every_linear_layer_that_is_read_past_an_adapter_is_left_out():
     """`self.dt_proj.weight @ inputs` in a forward: the adapter gets no gradient."""
-    done, left = set(), {}
-    for kind in (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES):
-        module = importlib.import_module(f"transformers.models.{model_type_to_module_name(kind)}")
-        folder = Path(module.__file__).parent
-        if folder in done:
-            continue
-        done.add(folder)
-        for file in folder.glob("modeling_*.py"):
-            if found := read_past_adapters(file.read_text()) - LOOKED_AT.get(folder.name, set()) - {"lm_head"}:
-                left[folder.name] = found
+    models, left = Path(importlib.util.find_spec("transformers.models").origin).parent, {}
+    kinds = (*MODEL_FOR_CAUSAL_LM_MAPPING_NAMES, *MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES)
+    for name in sorted({model_type_to_module_name(kind) for kind in kinds}):
+        for file in (models / name).glob("modeling_*.py"):
+            if found := read_past_adapters(file.read_text()) - LOOKED_AT.get(name, set()) - {"lm_head"}:
+                left[name] = found
     assert len(left) > 10
     for kind, names in left.items():
         if kind in NOT_TRAINED:
@@ -412,6 +408,8 @@ def test_every_linear_layer_that_is_read_past_an_adapter_is_left_out():
 def read_past_adapters(source: str) -> set[str]:
     """The linear layers of its classes of which a method that initializes nothing reads the weight."""
     found = set()
+    if not re.search(r"self\.\w+\.weight\b", source):
+        return found
     for cls in (node for node in ast.parse(source).body if isinstance(node, ast.ClassDef)):
         methods = [node for node in cls.body if isinstance(node, ast.FunctionDef)]
         text = ast.unparse(cls)
@@ -422,7 +420,7 @@ def read_past_adapters(source: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("kind", sorted(adapters.NO_PRODUCTS))
+@pytest.mark.parametrize("kind", slow_but(sorted(adapters.NO_PRODUCTS), ["longcat_flash"]))
 def test_such_a_layer_gets_no_adapter(kind, tmp_path):
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
     settings = resolve.resolve_settings("lora", ["--model", str(tmp_path), "--data", "none"], 1, GPUS["h100-80g"])

@@ -325,6 +325,7 @@ def test_auto_takes_what_trains_more_if_it_is_about_as_fast(full, lora, qlora, t
     assert preference.near(found, full_disk) == []
 
 
+@pytest.mark.slow
 def test_auto_leaves_out_what_the_disk_does_not_hold(tmp_path):
     """Two checkpoints of full fine-tuning and final/ are 224 GiB; a LoRA's less than one."""
     flags = "--zero 3 --offload none --gradient_checkpointing true --per_device_train_batch_size 1 --sp_size 1"

@@ -163,7 +163,7 @@ def cases_of_two_ranks():
     return cases
 
 
-SHORT = "0-1 sft-none sft-full sft-selective sft-all phases two-states-3".split()
+SHORT = "0-1 sft-none sft-full sft-selective phases two-states-3".split()
 
 
 def short(names):

@@ -106,8 +106,9 @@ def runs(tmp_path_factory, request):
 
 
 @pytest.fixture(scope="module")
-def untrained(tmp_path_factory):
-    words = [*flags("sft", micro=8, more=["--learning_rate", "0"])]
+def untrained(tmp_path_factory, request):
+    """A run of the same rows whose weights stay."""
+    words = flags("sft", micro=8, more=["--learning_rate", "0", *([] if runs_slow(request) else FEWER)])
     return run_world(1, {"untrained": ("sft", words)}, tmp_path_factory.mktemp("untrained"))["untrained"]
 
 
