@@ -41,6 +41,10 @@ NO_PRODUCTS = {
     "longcat_flash": "classifier",
 }  # fmt: skip
 
+# Model type -> pattern of modules whose saved adapters peft 0.21 does not find again: it renames mlp.shared_expert. as
+# transformers does in weights of the hub, by a pattern that mlp.shared_experts matches too.
+UNREADABLE = {"laguna": r".*\.shared_experts\..*"}
+
 _KEEPS_BASE = ("true", "gaussian", "orthogonal")
 
 # Flag -> candidate fields of peft's configuration classes; the first that a class has is used.
@@ -102,11 +106,6 @@ def resolve(settings) -> None:
             f"--init_lora_weights {init} with rank_pattern or alpha_pattern: it is saved as a plain LoRA of one rank; "
             "leave one of the two out."
         )
-
-
-# Model type -> pattern of modules whose saved adapters peft 0.21 does not find again: it renames mlp.shared_expert. as
-# transformers does in weights of the hub, by a pattern that mlp.shared_experts matches too.
-UNREADABLE = {"laguna": r".*\.shared_experts\..*"}
 
 
 def resolve_for_model(settings, config) -> None:

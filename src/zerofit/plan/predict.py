@@ -57,7 +57,7 @@ def ask(candidate: Candidate, limit: int = 0) -> None:
         candidate.failed = ""  # the extended answer is kept then
     elif ranks[1:]:
         _ask(candidate, ranks[1:])
-        candidate.answer = max((first, candidate.answer), key=_peak)
+        candidate.answer, candidate.failed = max((first, candidate.answer), key=_peak), ""
 
 
 def _peak(answer: dict) -> int:
