@@ -35,7 +35,7 @@ JOBS = {  # job: (model, GPUs, method)
 def first_answer(model: str, gpus: int, method: str) -> tuple[float, float, str]:
     """Return (seconds until the first answer, processor seconds of the plan's process, the answer); end the plan."""
     began = time.perf_counter()
-    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, _start(folder, model, gpus, method) as plan:
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder, start(folder, model, gpus, method) as plan:
         said = next((line for line in plan.stdout if line.startswith("first answer")), "")
         seconds, used = time.perf_counter() - began, Path(f"/proc/{plan.pid}/stat").read_text().rpartition(")")[2]
         os.killpg(plan.pid, signal.SIGKILL)
@@ -45,7 +45,7 @@ def first_answer(model: str, gpus: int, method: str) -> tuple[float, float, str]
     return seconds, ticks / os.sysconf("SC_CLK_TCK"), said.partition(": ")[2].partition(";")[0].strip()
 
 
-def _start(folder: str, model: str, gpus: int, method: str) -> subprocess.Popen:
+def start(folder: str, model: str, gpus: int, method: str) -> subprocess.Popen:
     """Start a plan with its cache in `folder`, as the leader of its own group of processes."""
     env = os.environ | {"ZEROFIT_CACHE": folder, "PYTHONPATH": str(ROOT / "src")}
     return subprocess.Popen(

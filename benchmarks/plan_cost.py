@@ -19,8 +19,8 @@ import subprocess
 import sys
 import tempfile
 import time
-from pathlib import Path
 
+import first_answers
 from machine import ROOT, describe, facts, save, versions
 
 CONFIGS = ROOT / "tests" / "configs"
@@ -110,12 +110,7 @@ def plan(model: str, gpus: int, method: str) -> dict:
     """Return {"first_seconds", "seconds", "cpu_seconds", "largest_process_bytes"} of a plan with an empty cache."""
     began, before, first = time.perf_counter(), _cpu_seconds(), None
     with tempfile.TemporaryDirectory() as folder:
-        env = os.environ | {"ZEROFIT_CACHE": folder, "PYTHONPATH": str(ROOT / "src")}
-        process = subprocess.Popen(
-            [sys.executable, "-m", "zerofit", "plan", "--gpu_type", "h100-80g", "--gpus", str(gpus), "--model",
-             str(CONFIGS / model), "--method", method, "--output_dir", str(Path(folder) / "plan")],
-            stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, text=True, env=env, cwd=folder,
-        )  # fmt: skip
+        process = first_answers.start(folder, model, gpus, method)
         for line in process.stdout:
             if line.startswith("first answer") and first is None:
                 first = time.perf_counter() - began

@@ -12,7 +12,7 @@ from zerofit.model import quantization
 from zerofit.model.mixtures import adapted
 from zerofit.model.mixtures import weights as of_experts
 
-count, selected, is_routed = of_experts.count, of_experts.selected, of_experts.is_routed
+count, is_routed = of_experts.count, of_experts.is_routed
 
 
 def fused_weights(model) -> int:

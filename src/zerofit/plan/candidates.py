@@ -226,7 +226,7 @@ def _fullest_stage(shape: Shape, setting: Setting, settings) -> tuple[int, dict[
 
 
 def of_pipeline(
-    method: str, best: Candidate, request: Request, plan: "Plan", size: int, micro: int, accumulation: int
+    method: str, best: Candidate, request: Request, plan: Plan, size: int, micro: int, accumulation: int
 ) -> list[Candidate]:
     """Return pipelines of `size` stages, without and with checkpointing, as far as the model and the request take one.
 

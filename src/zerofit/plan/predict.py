@@ -131,13 +131,7 @@ def answer_of(
             answers = [_extended(low, high, depths, shape.layers) for low, high in pairs]
             break
         before = slopes
-    return _highest(answers, asked)
-
-
-def _highest(answers: list[dict], ranks: Sequence[int]) -> dict:
-    """Return the answer of the rank with the highest peak."""
-    by_rank = [answer | {"rank": rank} for rank, answer in zip(ranks, answers, strict=True)]
-    return max(by_rank, key=_peak)
+    return max(answers, key=_peak)
 
 
 def _depths(zero: int, shape: Shape, every: int, ranks: int) -> list[tuple]:
