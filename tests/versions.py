@@ -1,14 +1,15 @@
-"""Run the tests with the oldest and the newest packages that pyproject.toml allows; write the table of docs/install.md.
+"""Run the tests with several sets of package versions; write launch/tested.json and the table of docs/install.md.
 
-make test-versions                           the three sets of the table
-make test-versions ARGS="--sets oldest"      one of them; the other rows stay
-make test-versions ARGS="--sets prerelease"  the newest pre-releases, upper bounds ignored: no row of the table
-make test-versions ARGS="--only tests/config --no_table"
+make test-versions                                the fast suite with each set
+make test-versions ARGS="--sets floor newest"     some of them; what is written of the others stays
+make test-versions ARGS="--quick"                 in each set, the tests that depend most on versions (QUICK)
+make test-versions ARGS="--sets prerelease"       the newest pre-releases: written nowhere
+make test-versions ARGS="--only tests/config"     written nowhere
 """
 
 import argparse
+import json
 import os
-import re
 import subprocess
 import sys
 import tomllib
@@ -19,42 +20,60 @@ from xml.etree import ElementTree
 
 ROOT = Path(__file__).resolve().parents[1]
 PAGE = ROOT / "docs" / "install.md"
+TESTED = ROOT / "src" / "zerofit" / "launch" / "tested.json"
 BEGIN, END = "<!-- written by make test-versions -->\n", "<!-- end -->\n"
-HEAD = "| set | Python | torch | transformers | accelerate | deepspeed | peft | date | tests |\n|" + "---|" * 9 + "\n"
-PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft")
+COLUMNS = ("python", "torch", "transformers", "accelerate", "deepspeed", "peft", "huggingface_hub")
+HEAD = f"| set | {' | '.join(COLUMNS)} | date | tests |\n|" + "---|" * (len(COLUMNS) + 3) + "\n"
+PACKAGES = (*COLUMNS[1:], "datasets", "torchao", "bitsandbytes", "liger-kernel")
+
+QUICK = (
+    "tests/model/test_patches.py", "tests/model/test_linear_attention.py", "tests/model/test_attention.py",
+    "tests/model/test_load.py", "tests/config/test_transformers_flags.py", "tests/config/test_deepspeed_json.py",
+    "tests/plan/test_fake_operations.py", "tests/launch/test_doctor.py", "tests/test_imports.py",
+    "tests/train/test_training.py", "tests/train/test_resume.py", "tests/export/test_export.py",
+)  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Set:
-    """Versions to install: how uv resolves pyproject.toml, and for which Python."""
+    """Versions to install, and for which Python."""
 
     python: str
     resolve: tuple[str, ...]  # options of `uv pip compile`
-    bounded: bool = True  # False: upper bounds are ignored
+    constraints: str | None = None  # a file, or the lines of one
 
+
+# What an image with a GPU had in November 2026; the rest is the pinned set.
+MACHINE = "torch==2.11.0\ntriton==3.6.0\naccelerate==1.15.0\nhuggingface_hub==1.33.0\nnumpy==2.5.2\n"
 
 SETS = {
-    "oldest": Set("3.11", ("--resolution", "lowest-direct")),
-    "pinned": Set("3.12", ("--constraint", "constraints.txt")),
+    "floor": Set("3.11", ("--resolution", "lowest-direct")),
+    "machine": Set("3.12", (), MACHINE + "transformers==5.17.0\n"),
+    "machine-5.23": Set("3.12", (), MACHINE + "transformers==5.23.0\n"),
+    "pinned": Set("3.12", (), "constraints.txt"),
     "newest": Set("3.13", ("--resolution", "highest")),
-    "prerelease": Set("3.13", ("--resolution", "highest", "--prerelease", "allow"), bounded=False),
+    "prerelease": Set("3.13", ("--resolution", "highest", "--prerelease", "allow")),
 }
 
 
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--sets", nargs="+", choices=SETS, default=["oldest", "pinned", "newest"])
+    default = ["floor", "machine", "pinned", "newest"]
+    parser.add_argument("--sets", nargs="+", choices=SETS, default=default)
     parser.add_argument("--only", nargs="+", default=[], help="tests to run instead of the fast suite")
+    parser.add_argument("--quick", action="store_true", help="run QUICK instead of the fast suite: 15 minutes a set")
     parser.add_argument("--failed", action="store_true", help="run only what failed in the last run of each set")
-    parser.add_argument("--no_table", action="store_true", help="leave docs/install.md as it is")
+    parser.add_argument("--install", action="store_true", help="make the environments, run nothing")
     given = parser.parse_args()
     failed = []
     for name in given.sets:
         python = install(name)
-        counts = run(python, name, given.only, given.failed)
+        if given.install:
+            continue
+        counts = run(python, name, given.only or (list(QUICK) if given.quick else []), given.failed)
         print(f"{name}: {counts}", flush=True)
-        if not (given.no_table or given.only or name == "prerelease"):
-            write(name, row(name, python, counts))
+        if not (given.only or name == "prerelease"):
+            record(name, python, f"{counts} (quick)" if given.quick else counts)
         if "failed" in counts:
             failed.append(name)
     sys.exit(f"tests failed with: {', '.join(failed)}" if failed else 0)
@@ -66,27 +85,29 @@ def install(name: str) -> Path:
     chosen = SETS[name]
     print(f"{name}: installing for Python {chosen.python}", flush=True)
     uv("venv", "--quiet", "--allow-existing", "--python", chosen.python, folder)
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     wanted = folder / "wanted.txt"
-    wanted.write_text("\n".join(requirements(chosen.bounded)) + "\n")
+    wanted.write_text("\n".join(project["dependencies"]) + "\n")
     resolved = folder / "resolved.txt"
-    uv("pip", "compile", "--quiet", "--python", folder, *chosen.resolve, wanted, "--output-file", resolved)
+    bounds = []
+    if chosen.constraints:
+        file = ROOT / chosen.constraints
+        if "\n" in chosen.constraints:
+            file = folder / "constraints.txt"
+            file.write_text(chosen.constraints)
+        bounds = ["--constraint", file]
+    uv("pip", "compile", "--quiet", "--python", folder, *chosen.resolve, *bounds, wanted, "--output-file", resolved)
     python = folder / "bin" / "python"
     # torch first: DeepSpeed's build looks for it
     uv("pip", "install", "--quiet", "--python", python, "--constraint", resolved, "torch", "setuptools", "wheel", "pip")
     isolation = ("--no-build-isolation-package", "deepspeed")
     uv("pip", "install", "--quiet", "--python", python, *isolation, "--requirement", resolved)
-    dev = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["optional-dependencies"]["dev"]
-    uv("pip", "install", "--quiet", "--python", python, "--constraint", resolved, *dev)
+    extras = project["optional-dependencies"]["dev"]
+    uv("pip", "install", "--quiet", "--python", python, "--constraint", resolved, *extras)
     uv("pip", "install", "--quiet", "--python", python, "--no-deps", "--editable", ROOT)
     for stamp in (".zerofit-installed", ".zerofit-dev-installed"):  # else `make ENV=active` of a test installs the pins
         (folder / stamp).touch()
     return python
-
-
-def requirements(bounded: bool) -> list[str]:
-    """Return the dependencies of pyproject.toml, with or without their upper bounds."""
-    wanted = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    return wanted if bounded else [re.sub(r",<[\d.]+", "", one) for one in wanted]
 
 
 def uv(*words) -> None:
@@ -119,14 +140,14 @@ def run(python: Path, name: str, only: list[str], failed_only: bool) -> str:
 
 def test(python: Path, name: str, results: Path, words: list[str]) -> None:
     """Run tests with the set's interpreter. Raises: SystemExit if they have changed the set."""
-    versions, log = of_set(python), results.with_suffix(".log")
+    before, log = versions(python), results.with_suffix(".log")
     print(f"{name}: tests; {log}", flush=True)
     env = os.environ | {"PATH": f"{python.parent}{os.pathsep}{os.environ['PATH']}"}
     with log.open("w") as out:
         command = [python, "-m", "pytest", "-q", f"--junit-xml={results}", *words]
         subprocess.run(command, cwd=ROOT, stdout=out, stderr=out, env=env)
-    if (now := of_set(python)) != versions:
-        sys.exit(f"{name}: a test has installed other packages: {' '.join(now)} instead of {' '.join(versions)}")
+    if (now := versions(python)) != before:
+        sys.exit(f"{name}: a test has installed other packages: {now} instead of {before}")
 
 
 def failed(suite) -> list[str]:
@@ -135,23 +156,32 @@ def failed(suite) -> list[str]:
     return [f"{one.get('classname').replace('.', '/')}.py::{one.get('name')}" for one in bad]
 
 
-def row(name: str, python: Path, counts: str) -> str:
-    """Return the set's row of the table."""
-    return f"| {' | '.join([name, *of_set(python), date.today().isoformat(), counts])} |\n"
-
-
-def of_set(python: Path) -> list[str]:
+def versions(python: Path) -> dict[str, str]:
     """Return the environment's versions of Python and of PACKAGES."""
-    code = f"import importlib.metadata as m, platform as p; print(p.python_version(), *map(m.version, {PACKAGES}))"
-    return subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout.split()
+    code = (
+        "import importlib.metadata as m, json, platform as p; "
+        f"print(json.dumps({{'python': p.python_version()}} | {{n: m.version(n) for n in {PACKAGES}}}))"
+    )
+    return json.loads(subprocess.run([python, "-c", code], capture_output=True, text=True, check=True).stdout)
 
 
-def write(name: str, line: str) -> None:
-    """Replace the set's row in docs/install.md, or add it."""
+def record(name: str, python: Path, counts: str) -> None:
+    """Replace the set in launch/tested.json, which the notes of a start read, and the table of docs/install.md."""
+    tested = json.loads(TESTED.read_text()) if TESTED.exists() else {}
+    tested[name] = {"date": date.today().isoformat(), "tests": counts, "versions": versions(python)}
+    tested = {one: tested[one] for one in SETS if one in tested}
+    TESTED.write_text(json.dumps(tested, indent=1) + "\n")
     before, _, rest = PAGE.read_text().partition(BEGIN)
-    table, _, after = rest.partition(END)
-    rows = {one.split("|")[1].strip(): one for one in table.removeprefix(HEAD).splitlines(keepends=True)} | {name: line}
-    PAGE.write_text(before + BEGIN + HEAD + "".join(rows[one] for one in SETS if one in rows) + END + after)
+    PAGE.write_text(before + BEGIN + table(tested) + END + rest.partition(END)[2])
+
+
+def table(tested: dict) -> str:
+    """Return the table of docs/install.md. tested: launch/tested.json's."""
+    rows = [
+        f"| {' | '.join([name, *(one['versions'][column] for column in COLUMNS), one['date'], one['tests']])} |\n"
+        for name, one in tested.items()
+    ]
+    return HEAD + "".join(rows)
 
 
 if __name__ == "__main__":

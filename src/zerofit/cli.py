@@ -7,7 +7,7 @@ import sys
 from importlib import metadata
 
 from zerofit import __version__
-from zerofit.base import command_line, distributed, hardware, process
+from zerofit.base import command_line, distributed, hardware
 from zerofit.base.errors import UserError
 from zerofit.base.paths import PROJECT
 from zerofit.entrypoint import guard
@@ -69,7 +69,6 @@ LIGHT = ("status", "cancel", "init", "convert", "report", "watch")  # verbs that
 
 STARTS_RANKS = ("launch", "resume")
 
-WITHOUT_ADAPTERS = (*STARTS_RANKS, "plan", "simulated-rank")  # verbs that import peft only where one is trained
 
 
 def main() -> None:
@@ -123,5 +122,3 @@ def _check_and_import(verb: str, *words: str) -> None:
         # ranks could not be forks (launch/standby.py).
         os.environ.setdefault(hardware.NVML_CHECK, "1")
     log_filters.libraries()
-    if verb in WITHOUT_ADAPTERS:
-        process.load_peft_on_use()
