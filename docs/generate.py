@@ -274,12 +274,13 @@ def code() -> str:
 def patches() -> list[str]:
     """Return the table of docs/patches.toml, with the versions of constraints.txt."""
     versions = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
-    lines = [PATCHES, "| file | name | of | reason | test |", "|---|---|---|---|---|"]
+    lines = [PATCHES, "| file | name | of | for | reason | test |", "|---|---|---|---|---|---|"]
     for patch in tomllib.loads((DOCS / "patches.toml").read_text())["patch"]:
         first, *others = patch["names"]
         name, library = f"`{first}`" + (f" and {len(others)} more" if others else ""), patch["of"].partition(".")[0]
         test = patch["test"].replace("::", " ").removeprefix("tests/")
-        lines.append(f"| {patch['file']} | {name} | {library} {versions.get(library, '')} | {patch['why']} | {test} |")
+        version, purpose = versions.get(library, ""), patch["purpose"]
+        lines.append(f"| {patch['file']} | {name} | {library} {version} | {purpose} | {patch['why']} | {test} |")
     return lines
 
 

@@ -36,6 +36,8 @@ for words in commands:
     found.append([name for name in names if name in sys.modules])
 print(json.dumps([codes, found]))
 """
+
+
 def imported(commands: list[list[str]]) -> tuple[list[int], list[list[str]]]:
     """Return the exit codes of `zerofit` commands that ended with one, and the modules above imported after each."""
     words = [sys.executable, "-c", CODE, json.dumps(commands), json.dumps([*SLOW, *NOT_OF_A_LAUNCH])]

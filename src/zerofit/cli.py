@@ -70,7 +70,6 @@ LIGHT = ("status", "cancel", "init", "convert", "report", "watch")  # verbs that
 STARTS_RANKS = ("launch", "resume")
 
 
-
 def main() -> None:
     guard(_main)
 

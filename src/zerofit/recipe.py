@@ -20,6 +20,7 @@ from zerofit.config import resolve
 from zerofit.job import job, program, run_folder, stretches
 from zerofit.job.recipe import Recipe
 from zerofit.job.settings import Settings
+from zerofit.launch import doctor
 from zerofit.model import load
 from zerofit.model.weights import complete
 from zerofit.plan import choice, preflight
@@ -47,7 +48,9 @@ def parse(recipe: Recipe) -> Settings:
         preflight.publish(facts.get("plan"))
         complete.HELD.update(facts.get("weights", {}))
     else:
+        warnings = doctor.raise_or_warn(doctor.installation())  # the launcher has checked its own start
         settings = restart.as_the_run_goes_on(resolve.resolve_settings(recipe))
+        settings.decisions += warnings
         preflight.only_print(settings)
         if settings.search_batch_size and settings.use_cpu:
             raise UserError(NO_SEARCH)

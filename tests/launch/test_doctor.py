@@ -23,7 +23,7 @@ from packaging.specifiers import SpecifierSet
 from zerofit.base.errors import UserError
 from zerofit.base.paths import ROOT
 from zerofit.config import resolve
-from zerofit.launch import doctor
+from zerofit.launch import doctor, doctor_packages
 
 
 def only(found):
@@ -51,10 +51,63 @@ def test_this_machine(tmp_path):
 def test_a_version_outside_of_the_tested_set(monkeypatch):
     plain = metadata.version
     monkeypatch.setattr(metadata, "version", lambda name: "0.18.5" if name == "deepspeed" else plain(name))
-    level, text = only(doctor.python_and_packages())
+    level, text = only(doctor_packages.check())
     assert level == "fail" and "deepspeed 0.18.5 is not " in text and "make install" in text
     with pytest.raises(UserError, match=r"deepspeed 0\.18\.5"):
         doctor.raise_or_warn(doctor.installation())
+
+
+def installed(monkeypatch, **versions):
+    """Have packages installed in these versions; None: not at all."""
+    plain = metadata.version
+
+    def version(name):
+        if name in versions and versions[name] is None:
+            raise metadata.PackageNotFoundError(name)
+        return versions.get(name) or plain(name)
+
+    monkeypatch.setattr(metadata, "version", version)
+
+
+@pytest.mark.parametrize("versions, noted", [
+    ({"torch": "9.0.0+cu150", "transformers": "5.99.0"}, "torch 9.0.0+cu150 (tested up to 2.{}), transformers 5.99.0"),
+    ({"deepspeed": "0.99.0"}, "deepspeed 0.99.0"),
+    ({"deepspeed": None, "peft": "9.0"}, ""),  # a failure says more
+    ({"torchao": None, "bitsandbytes": None}, None),  # needed where they are used
+])  # fmt: skip
+def test_a_version_above_all_tested_ones_is_noted_and_never_refused(versions, noted, monkeypatch):
+    newest = doctor_packages.newest_tested()
+    patch_release = f"{newest['transformers'].rpartition('.')[0]}.99"
+    installed(monkeypatch, **{"transformers": patch_release} | versions)  # of a minor release that was tested: no note
+    found = [f for f in doctor_packages.check() if f.level == "warn"]
+    if noted is None:
+        assert none(doctor_packages.check())
+        return
+    text = noted.replace("2.{}", newest["torch"])
+    assert len(found) == 1 and found[0].text.startswith(f"newer than what was tested: {text}")
+    assert "`zerofit doctor`" in found[0].fix
+    if versions.get("deepspeed", "") is not None:
+        assert doctor.raise_or_warn(doctor.installation())
+
+
+def test_a_checkout_has_the_floors_of_its_own_file(monkeypatch, tmp_path):
+    """Also where it is not installed, or where an older installation left metadata of its own."""
+    (tmp_path / "pyproject.toml").write_text('[project]\ndependencies = ["peft>=99"]\n')
+    monkeypatch.setattr(doctor_packages, "ROOT", tmp_path)
+    level, text = only(doctor_packages.check())
+    assert level == "fail" and "is not >=99" in text
+
+
+def test_the_self_test_trains_and_reports_the_certificate(monkeypatch, tmp_path):
+    """It says what the run said where it breaks, here by a package that raises as it is imported."""
+    (finding,) = doctor_packages.self_test()
+    assert finding.level == "ok" and "9 of 9 checks of a short run hold" in finding.text, finding
+    checks = list(doctor._checks(SimpleNamespace(nodes="1", output_dir="runs", gpus="", port="", self_test=True)))
+    assert "self-test" in checks
+    (tmp_path / "peft.py").write_text("raise RuntimeError('this peft is broken')\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    (finding,) = doctor_packages.self_test()
+    assert finding.level == "fail" and "Error: " in finding.text and finding.fix.endswith("make install")
 
 
 def test_a_package_that_is_missing(monkeypatch):
@@ -64,21 +117,21 @@ def test_a_package_that_is_missing(monkeypatch):
         return plain(name)
 
     monkeypatch.setattr(metadata, "version", version)
-    assert only(doctor.python_and_packages())[1].startswith("peft is missing")
+    assert only(doctor_packages.check())[1].startswith("peft is missing")
 
 
 def test_rules_are_complete():
-    for ranges, symptom, fix in doctor.RULES:
+    for ranges, symptom, fix in doctor_packages.RULES:
         assert "https://github.com/" in symptom and fix.startswith("pip install ")
         assert all(SpecifierSet(versions) for versions in ranges.values())
-    assert none(doctor.known_problems())  # the tested set has none
+    assert none(doctor_packages.known_problems())  # the tested set has none
 
 
 def test_each_rule_can_apply():
     """Versions outside of pyproject's ranges are refused without a rule."""
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     allowed = {r.name: r.specifier for r in map(Requirement, project["dependencies"])}
-    for ranges, symptom, _ in doctor.RULES:
+    for ranges, symptom, _ in doctor_packages.RULES:
         for name in allowed.keys() & ranges.keys():
             both = allowed[name] & SpecifierSet(ranges[name])
             assert any(both.contains(bound.version) for bound in both), f"{name} {both}: {symptom}"
@@ -88,11 +141,11 @@ def test_a_known_problem_is_reported(monkeypatch):
     plain = metadata.version
     versions = {"flash-attn": "2.7.4.post1", "torch": "2.13.0"}
     monkeypatch.setattr(metadata, "version", lambda name: versions.get(name) or plain(name))
-    level, text = only(doctor.known_problems())
+    level, text = only(doctor_packages.known_problems())
     assert level == "warn" and text.startswith("flash-attn 2.7.4.post1, torch 2.13.0: a prebuilt wheel fails")
     assert any("undefined symbol" in sentence for sentence in doctor.raise_or_warn(doctor.installation()))
     versions["flash-attn"] = "2.8.0"
-    assert none(doctor.known_problems())
+    assert none(doctor_packages.known_problems())
 
 
 def test_compilers_that_are_missing(monkeypatch):

@@ -4,6 +4,7 @@ import copy
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 import safetensors.torch
@@ -133,11 +134,20 @@ def test_a_kernel_is_told_the_boundaries_by_its_own_name(monkeypatch, functions_
         told["bounds"] = cu_seqlens
         return v, None
 
+    fla = SimpleNamespace(ops=SimpleNamespace(kda=SimpleNamespace(chunk_kda=chunk_kda)))
+    monkeypatch.setitem(sys.modules, "fla", fla)  # where transformers looks for it
     monkeypatch.setattr(module, "chunk_kimi_delta_attention", chunk_kda)
     linear_attention.keep_documents_apart(config)
     batch = PackedCollator(seq_idx=True)(documents())
     built(config)(**batch, use_cache=False)
     assert torch.equal(told["bounds"], batch["cu_seq_lens_q"])
+
+
+@pytest.mark.parametrize("package", [None, SimpleNamespace(), SimpleNamespace(ops=SimpleNamespace(kda=None))])
+def test_a_package_without_the_kernel_is_none(package, monkeypatch):
+    """transformers then computes in PyTorch: from 5.20 on it refuses boundaries there, before it drops them."""
+    monkeypatch.setitem(sys.modules, "fla", package)  # None: cannot be imported
+    assert linear_attention._is_in_pytorch("chunk_kda", "fla")
 
 
 def test_a_row_of_one_document_and_padded_rows_are_computed_as_before(functions_are_restored):

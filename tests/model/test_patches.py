@@ -8,6 +8,7 @@ import json
 import re
 import sys
 import tomllib
+from importlib import metadata
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -17,12 +18,16 @@ import torch
 from conftest import ROOT, TINY
 from safetensors.torch import load_file
 from test_load import packed
-from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config, Trainer, TrainingArguments
 
+from zerofit.base.errors import UserError
 from zerofit.config import parse
 from zerofit.model import attention, load, patches
 from zerofit.model.kernels import linear_attention
 from zerofit.plan import simulate
+from zerofit.train.pipeline_trainer import PipelineTrainer
+from zerofit.train.preference import PreferenceTrainer
+from zerofit.train.trainer import ZerofitTrainer
 
 PLAIN = bitsandbytes.matmul_4bit
 LAYERS = (4, 8)
@@ -250,6 +255,7 @@ def test_deepspeed_still_keeps_releases_of_a_dropped_trace(monkeypatch):
     plain = coordinator_class._clear_trace_structures
     plain = getattr(plain, "__wrapped__", plain)
     monkeypatch.setattr(coordinator_class, "_clear_trace_structures", plain)
+    monkeypatch.setattr(coordinator_class, "__hash__", object.__hash__)
     layer, coordinator = torch.nn.Linear(2, 2, bias=False), object.__new__(coordinator_class)
     partition_parameters._init_external_params(layer)
     layer.weight.ds_id, layer.weight.ds_persist, layer.weight.ds_numel = 7, False, 4
@@ -268,6 +274,94 @@ def test_deepspeed_still_keeps_releases_of_a_dropped_trace(monkeypatch):
     patches.forget_releases_with_their_trace()
     assert coordinator_class._clear_trace_structures.__wrapped__ is plain
     assert released_after_its_first_use(1) == {7} and released_after_its_first_use(2) == set()
+
+
+# --- a library that has changed ---
+
+
+def test_a_patch_for_speed_or_memory_falls_away_with_one_line(capsys):
+    for purpose in ("speed", "memory"):
+        calls = []
+
+        def patch(calls=calls):
+            calls.append(1)
+            raise AttributeError("module has no attribute 'gone'")
+
+        apply = patches.only_for(purpose, "torch", f"{purpose} is lost")(patch)
+        apply(), apply()
+        said = capsys.readouterr()
+        assert len(calls) == 2 and said.out == ""
+        assert said.err == (
+            f"note: torch {metadata.version('torch')} has changed (patch: module has no attribute 'gone'): "
+            f"{purpose} is lost\n"
+        )
+
+
+@pytest.mark.bad_input
+def test_a_patch_for_numbers_refuses():
+    @patches.only_for("numbers", "torch", "the loss would be wrong; install an earlier torch")
+    def patch():
+        raise KeyError("gone")
+
+    with pytest.raises(UserError, match=r"torch \S+ has changed \(patch: .*gone.*\): the loss would be wrong; install"):
+        patch()
+
+
+MISSING = {  # patch: what a newer library may lack
+    "release_gathered_4bit_weights": "bitsandbytes.matmul_4bit",
+    "list_own_parameters_directly": "deepspeed.runtime.zero.partitioned_param_coordinator.iter_params",
+    "forget_releases_with_their_trace":
+        "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator",
+    "look_for_no_documents": "transformers.masking_utils._preprocess_mask_arguments",
+    "compare_whole_shapes": "transformers.core_model_loading.Transpose",
+}  # fmt: skip
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("name", MISSING)
+def test_a_run_goes_on_or_is_refused_where_a_name_is_gone(name, monkeypatch, capsys):
+    patches._say_once.cache_clear()
+    patch, arguments = getattr(patches, name), ["x"] * (name == "look_for_no_documents")
+    monkeypatch.setattr(patches, "_WITH_BOUNDS", set())
+    monkeypatch.delattr(MISSING[name])
+    if patch.purpose == "numbers":
+        with pytest.raises(UserError, match=f"has changed \\({name}: "):
+            patch(*arguments)
+    else:
+        patch(*arguments)
+        assert f"has changed ({name}: " in capsys.readouterr().err
+
+
+def test_a_trace_of_another_form_goes_on(capsys):
+    patches._say_once.cache_clear()
+    for offload in (SimpleNamespace(), SimpleNamespace(get_param_coordinator=SimpleNamespace)):
+        with patches.same_trace(SimpleNamespace(optimizer=SimpleNamespace(parameter_offload=offload))):
+            pass
+    assert capsys.readouterr().err.count("has no reset_step") == 1
+
+
+@pytest.mark.bad_input
+def test_a_method_that_would_never_be_called_is_refused(monkeypatch):
+    """transformers' Trainer is no abstract class: one of its methods that has another name calls none of ours."""
+    patches.check_overrides(ZerofitTrainer)
+    patches.check_overrides(PreferenceTrainer)
+    monkeypatch.delattr(Trainer, "_load_best_model")
+    with pytest.raises(UserError, match=r"Trainer\._load_best_model: transformers \S+ no longer has it"):
+        patches.check_overrides(PreferenceTrainer)
+
+
+@pytest.mark.parametrize("cls", [ZerofitTrainer, PreferenceTrainer, PipelineTrainer])
+def test_each_private_method_of_the_trainer_that_is_overridden_is_marked(cls):
+    marked = {name for name, value in vars(cls).items() if getattr(value, "__override__", False)}
+    assert marked == {name for name in vars(cls) if is_private(name) and callable(getattr(Trainer, name, None))}
+
+
+@pytest.mark.bad_input
+def test_an_attribute_that_nothing_would_read_is_refused():
+    arguments = TrainingArguments(use_cpu=True)
+    patches.write(arguments, "_n_gpu", 1)
+    with pytest.raises(UserError, match=r"TrainingArguments\._gpus: transformers \S+ no longer has it"):
+        patches.write(arguments, "_gpus", 1)
 
 
 # --- the list of all patches and private names, docs/patches.toml ---
@@ -331,6 +425,10 @@ def test_what_is_listed_is_still_needed_and_still_there(patch):
         if is_private(last) and theirs.count("\n") < 10_000:  # of a module, not of a whole package
             public = last.lstrip("_")
             assert not re.search(rf"(?<!@property\n    )def {public}\(", theirs), f"{patch['of']} has a public {public}"
+    assert patch["purpose"] in ("speed", "memory", "numbers", "report", "plan")
+    applied = [getattr(getattr(patches, call), "purpose", None) for call in vars(patches)]
+    if patch["file"] == "model/patches.py" and patch["names"] != ["get_param_coordinator", "reset_step"]:
+        assert patch["purpose"] in applied
     file, _, function = patch["test"].partition("::")
     assert f"def {function}(" in (ROOT / file).read_text(), f"there is no {patch['test']}"
 
@@ -352,9 +450,11 @@ def test_transformers_still_keeps_documents_apart_by_kernels_alone():
     for kind in ("qwen3_next", "granitemoehybrid"):
         config = AutoConfig.for_model(kind)
         of_module = vars(sys.modules[attention.class_of(config).__module__])
-        for name, (kernel, _) in linear_attention.kernels_of(config).items():
-            if kernel in linear_attention.TOKEN_AXIS:
-                with pytest.raises(ValueError, match="packed sequences apart"):
+        for name, (kernel, package) in linear_attention.kernels_of(config).items():
+            if kernel in linear_attention.TOKEN_AXIS and not importlib.util.find_spec(package):
+                assert linear_attention._is_in_pytorch(kernel, package)
+                # 5.20 and later refuse boundaries, 5.17 drops them: its function then lacks the other arguments
+                with pytest.raises((ValueError, TypeError)):
                     of_module[name](seq_idx=torch.zeros(1, 2))
     # Its kernel reads cu_seqlens, which is told to no layer; transformers drops cu_seq_lens_q before the kernel.
     assert "cu_seqlens" not in source_of("transformers.models.kimi_linear.modeling_kimi_linear")

@@ -123,7 +123,7 @@ def skip_inference_op() -> None:
     """Keep DeepSpeed (0.19.8) from compiling an op on a CPU, which takes a minute and serves only its inference."""
     import deepspeed
 
-    deepspeed.ops.__compatible_ops__["deepspeed_shm_comm"] = False
+    getattr(deepspeed.ops, "__compatible_ops__", {})["deepspeed_shm_comm"] = False
 
 
 def import_deepspeed(use_cpu: bool):

@@ -1,7 +1,7 @@
 """`zerofit doctor`: check what would break, slow down or silently corrupt a run here, with fixes.
 
-Every check returns findings; none starts a job, and together they take less than 15 s. The launcher runs `installation`
-and `of_job` before each job.
+Every check returns findings. Together they take less than 15 s, and half a minute more where the self-test runs. The
+launcher runs `installation` and `of_job` before each job.
 """
 
 import argparse
@@ -22,29 +22,13 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from zerofit.base import allocator, command_line, hardware
+from zerofit.base import allocator, hardware
 from zerofit.base.errors import UserError
 from zerofit.base.paths import PACKAGE
-from zerofit.launch import doctor_nodes
+from zerofit.launch import doctor_nodes, doctor_packages
 from zerofit.launch.doctor_nodes import Finding, fail, ok, warn
 
 GIB = 2**30
-
-# ({package: versions} with a problem together, its symptom and thread, the fix), in addition to pyproject's ranges and
-# what a library's own import refuses.
-RULES = (
-    (
-        {"flash-attn": "<=2.7.4.post1", "torch": ">=2.7"},
-        "a prebuilt wheel fails on import: undefined symbol in flash_attn_2_cuda "
-        "(https://github.com/Dao-AILab/flash-attention/issues/1644)",
-        "pip install --no-build-isolation --no-binary flash-attn --force-reinstall --no-deps flash-attn",
-    ),
-    (
-        {"nvidia-nccl-cu13": "==2.29.2"},
-        "this NCCL release hangs: a regression that 2.29.3 reverts (https://github.com/pytorch/pytorch/pull/174338)",
-        "pip install 'nvidia-nccl-cu13>=2.29.3'",
-    ),
-)
 
 # {environment variable that changes how a job runs: its effect}
 CHANGES_BEHAVIOR = {
@@ -70,6 +54,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--output_dir", default="runs", help="folder that runs will be written to")
     parser.add_argument("--port", default="", help="port of the rendezvous to check")
     parser.add_argument("--nodes", default="1", help="nodes of the job; above 1, also check what several nodes need")
+    parser.add_argument("--self_test", action="store_true", help="train the bundled model for four steps and check "
+                        "what they compute; done without this flag where a package is newer than tested")  # fmt: skip
     given = parser.parse_args(argv)
     if given.gpus and (not given.gpus.isdecimal() or not int(given.gpus)):
         raise UserError(f"--gpus {given.gpus}: must be a whole number from 1.")
@@ -95,8 +81,8 @@ def _checks(given) -> dict:
     """Return {name: (check, text of an ok where it has no findings)}, in the order in which they run."""
     nodes, folder = int(given.nodes), Path(given.output_dir)
     checks = {
-        "packages": (python_and_packages, _versions()),
-        "known problems": (known_problems, "none applies"),
+        "packages": (doctor_packages.check, _versions()),
+        "known problems": (doctor_packages.known_problems, "none applies"),
         "compiler": (compilers, "ninja and g++ are on PATH"),
         "environment": (variables, "no variable changes what runs"),
         "GPUs": (gpus, "none: jobs run on the CPU"),
@@ -107,6 +93,8 @@ def _checks(given) -> dict:
         "hub": (hub_access, ""),
         "exchange": (lambda: exchange(int(given.gpus or 0)), "one process has nothing to exchange"),
     }
+    if given.self_test or any(f.level == "warn" for f in doctor_packages.check()):
+        checks["self-test"] = (doctor_packages.self_test, "")
     if nodes > 1:
         checks["nodes"] = (lambda: doctor_nodes.check(nodes, folder, given.port), "")
     return checks
@@ -122,49 +110,11 @@ def _print(findings: list[Finding]) -> None:
 # --- packages ---
 
 
-def python_and_packages() -> Iterator[Finding]:
-    """Compare installed versions with the ranges that zerofit was tested with."""
-    from packaging.requirements import Requirement
-
-    bad = []
-    try:
-        requires = [Requirement(text) for text in metadata.requires("zerofit") or []]
-    except metadata.PackageNotFoundError:
-        yield warn("packages", "zerofit is not installed, it runs from its folder", command_line.install())
-        return
-    for requirement in requires:
-        if requirement.marker and not requirement.marker.evaluate({"extra": ""}):  # of an extra or of another platform
-            continue
-        try:
-            version = metadata.version(requirement.name)
-        except metadata.PackageNotFoundError:
-            bad.append(f"{requirement.name} is missing")
-            continue
-        if not requirement.specifier.contains(version, prereleases=True):
-            bad.append(f"{requirement.name} {version} is not {requirement.specifier}")
-    if bad:
-        yield fail("packages", "; ".join(bad), command_line.install())
-
-
 def _versions() -> str:
     from zerofit.job.run_folder import PACKAGES
 
     known = [f"{name} {metadata.version(name)}" for name in PACKAGES if find_spec(name)]
     return ", ".join([f"python {platform.python_version()}", *known])
-
-
-def known_problems() -> Iterator[Finding]:
-    """Apply RULES: versions with a known problem."""
-    from packaging.specifiers import SpecifierSet
-
-    for ranges, symptom, fix in RULES:
-        try:
-            versions = {name: metadata.version(name) for name in ranges}
-        except metadata.PackageNotFoundError:
-            continue
-        if all(SpecifierSet(ranges[name]).contains(v, prereleases=True) for name, v in versions.items()):
-            matched = ", ".join(f"{name} {version}" for name, version in versions.items())
-            yield warn("known problem", f"{matched}: {symptom}", fix)
 
 
 # --- compilers ---
@@ -467,7 +417,7 @@ def room(settings, net) -> Iterator[Finding]:
 
 def installation() -> list[Finding]:
     """Run the checks that need no model: package versions and known problems."""
-    return [*python_and_packages(), *known_problems()]
+    return [*doctor_packages.check(), *doctor_packages.known_problems()]
 
 
 def of_job(settings, net) -> list[Finding]:

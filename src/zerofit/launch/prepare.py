@@ -102,11 +102,11 @@ def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, obje
     from zerofit.train import deepspeed_ops
 
     hub.check_push(settings)
-    warnings = doctor.raise_or_warn(doctor.installation())
+    settings.decisions += doctor.raise_or_warn(doctor.installation())
     resolve.resolve_for_model(settings)
     model = check_model(settings)
     check_weights(settings)
-    for sentence in [*warnings, *doctor.raise_or_warn(doctor.of_job(settings, model))]:
+    for sentence in doctor.raise_or_warn(doctor.of_job(settings, model)):
         print(f"note: {sentence}", flush=True)
     if decides:
         upload.fetch(settings)

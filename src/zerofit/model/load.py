@@ -16,6 +16,7 @@ from zerofit.job.settings import Check
 from zerofit.model import adapters, attention, generation, patches, quantization
 from zerofit.model.image_text import classes, towers
 from zerofit.model.kernels import linear_attention
+from zerofit.model.mixtures import weights as mixtures
 from zerofit.model.weights import complete, files, finite
 
 
@@ -234,7 +235,7 @@ def _load_weights(settings, config, dtype, kwargs: dict):
         kwargs["quantization_config"] = quantization.config(
             bits, dtype, (*towers.of_class(model_class), *linear_attention.read_by_kernels(config))
         )
-    if settings.deepspeed is not None and settings.zero == 3:
+    if settings.deepspeed is not None and settings.zero == 3 and mixtures.count(config):
         patches.compare_whole_shapes()
     try:
         with complete.without_report():

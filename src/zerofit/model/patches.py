@@ -1,15 +1,90 @@
 """Patch libraries on the training path, each patch with the library's version and the reason.
 
 tests/model/test_patches.py fails when a patch is no longer needed. Those of simulated ranks are in plan/fake_device.py;
-docs/patches.toml lists all, with the private names that are used elsewhere.
+docs/patches.toml lists all, with the private names that are used elsewhere. A patch that saves time or memory does
+nothing where a newer library has changed, and says so; one that keeps numbers right refuses to train.
 """
 
 import contextlib
 import functools
 import inspect
+import sys
 import types
+from collections.abc import Callable
+from importlib import metadata
+
+from zerofit.base import distributed
+from zerofit.base.errors import UserError, first_line
+
+CHANGED = (AttributeError, ImportError, KeyError, TypeError, ValueError)  # what a patch meets in a changed library
 
 
+def only_for(purpose: str, library: str, without: str) -> Callable:
+    """Return a decorator of patches, functions that change a library, for a library that may have changed itself.
+
+    Args: purpose: "speed" or "memory": the run goes on without the patch; "numbers": it does not start. without: what
+        that means for the user, as a part of a sentence.
+    """
+
+    def decorate(patch: Callable) -> Callable:
+        @functools.wraps(patch)
+        def apply(*args) -> None:
+            try:
+                patch(*args)
+            except CHANGED as error:
+                changed = f"{library} {metadata.version(library)} has changed ({patch.__name__}: {first_line(error)})"
+                if purpose == "numbers":
+                    raise UserError(f"{changed}: {without}.") from error
+                _say_once(f"note: {changed}: {without}")
+
+        apply.purpose = purpose
+        return apply
+
+    return decorate
+
+
+@functools.cache
+def _say_once(sentence: str) -> None:
+    """Print a sentence on the first rank; on stderr, as a simulated rank answers on stdout."""
+    if distributed.rank() == 0:
+        print(sentence, file=sys.stderr, flush=True)
+
+
+def check_overrides(cls: type) -> None:
+    """Check that each method of a class, or of its bases, that is marked by `override` overrides one.
+
+    Raises: UserError for a method that a newer library calls by another name: it would never be called.
+    """
+    for owner in cls.__mro__:
+        for name, method in vars(owner).items():
+            if getattr(method, "__override__", False) and not any(hasattr(base, name) for base in owner.__mro__[1:]):
+                library = next(base for base in owner.__mro__ if not base.__module__.startswith("zerofit."))
+                raise UserError(_gone(library, name))
+
+
+def check_attributes(owner: object, *names: str) -> None:
+    """Check that an object of a library has attributes that are written to it. Raises: UserError."""
+    for name in names:
+        if not hasattr(owner, name):
+            raise UserError(_gone(type(owner), name))
+
+
+def write(owner: object, name: str, value) -> None:
+    """Set an attribute that a library reads. Raises: UserError where it does not have it."""
+    check_attributes(owner, name)
+    setattr(owner, name, value)
+
+
+def _gone(owner: type, name: str) -> str:
+    """Return the sentence on a private name that a library has lost."""
+    library = owner.__module__.partition(".")[0]
+    return (
+        f"{owner.__name__}.{name}: {library} {metadata.version(library)} no longer has it, and training would go on "
+        f"without what it is for (docs/patches.toml); install an earlier {library}."
+    )
+
+
+@only_for("memory", "bitsandbytes", "each rank of a QLoRA run at stage 3 holds the whole base in the backward")
 def release_gathered_4bit_weights() -> None:
     """Make bitsandbytes (0.50.2) save the ZeRO-3 parameter for the backward, not its gathered data.
 
@@ -46,6 +121,7 @@ def release_gathered_4bit_weights() -> None:
     bitsandbytes.matmul_4bit = matmul_gathered_4bit
 
 
+@only_for("speed", "deepspeed", "steps at stage 3 take longer")
 def list_own_parameters_directly() -> None:
     """Make ZeRO-3's coordinator (DeepSpeed 0.19.8) read a module's parameters from its own dictionaries.
 
@@ -67,6 +143,7 @@ def list_own_parameters_directly() -> None:
     partitioned_param_coordinator.iter_params = parameter_offload.iter_params = own_parameters
 
 
+@only_for("speed", "deepspeed", "steps at stage 3 may gather parameters twice")
 def forget_releases_with_their_trace() -> None:
     """Make ZeRO-3's coordinator (DeepSpeed 0.19.8) forget which parameters to release when it drops its trace.
 
@@ -80,17 +157,17 @@ def forget_releases_with_their_trace() -> None:
     if hasattr(plain, "__wrapped__"):
         return
 
-    instrumented = getattr(Coordinator, f"_{Coordinator.__name__}__params_to_release")
-    cached = inspect.getclosurevars(instrumented).nonlocals["func"]
-
     @functools.wraps(plain)
     def clear_trace_and_releases(self):
         plain(self)
-        cached.cache_clear()
+        self.dropped_traces = getattr(self, "dropped_traces", 0) + 1
 
     Coordinator._clear_trace_structures = clear_trace_and_releases
+    # The cache has the coordinator among its keys: with another hash it finds nothing of an earlier trace.
+    Coordinator.__hash__ = lambda self: hash((id(self), getattr(self, "dropped_traces", 0)))
 
 
+@only_for("memory", "deepspeed", "the memory of a rank at stage 3 differs by up to a layer from run to run")
 def wait_for_parameters_in_order() -> None:
     """Make ZeRO-3's coordinator (DeepSpeed 0.19.8) wait for the parameters of a module in their order.
 
@@ -121,8 +198,10 @@ def same_trace(engine, begins: bool = False):
     Args: begins: the trace begins with the body.
     """
     zero = getattr(engine.optimizer, "parameter_offload", engine.optimizer)  # without training it is the optimizer
-    coordinator = zero.get_param_coordinator()
-    if "reset_step" in vars(coordinator):
+    coordinator = zero.get_param_coordinator() if hasattr(zero, "get_param_coordinator") else None
+    if not hasattr(coordinator, "reset_step"):
+        _say_once(f"note: deepspeed {metadata.version('deepspeed')} has no reset_step: steps at stage 3 take longer")
+    if "reset_step" in vars(coordinator or zero) or not hasattr(coordinator, "reset_step"):
         yield
         return
     if begins:
@@ -137,6 +216,7 @@ def same_trace(engine, begins: bool = False):
 _WITH_BOUNDS = set()  # names of attention functions that are told where documents begin
 
 
+@only_for("speed", "transformers", "the host waits once in each forward of packed rows")
 def look_for_no_documents(name: str) -> None:
     """Make transformers (5.23.0) build no mask of documents for the attention `name`, which is told their boundaries.
 
@@ -147,18 +227,24 @@ def look_for_no_documents(name: str) -> None:
 
     _WITH_BOUNDS.add(name)
     plain = masking_utils._preprocess_mask_arguments
-    if plain.__name__ == "without_a_search":
+    if hasattr(plain, "plain"):
         return
+    parameters = inspect.signature(plain)
+    if not {"config", "position_ids"} <= set(parameters.parameters):
+        raise AttributeError("_preprocess_mask_arguments takes no config and position_ids")
 
-    def without_a_search(config, inputs_embeds, attention_mask, past_key_values, position_ids, *more, **named):
-        if config._attn_implementation in _WITH_BOUNDS:
-            position_ids = None  # are read for that alone
-        return plain(config, inputs_embeds, attention_mask, past_key_values, position_ids, *more, **named)
+    @functools.wraps(plain)
+    def without_a_search(*args, **named):
+        given = parameters.bind(*args, **named)
+        if given.arguments["config"]._attn_implementation in _WITH_BOUNDS:
+            given.arguments["position_ids"] = None  # are read for that alone
+        return plain(*given.args, **given.kwargs)
 
     without_a_search.plain = plain
     masking_utils._preprocess_mask_arguments = without_a_search
 
 
+@only_for("numbers", "transformers", "the experts of this model could be loaded transposed at stage 3; use --zero 2")
 def compare_whole_shapes() -> None:
     """Make transformers' conversion of weights (5.23.0) compare shapes with those of whole ZeRO-3 parameters.
 
@@ -168,8 +254,10 @@ def compare_whole_shapes() -> None:
     from transformers.core_model_loading import Transpose
 
     plain = Transpose.convert
-    if plain.__name__ == "convert_whole":
+    if hasattr(plain, "plain"):
         return
+    if "check_dims" not in inspect.signature(Transpose).parameters:
+        raise AttributeError("Transpose takes no check_dims")
 
     def convert_whole(self, input_dict, source_patterns, target_patterns, **named):
         if self.check_dims:

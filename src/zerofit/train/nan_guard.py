@@ -9,6 +9,7 @@ from zerofit.base import command_line, distributed
 from zerofit.base.errors import Diverged, UserError
 from zerofit.job import program, run_folder
 from zerofit.job.settings import Check
+from zerofit.model import patches
 from zerofit.train import trial
 
 KEPT = 10  # bad steps whose batches a run folder keeps at most
@@ -111,7 +112,7 @@ class NanGuard:
         """Tell accelerate after the optimizer's call whether it skipped the step: then its scheduler does not step."""
         if self.was_bad is None:
             return
-        self.trainer.optimizer._is_overflow = self.was_bad()
+        patches.write(self.trainer.optimizer, "_is_overflow", self.was_bad())
         self.was_bad = None
         vars(self.trainer.optimizer.optimizer).pop("found_inf", None)
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import torch
 from accelerate.utils import send_to_device
+from typing_extensions import override
 
 from zerofit.base import distributed
 from zerofit.base.errors import UserError
@@ -133,6 +134,7 @@ class PreferenceTrainer(ZerofitTrainer):
         with torch.no_grad(), self.adapter_off(), patches.same_trace(model) if is_sharded else contextlib.nullcontext():
             yield
 
+    @override
     def _get_num_items_in_batch(self, batch_samples, device):
         """Return the pairs, or the answers, of a step over all ranks."""
         if not batch_samples:

@@ -17,7 +17,7 @@ from zerofit.checkpoint import save
 from zerofit.checkpoint.facts import read_facts
 from zerofit.config import offload
 from zerofit.job import run_folder, stretches
-from zerofit.model import generation, quantization
+from zerofit.model import generation, patches, quantization
 from zerofit.model.kernels import compiled
 from zerofit.model.load import count_parameters
 from zerofit.train import memory_report, memory_tracker, stop, trial
@@ -105,6 +105,8 @@ class Reporter(TrainerCallback):
 
     def on_train_begin(self, args, state, control, **kwargs):
         trainer = self.trainer
+        patches.check_attributes(trainer, "_tr_loss", "_globalstep_last_logged")
+        patches.check_attributes(trainer.optimizer, "_is_overflow")
         if trainer.tokens.stream is not None:
             trainer.tokens.stream.resume(state.global_step)
         if trainer.is_deepspeed_enabled and args.process_index == 0:

@@ -17,6 +17,7 @@ from transformers import Trainer, TrainingArguments, set_seed
 from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
+from typing_extensions import override
 
 from zerofit.base import command_line, distributed, phases, rank_status
 from zerofit.base.errors import DiskFull, Stopped, UserError, first_line
@@ -90,7 +91,8 @@ def training_arguments(settings) -> TrainingArguments:
         arguments.run_name = arguments.run_name or Path(settings.output_dir).name
     arguments.disable_tqdm = True  # our own step lines
     # One process that sees several GPUs would use nn.DataParallel, which multiplies the micro batch.
-    arguments._n_gpu = min(1, arguments.n_gpu)
+    patches.write(arguments, "_n_gpu", min(1, arguments.n_gpu))
+    patches.check_overrides(ZerofitTrainer)
     distributed.verify(arguments)
     return arguments
 
@@ -214,7 +216,7 @@ class ZerofitTrainer(Trainer):
         """Go on with the means of the checkpoint: the first log line after a resume has the steps before it too."""
         if not kept.get("steps"):
             return
-        self._globalstep_last_logged = self.state.global_step - kept["steps"]
+        patches.write(self, "_globalstep_last_logged", self.state.global_step - kept["steps"])
         self._tr_loss += kept["loss"]
         self.guard.steps_logged, self.guard.found_logged = kept["steps"], kept["skipped"]
 
@@ -224,15 +226,18 @@ class ZerofitTrainer(Trainer):
             with self.reporter.heartbeat.beating(self.state.global_step):
                 self.uploads.finish(*folders)
 
+    @override
     def _finalize_training(self, *args, **kwargs):
         self.publish_checkpoint()
         if self.reporter.stopping:  # a resumed run starts from its last checkpoint: load no other, and delete none
             self.state.best_model_checkpoint = None
         return super()._finalize_training(*args, **kwargs)
 
+    @override
     def _get_output_dir(self, trial) -> str:
         return str(self.saving_to or super()._get_output_dir(trial))
 
+    @override
     def _save_checkpoint(self, model, trial=None) -> None:
         write = super()._save_checkpoint
         with self._saving():
@@ -270,6 +275,7 @@ class ZerofitTrainer(Trainer):
         with self.clock.paused():
             return super().evaluate(*args, **kwargs)
 
+    @override
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         if not self.settings.resharded:
             with pickles.only_known():  # DeepSpeed loads its shards here
@@ -278,22 +284,26 @@ class ZerofitTrainer(Trainer):
         reshard.load(self, Path(resume_from_checkpoint))
         return prepared
 
+    @override
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *args, **kwargs):
         trained = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *args, **kwargs)
         # With no step left, transformers would start the last epoch again and train for one step.
         return (num_train_epochs, 0) if self.state.global_step >= max_steps else trained
 
+    @override
     def _load_from_checkpoint(self, resume_from_checkpoint, model=None):
         if self.settings.resharded or converted.load(self.model, Path(resume_from_checkpoint)):
             return
         super()._load_from_checkpoint(resume_from_checkpoint, model)
 
+    @override
     def _issue_warnings_after_load(self, load_result) -> None:
         """Refuse a checkpoint that lacks weights; those that it holds under the name they are tied to are there."""
         tied = getattr(self.model, "all_tied_weights_keys", {})
         missing = [name for name in load_result.missing_keys if name not in tied]
         converted.refuse("the checkpoint to resume from", missing, load_result.unexpected_keys)
 
+    @override
     def _determine_best_metric(self, metrics, trial) -> bool:
         """Return whether to save for --save_strategy best: at a new best metric, or where a save is due anyway.
 
@@ -304,6 +314,7 @@ class ZerofitTrainer(Trainer):
             return False
         return super()._determine_best_metric(metrics, trial) or due
 
+    @override
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
         # Before a resume at another stage or rank count it was saved in shards that DeepSpeed cannot load here.
@@ -315,6 +326,7 @@ class ZerofitTrainer(Trainer):
         with pickles.only_known():
             super()._load_best_model()
 
+    @override
     def _load_rng_state(self, checkpoint) -> None:
         """Load this rank's RNG states; a rank that the saved run did not have is seeded, alike in each resume.
 
@@ -346,6 +358,7 @@ class ZerofitTrainer(Trainer):
         step_and_rank = self.state.global_step * self.args.world_size + rank
         return (self.args.seed + 1_000_003 * step_and_rank) % 2**32
 
+    @override
     def _push_from_checkpoint(self, checkpoint_folder: str) -> None:
         if self.args.push_to_hub and self.saving_to is None:
             super()._push_from_checkpoint(checkpoint_folder)
@@ -405,17 +418,24 @@ class ZerofitTrainer(Trainer):
         other_labels = self.sequence.size > 1 or adapters.first_target(self.settings) == 0
         return CountingCollator(collate) if self.fused_loss and not other_labels else collate
 
+    @override
     def _get_num_items_in_batch(self, batch_samples, device):
-        """Count the labels of a step that are predicted, for every class whose loss shifts them.
+        """Return the number of labels of a step that are predicted, for every class whose loss shifts them.
 
-        transformers counts the first token of a row too for a class without a loss_type, e.g. GPT-2's.
+        transformers counts the first token of a row too for a class without a loss_type, e.g. GPT-2's, and rounded the
+        number down before 5.23 where ranks share rows.
         """
         model = self.model.get_base_model() if self.settings.trains_adapter else self.model
-        first = adapters.first_target(self.settings)
         causal = getattr(model, "loss_function", ForCausalLMLoss) is ForCausalLMLoss  # a pipeline's stage has none
-        if causal and not getattr(model.config, "is_encoder_decoder", False):
-            batch_samples = [{"shift_labels": b["labels"][..., first:]} | b for b in batch_samples if "labels" in b]
-        return super()._get_num_items_in_batch(batch_samples, device)
+        divides = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
+        labeled = [batch["labels"] for batch in batch_samples if "labels" in batch]
+        if not (causal and divides and labeled) or getattr(model.config, "is_encoder_decoder", False):
+            return super()._get_num_items_in_batch(batch_samples, device)
+        first = adapters.first_target(self.settings)
+        count = sum((labels[..., first:] != -100).sum() for labels in labeled).to(device)
+        if self.counted_ranks > 1:
+            torch.distributed.all_reduce(count)
+        return count / self.get_tp_size()  # the ranks of a --tp_size group have the same rows
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         self.reporter.phases.enter(phases.DATA)
@@ -437,11 +457,13 @@ class ZerofitTrainer(Trainer):
         self.guard.begin(batches, numbers)
         return batches, count
 
+    @override
     def _clip_grad_norm(self, model):
         if self.is_deepspeed_enabled:  # its step has clipped
             return None
         return super()._clip_grad_norm(model)
 
+    @override
     def _get_grad_norm(self, model, grad_norm=None):
         if self.is_deepspeed_enabled:  # as it is, on the device: transformers reads it, behind the optimizer's kernels
             self.guard.grad_norm = self.model_wrapped.get_global_grad_norm()

@@ -1,9 +1,9 @@
 """Keep packed documents apart in convolutions, linear attentions and state spaces; name the kernels they lack.
 
-transformers (5.23.0) computes these layers by functions that a package's kernel replaces: causal_conv1d,
-flash-linear-attention (fla), mamba_ssm. Kernels are told where documents begin: `seq_idx`, `cu_seqlens`. Without the
-package transformers raises, or mixes the documents where a layer passes neither. Here its own function in PyTorch is
-called for each document. Mamba-1's scan is told nothing, with or without the package.
+transformers computes these layers by functions that a package's kernel replaces: causal_conv1d, flash-linear-attention
+(fla), mamba_ssm. Kernels are told where documents begin: `seq_idx`, `cu_seqlens`. Without the package transformers
+raises (from 5.20 on), or mixes the documents (before, and where a layer passes neither). Here its own function in
+PyTorch is called for each document. Mamba-1's scan is told nothing, with or without the package.
 """
 
 import functools
@@ -130,21 +130,24 @@ def keep_documents_apart(config) -> None:
         plain = getattr(sys.modules[cls.__module__], name)
         if kernel not in TOKEN_AXIS or hasattr(plain, "of_each_document"):
             continue
-        if not package or _is_in_pytorch(plain):
+        if not package or _is_in_pytorch(kernel, package):
             setattr(sys.modules[cls.__module__], name, _of_each_document(plain, kernel))
         elif package == "fla":
             setattr(sys.modules[cls.__module__], name, _told_boundaries(plain))
 
 
-def _is_in_pytorch(function) -> bool:
-    """Return whether transformers has no kernel for a function: it then refuses boundaries before it computes."""
+def _is_in_pytorch(kernel: str, package: str) -> bool:
+    """Return whether transformers computes a kernel's function in PyTorch: the package is missing, or lacks the kernel.
+
+    Asked by a function that transformers decorates as it decorates its own. Without a kernel that function itself is
+    called; a kernel fails, as it gets no arguments.
+    """
+    from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
+
     try:
-        function(cu_seqlens=())
-    except ValueError as error:
-        return "packed sequences apart" in str(error)
-    except Exception:  # a kernel, which lacks its arguments
+        return use_kernel_func_from_hub_with_fallback(kernel, package)(lambda: "in PyTorch")() == "in PyTorch"
+    except Exception:
         return False
-    return False
 
 
 def _told_boundaries(plain):

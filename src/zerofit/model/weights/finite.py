@@ -43,6 +43,6 @@ def _numbers(parameter) -> list[torch.Tensor]:
     if (shard := getattr(parameter, "ds_tensor", None)) is not None:
         if getattr(shard, "final_location", None) == "nvme" or not shard.numel():  # its numbers are not in memory
             return []
-        begins = parameter.ds_zero_partition_rank * shard.numel()
+        begins = torch.distributed.get_rank(parameter.ds_process_group) * shard.numel()
         part = shard.flatten()[: max(0, parameter.ds_numel - begins)]
     return [part] if part.numel() and part.dtype in TYPES else []

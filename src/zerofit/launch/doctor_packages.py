@@ -1,0 +1,117 @@
+"""Check installed packages: their floors, what they were tested with, known problems, and what they compute."""
+
+import json
+import os
+import subprocess
+import sys
+import tempfile
+import tomllib
+from collections.abc import Iterator
+from importlib import metadata
+from pathlib import Path
+
+from zerofit.base import command_line
+from zerofit.base.errors import first_line
+from zerofit.base.paths import IN_WHEEL, PACKAGE, ROOT
+from zerofit.launch.doctor_nodes import Finding, fail, ok, warn
+
+TESTED = Path(__file__).with_name("tested.json")  # written by `make test-versions`
+
+ON_USE = {"bitsandbytes", "torchao", "liger-kernel"}  # a run that uses one says that it is missing
+
+# ({package: versions} with a problem together, its symptom and thread, the fix), in addition to pyproject's floors and
+# what a library's own import refuses.
+RULES = (
+    (
+        {"flash-attn": "<=2.7.4.post1", "torch": ">=2.7"},
+        "a prebuilt wheel fails on import: undefined symbol in flash_attn_2_cuda "
+        "(https://github.com/Dao-AILab/flash-attention/issues/1644)",
+        "pip install --no-build-isolation --no-binary flash-attn --force-reinstall --no-deps flash-attn",
+    ),
+    (
+        {"nvidia-nccl-cu13": "==2.29.2"},
+        "this NCCL release hangs: a regression that 2.29.3 reverts (https://github.com/pytorch/pytorch/pull/174338)",
+        "pip install 'nvidia-nccl-cu13>=2.29.3'",
+    ),
+)
+
+
+def check() -> Iterator[Finding]:
+    """Refuse a version below its floor, and note one that is newer than all that was tested."""
+    from packaging.version import Version
+
+    bad, newer = [], []
+    newest = newest_tested()
+    for requirement in requirements():
+        name = requirement.name
+        try:
+            version = metadata.version(name)
+        except metadata.PackageNotFoundError:
+            if name not in ON_USE:
+                bad.append(f"{name} is missing")
+            continue
+        if not requirement.specifier.contains(version, prereleases=True):
+            bad.append(f"{name} {version} is not {requirement.specifier}")
+        elif name in newest and Version(version).release[:2] > Version(newest[name]).release[:2]:
+            newer.append(f"{name} {version} (tested up to {newest[name]})")
+    if bad:
+        yield fail("packages", "; ".join(bad), command_line.install())
+    if newer:
+        text = f"newer than what was tested: {', '.join(newer)}"
+        yield warn("packages", text, "`zerofit doctor` checks what these versions compute")
+
+
+def requirements() -> list:
+    """Return what zerofit needs on this platform with its floors: of the checkout, else of the installed package."""
+    from packaging.requirements import Requirement
+
+    if ROOT == IN_WHEEL:
+        texts = metadata.requires("zerofit") or []
+    else:
+        texts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
+    found = map(Requirement, texts)
+    return [one for one in found if one.marker is None or one.marker.evaluate({"extra": ""})]
+
+
+def newest_tested() -> dict[str, str]:
+    """Return {package: the newest version with which all tests have passed}."""
+    from packaging.version import Version
+
+    sets = json.loads(TESTED.read_text()).values()
+    versions = [one["versions"] for one in sets if "failed" not in one["tests"]]
+    return {name: max((one[name] for one in versions), key=Version) for name in (versions[0] if versions else ())}
+
+
+def known_problems() -> Iterator[Finding]:
+    """Apply RULES: versions with a known problem."""
+    from packaging.specifiers import SpecifierSet
+
+    for ranges, symptom, fix in RULES:
+        try:
+            versions = {name: metadata.version(name) for name in ranges}
+        except metadata.PackageNotFoundError:
+            continue
+        if all(SpecifierSet(ranges[name]).contains(v, prereleases=True) for name, v in versions.items()):
+            matched = ", ".join(f"{name} {version}" for name, version in versions.items())
+            yield warn("known problem", f"{matched}: {symptom}", fix)
+
+
+def self_test() -> Iterator[Finding]:
+    """Train the bundled model for four steps of packed rows, and report the certificate of that run."""
+    path = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
+    with tempfile.TemporaryDirectory(prefix="zerofit-") as folder:
+        run = Path(folder) / "run"
+        words = ["sft", "--max_steps", "4", "--packing", "true", "--num_samples", "0", "--output_dir", str(run)]
+        done = subprocess.run([sys.executable, "-m", "zerofit", *words], cwd=folder, capture_output=True, text=True,
+                              errors="replace", env=os.environ | {"PYTHONPATH": path})  # fmt: skip
+        file = run / "certificate.json"
+        checks = json.loads(file.read_text())["checks"] if file.exists() else []
+    held = [check for check in checks if check["holds"]]
+    broken = [check["sentence"] for check in checks if check["holds"] is False]
+    fix = "install an earlier version of what is newer than tested, or the tested set: " + command_line.install()
+    if done.returncode or broken:
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["it ended without an answer"]
+        yield fail("self-test", "; ".join(broken) or first_line(RuntimeError(lines[-1])), fix)
+    else:
+        text = f"these versions compute what they should: {len(held)} of {len(checks)} checks of a short run hold"
+        yield ok("self-test", text)
