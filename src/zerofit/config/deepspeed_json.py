@@ -1,6 +1,7 @@
 """Read and check the DeepSpeed JSON of --zero, --offload or --deepspeed, and match it with the flags."""
 
 import difflib
+import functools
 import json
 import math
 import re
@@ -19,19 +20,15 @@ from zerofit.job.technique import refuse_conflicts
 CONFIGS = PROJECT / "deepspeed_configs"
 
 
-# Every top-level key that deepspeed 0.19 reads (runtime/config.py and the modules that it calls). DeepSpeed silently
-# ignores any other key, so a typo would train with the default.
-TOP_LEVEL_KEYS = frozenset(
-    """
-    activation_checkpointing aio bf16 bfloat16 checkpoint comms_logger communication_data_type compile csv_monitor
-    comet data_efficiency data_types dataloader_drop_last disable_allgather disable_python_gc dump_state
-    expert_parallel flops_profiler fp16 gradient_accumulation_steps gradient_allreduce_op gradient_clipping
-    gradient_predivide_factor hybrid_engine log_level managed_gradient_accumulation memory_breakdown optimizer
-    pipeline prescale_gradients scheduler seq_parallel_communication_data_type sequence_parallel_size steps_per_print
-    tensor_parallel tensorboard timers torch_autocast train_batch_size train_micro_batch_size_per_gpu
-    use_data_before_expert_parallelism vocabulary_size wall_clock_breakdown wandb weight_quantization
-    zero_allow_untested_optimizer zero_force_ds_cpu_optimizer zero_optimization
-    """.split()
+# Top-level keys that DeepSpeed reads past DeepSpeedConfig's own look-ups (see known_keys).
+READ_ELSEWHERE = frozenset(
+    "activation_checkpointing aio flops_profiler optimizer scheduler sequence_parallel_size".split()
+)
+
+# Top-level keys that DeepSpeed reads, and that would change batch, data or checkpoints without the kit's knowledge.
+NOT_SUPPORTED = frozenset(
+    "amp compression_training curriculum_learning datastates_ckpt eigenvalue elasticity graph_harvesting nebula "
+    "progressive_layer_drop quantize_training sparse_attention sparse_gradients".split()
 )
 
 # Keys of parallelism other than ZeRO, with the values that turn it off. DeepSpeed accepts them, but the ranks would
@@ -177,8 +174,10 @@ def lint(config: dict, path: str | Path) -> None:
     for key in config:
         if key in removed:
             raise UserError(f"{path}: {key}: {removed[key]} Delete the key.")
-        if key not in TOP_LEVEL_KEYS:
-            close = difflib.get_close_matches(key, TOP_LEVEL_KEYS, 1)
+        if key in NOT_SUPPORTED:
+            raise UserError(f"{path}: {key}: not supported here; delete the key.")
+        if key not in known_keys():
+            close = difflib.get_close_matches(key, known_keys(), 1)
             hint = f"did you mean {close[0]!r}?" if close else "delete it (DeepSpeed would silently ignore it)."
             raise UserError(f"{path}: unknown key {key!r}; {hint}")
     if not isinstance(config.get("zero_optimization"), dict):
@@ -437,6 +436,33 @@ def _autos(config: dict, prefix: str = "") -> list[str]:
         elif value == "auto":
             keys.append(prefix + key)
     return keys
+
+
+@functools.cache
+def known_keys() -> frozenset[str]:
+    """Return the top-level keys that the installed DeepSpeed reads; it ignores all others without a word.
+
+    DeepSpeedConfig is given a dictionary that records which keys are looked up.
+    """
+    from deepspeed.runtime.config import DeepSpeedConfig
+
+    asked = set()
+
+    class Recorder(dict):
+        def get(self, key, default=None):
+            asked.add(key)
+            return super().get(key, default)
+
+        def __getitem__(self, key):
+            asked.add(key)
+            return super().__getitem__(key)
+
+        def __contains__(self, key):
+            asked.add(key)
+            return super().__contains__(key)
+
+    DeepSpeedConfig(Recorder(train_batch_size=1, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1))
+    return (READ_ELSEWHERE | {key for key in asked if isinstance(key, str)}) - NOT_SUPPORTED
 
 
 def _removed_keys() -> dict[str, str]:
