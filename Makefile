@@ -91,7 +91,7 @@ READS_image := IMAGE
 READS_image-cpu := IMAGE ARGS
 READS_bench-peers := ARGS
 # those that read nothing; `help` and files are not asked
-$(foreach verb,calibrate lint test test-gpu test-cluster test-all docs docs-serve examples clean wheelhouse sbom audit site,$(eval READS_$(verb) :=))
+$(foreach verb,calibrate gpu-first lint test test-gpu test-cluster test-all docs docs-serve examples clean wheelhouse sbom audit site,$(eval READS_$(verb) :=))
 ASKED := $(foreach verb,$(MAKECMDGOALS),$(if $(filter undefined,$(flavor READS_$(verb))),,$(verb)))
 
 INTERNAL := PYTHON ENV PY PIP PREFIX STAMP DEV_STAMP PEERS_STAMP
@@ -234,7 +234,7 @@ data: $(STAMP) ## show what a run would train on (DATA= MODEL= ARGS=): lengths, 
 		$(if $(OUT),--output_dir="$$OUT") $(SHOW)
 
 # --- of the repository; `zerofit init` lays down what stands above ---
-.PHONY: install plan-validate ledger lint test test-gpu test-cluster test-all test-versions models reliability bench-peers clean docs
+.PHONY: install gpu-first plan-validate ledger lint test test-gpu test-cluster test-all test-versions models reliability bench-peers clean docs
 .PHONY: docs-serve site examples reproduce image image-cpu wheelhouse sbom audit
 install: ## install into .venv (PYTHON=python3.12) or the active environment (ENV=active); EXTRAS=dev
 	@rm -f "$(STAMP)"; $(MAKE) --no-print-directory "$(STAMP)"
@@ -257,6 +257,9 @@ test: $(DEV_STAMP) ## run the tests, three files at a time: much of a test waits
 
 test-gpu: $(DEV_STAMP) ## run the tests that need a GPU (one is enough; 10 minutes)
 	@ZEROFIT_TEST_GPU=1 $(PY) -m pytest
+
+gpu-first: ## name what to run in the first minutes on a GPU machine
+	@echo 'benchmarks/gpu/README.md: bash benchmarks/gpu/prepare.sh, then on the GPU machine bash benchmarks/gpu/first.sh'
 
 test-cluster: $(DEV_STAMP) ## run the tests with several nodes and a real SLURM (root, Debian; installs what they need)
 	@tests/cluster/install.sh && tests/cluster/install_slurm.sh && $(PY) -m pytest -m cluster tests/cluster

@@ -188,7 +188,7 @@ def test_same_value_in_both_places_is_no_contradiction(write):
         (BASE | {"expert_parallel": {"enabled": True}}, [], "expert_parallel.enabled = true: DeepSpeed's AutoEP"),
         (BASE | {"pipeline": {"stages": 2}}, [], "pipeline.stages = 2"),
         (BASE | {"sequence_parallel_size": 2}, [], "sequence_parallel_size = 2"),
-        (BASE | {"amp": {"enabled": True}}, [], "amp: NVIDIA Apex"),
+        (BASE | {"amp": {"enabled": True}}, [], "amp: "),
         (BASE | {"elasticity": {}}, [], "elasticity"),
         (BASE | {"bf16": {"loss_scale": 0}}, [], "unknown key 'bf16.loss_scale'"),
         (BASE | {"fp16": {"min_loss_scale": 0.5}}, [], "fp16.min_loss_scale = 0.5"),

@@ -148,7 +148,8 @@ def parse(*words):
 
 def test_the_table_has_every_field():
     names = {field.name for field in fields(TrainingArguments) if field.init}
-    assert set(FIELDS) == names
+    assert names <= set(FIELDS)
+    assert set(FIELDS) - names <= {"activation_checkpointing", "activation_checkpointing_kwargs"}  # from 5.20 on
     assert all(said.startswith(("works: ", "refused: ")) for said in FIELDS.values())
 
 

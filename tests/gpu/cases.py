@@ -15,7 +15,7 @@ import psutil
 import pytest
 from conftest import ROOT
 
-sys.path.insert(0, str(ROOT / "benchmarks"))
+sys.path.insert(0, str(ROOT / "benchmarks" / "gpu"))
 from gpu_job import Job, launch_command, recipe_command
 
 BUDGET_SECONDS = float(os.environ.get("ZEROFIT_TEST_GPU_SECONDS", 360))

@@ -132,7 +132,7 @@ def test_probe_finds_the_largest_batch_that_fits(tmp_path, start):
 def test_launcher_leaves_no_context_on_the_gpu(tmp_path):
     """Let the launcher check a job, and compare the GPU's used memory before and after."""
     code = (
-        "import sys; sys.path.insert(0, 'benchmarks'); from gpu_job import used_bytes\n"
+        "import sys; sys.path.insert(0, 'benchmarks/gpu'); from gpu_job import used_bytes\n"
         "from zerofit.config import resolve\nfrom zerofit.launch import prepare\nfrom zerofit.plan import preflight\n"
         "before = used_bytes()\n"
         "settings = resolve.resolve_settings('sft', sys.argv[1:], 1); prepare.prepare(settings); "

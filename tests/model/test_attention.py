@@ -8,7 +8,6 @@ import pytest
 import torch
 from conftest import ROOT, TINY, run_world
 from transformers import (
-    MODEL_FOR_CAUSAL_LM_MAPPING,
     AutoConfig,
     AutoModelForCausalLM,
     Gemma2Config,
@@ -208,7 +207,8 @@ RAISES = {
         "layer_types": ["linear_attention", "full_attention"],
     },
 }  # fmt: skip
-EARLY = ("gemma2", "gpt_oss", "mamba", "mamba2", "rwkv", "jamba", "gptj", "bloom", "llama4_text")
+WITH_SDPA = ("jamba", "llama4_text")  # of those below
+EARLY = ("gemma2", "gpt_oss", "mamba", "mamba2", "rwkv", "jamba", "bloom", "llama4_text")
 
 
 def small(kind, dtype=torch.float32):
@@ -244,8 +244,13 @@ def test_architectures_whose_state_crosses_documents_are_found(kind, dtype):
 
 @pytest.mark.parametrize("kind", RAISES)
 def test_architectures_that_the_attention_cannot_serve_raise(kind):
-    with pytest.raises(ValueError, match=r"soft cap and no sinks|packed sequences apart"):
-        proof(small(kind))
+    """transformers before 5.20 mixes the documents of a linear attention instead: then the proof tells."""
+    try:
+        _, leak = proof(small(kind))
+    except ValueError as error:
+        assert "soft cap and no sinks" in str(error) or "packed sequences apart" in str(error)
+    else:
+        assert kind == "qwen3_next" and leak > 1e-3
 
 
 def settings(*flags):
@@ -263,8 +268,7 @@ def test_refused_or_padded_before_the_weights_are_loaded(kind):
         attention.resolve_for_model(settings("--packing"), config)
     found = settings("--padding_free", "true")
     attention.resolve_for_model(found, config)
-    has_sdpa = MODEL_FOR_CAUSAL_LM_MAPPING[type(config)]._supports_sdpa
-    assert (found.padding_free, found.attn_implementation) == (False, "sdpa" if has_sdpa else "eager")
+    assert (found.padding_free, found.attn_implementation) == (False, "sdpa" if kind in WITH_SDPA else "eager")
 
 
 @pytest.mark.bad_input

@@ -16,6 +16,7 @@ import bitsandbytes
 import pytest
 import torch
 from conftest import ROOT, TINY
+from packaging.version import Version
 from safetensors.torch import load_file
 from test_load import packed
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4Config, Trainer, TrainingArguments
@@ -421,6 +422,9 @@ def test_what_is_listed_is_still_needed_and_still_there(patch):
     for name in patch["names"]:
         assert name in ours, f"{patch['file']} has no {name}: take it off the list"
         last = name.rpartition(".")[2]
+        library, _, first = patch.get("since", {}).get(name, "").partition(" ")
+        if library and Version(metadata.version(library)) < Version(first):
+            continue
         assert last in theirs, f"{patch['of']} has no {last} any more"
         if is_private(last) and theirs.count("\n") < 10_000:  # of a module, not of a whole package
             public = last.lstrip("_")
@@ -461,7 +465,9 @@ def test_transformers_still_keeps_documents_apart_by_kernels_alone():
 
 
 def test_transformers_still_saves_unpacked_experts_under_packed_names(tmp_path):
-    """When this fails, complete.save_unpacked can go."""
+    """When this fails, complete.save_unpacked can go. It is a matter of 5.23, which a floor above it leaves behind."""
+    if Version(metadata.version("transformers")).release[:2] != (5, 23):
+        pytest.skip("transformers 5.17 and 5.24 save unpacked experts under their own names")
     folder = packed(tmp_path / "packed")
     model = AutoModelForCausalLM.from_pretrained(folder, quantization_config=Mxfp4Config(dequantize=True))
     model.save_pretrained(tmp_path / "saved")

@@ -182,6 +182,8 @@ def lint(config: dict, path: str | Path) -> None:
             raise UserError(f"{path}: unknown key {key!r}; {hint}")
     if not isinstance(config.get("zero_optimization"), dict):
         raise UserError(f'{path}: has no "zero_optimization" section; write {{"stage": 0}} in it if you want none.')
+    if mics := [key for key in config["zero_optimization"] if key.startswith("mics_")]:
+        raise UserError(f"{path}: zero_optimization.{mics[0]}: DeepSpeed removes MiCS in 0.19.8; delete the key.")
     for dotted in _autos(config):
         if dotted not in AUTO_KEYS:
             raise UserError(f'{path}: {dotted} is "auto", but nothing fills that key; write a value.')

@@ -227,6 +227,8 @@ def load_model(settings, tokenizer, config=None, accept_nan=False):
 
 def _load_weights(settings, config, dtype, kwargs: dict):
     """Load the weights and check that they are all there."""
+    import torch
+
     place, folder = f"--model {settings.model}", weight_files(settings)
     unpacked = complete.unpacked(config)
     kwargs |= unpacked
@@ -257,6 +259,8 @@ def _load_weights(settings, config, dtype, kwargs: dict):
         raise UserError(f"{place}: its weights do not fit config.json: {why}.") from error
     if unpacked:
         complete.save_unpacked(model)
+        for weight in model.parameters():  # transformers before 5.23 leaves unpacked experts in bf16
+            weight.data = weight.data.to(dtype) if weight.dtype == torch.bfloat16 else weight.data
     towers.loaded(model, config, folder)
     certify(settings, folder, complete.of_loaded(model, info))
     return model

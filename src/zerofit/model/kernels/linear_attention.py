@@ -171,9 +171,15 @@ def _of_each_document(plain, kernel: str):
     @functools.wraps(plain)
     def of_each_document(*args, cu_seqlens=None, cu_seq_lens_q=None, seq_idx=None, **named):
         bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
-        if bounds is None:
-            return plain(*args, **named) if seq_idx is None else plain(*args, seq_idx=seq_idx, **named)
-        lengths, tokens = [end - start for start, end in _documents(bounds)], args[0].shape[axis]
+        if bounds is None and seq_idx is None:
+            return plain(*args, **named)
+        if bounds is None:  # layers of transformers before 5.20 pass no more than the number of each token's document
+            if _documents is not spans:  # a simulation, which has no values
+                return plain(*args, seq_idx=seq_idx, **named)
+            lengths = torch.unique_consecutive(seq_idx[0], return_counts=True)[1].tolist()
+        else:
+            lengths = [end - start for start, end in _documents(bounds)]
+        tokens = args[0].shape[axis]
 
         def split(value):
             # Slices by index would each have a gradient of the size of the whole row.

@@ -16,6 +16,7 @@ import sys
 import time
 from pathlib import Path
 
+sys.path.insert(0, str(Path(__file__).resolve().parents[1]))
 import machine
 import psutil
 from machine import ROOT, TINY_MODEL

@@ -1,7 +1,7 @@
 """Time the parts of the recipes on a GPU: packed attention, an adapted linear layer, optimizers, copies.
 
-python benchmarks/gpu_attention.py                       # a few minutes; 20 GB of GPU memory
-python benchmarks/gpu_attention.py --only 'packed|copies' --out runs/my-report
+python benchmarks/gpu/gpu_attention.py                       # a few minutes; 20 GB of GPU memory
+python benchmarks/gpu/gpu_attention.py --only 'packed|copies' --out runs/my-report
 
 Forward and backward where there is one. benchmarks/attention.py compares torch's back ends on one document, and
 benchmarks/loss.py the losses; tests/gpu tests the results. Memory is the allocator's peak above the bytes before.

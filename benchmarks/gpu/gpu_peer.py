@@ -1,7 +1,7 @@
-"""Measure a bare torch loop and TRL's SFTTrainer with the shape and rows of gpu_8b.py on the same GPU.
+"""Measure a bare torch loop and TRL's SFTTrainer with the 8B model and the rows of stages.py on the same GPU.
 
-python benchmarks/gpu_peer.py                                   # TRL is left out where it is not installed
-python benchmarks/gpu_peer.py --peers .venv-peers/bin/python    # made by `make bench-peers`; LoRA needs peft there
+python benchmarks/gpu/gpu_peer.py                                   # TRL is left out where it is not installed
+python benchmarks/gpu/gpu_peer.py --peers .venv-peers/bin/python    # made by `make bench-peers`; LoRA needs peft there
 
 The loop has no trainer, no logging and no data set: fixed rows without a mask, bf16 throughout, fused AdamW. It
 shows the cost of the kit itself. Each variant runs in its own process.
@@ -16,9 +16,10 @@ import subprocess
 import sys
 import time
 
-import gpu_8b
 import gpu_job
-from gpu_8b import LENGTH, ROWS, SECONDS, STEPS, WARM_UP
+from stages import FILES, LONG, ROOT, ROWS, STEPS, WARM
+
+SECONDS = 150  # for one variant
 
 VARIANTS = [  # (tool, LoRA, gradient checkpointing, Liger, micro batch)
     ("loop", True, False, False, 8), ("loop", True, False, True, 8), ("loop", True, True, False, 8),
@@ -33,8 +34,8 @@ def name_of(variant) -> str:
     return ", ".join([*filter(None, words), f"micro batch {micro}"])
 
 
-def build(liger: bool):
-    """Make the model in bf16 with random weights, on the GPU."""
+def build(liger: bool, folder=FILES / "8b", device: str = "cuda"):
+    """Make the model of a folder's config.json in bf16 with random weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -43,8 +44,8 @@ def build(liger: bool):
 
         apply_liger_kernel_to_llama()
     torch.manual_seed(0)
-    with torch.device("cuda"):
-        config = AutoConfig.from_pretrained(gpu_8b.FILES / "random")
+    with torch.device(device):
+        config = AutoConfig.from_pretrained(folder)
         net = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16, attn_implementation="sdpa")
     net.config.use_cache = False
     return net
@@ -56,13 +57,15 @@ def adapter():
     return LoraConfig(r=16, lora_alpha=32, target_modules="all-linear", task_type="CAUSAL_LM")
 
 
-def loop(lora: bool, checkpointing: bool, liger: bool, micro: int) -> tuple[list[float], list[float]]:
+def loop(
+    lora: bool, checkpointing: bool, liger: bool, micro: int, folder=FILES / "8b", device: str = "cuda"
+) -> tuple[list[float], list[float]]:
     """Train with plain torch; return losses and seconds of each step."""
     import torch
 
     from zerofit.model import fused_loss
 
-    net = build(liger)
+    net = build(liger, folder, device)
     if lora:
         from peft import get_peft_model
 
@@ -73,12 +76,12 @@ def loop(lora: bool, checkpointing: bool, liger: bool, micro: int) -> tuple[list
         net.gradient_checkpointing_enable({"use_reentrant": False})
     fused = None if liger else fused_loss.FusedLoss(net)
     net.train()
-    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-5, fused=True)
+    optimizer = torch.optim.AdamW([p for p in net.parameters() if p.requires_grad], lr=1e-5, fused=device == "cuda")
     losses, seconds = [], []
     for _ in range(STEPS):
         began, total = time.perf_counter(), 0.0
         for _ in range(ROWS // micro):
-            ids = torch.randint(3, 500, (micro, LENGTH), device="cuda")
+            ids = torch.randint(3, 500, (micro, LONG), device=device)
             with fused.on() if fused else contextlib.nullcontext():
                 value = net(input_ids=ids, labels=ids).loss * micro / ROWS
             value.backward()
@@ -106,15 +109,15 @@ def trl(lora: bool, checkpointing: bool, liger: bool, micro: int) -> tuple[list[
             times.append(time.perf_counter())
 
     arguments = SFTConfig(
-        output_dir=str(gpu_8b.FILES / "trl"), max_steps=STEPS, per_device_train_batch_size=micro,
-        gradient_accumulation_steps=ROWS // micro, max_length=LENGTH, bf16=True, gradient_checkpointing=checkpointing,
+        output_dir=str(FILES / "trl"), max_steps=STEPS, per_device_train_batch_size=micro,
+        gradient_accumulation_steps=ROWS // micro, max_length=LONG, bf16=True, gradient_checkpointing=checkpointing,
         use_liger_kernel=liger, logging_steps=1, save_strategy="no", report_to="none", learning_rate=1e-5,
     )  # fmt: skip
-    with (gpu_8b.FILES / "fixed.jsonl").open() as file:
+    with (FILES / "rows.jsonl").open() as file:
         ids = [json.loads(line)["input_ids"] for line in file]
     trainer = SFTTrainer(
         build(False), arguments, train_dataset=datasets.Dataset.from_dict({"input_ids": ids}), callbacks=[Times()],
-        processing_class=AutoTokenizer.from_pretrained(gpu_8b.FILES / "random"),
+        processing_class=AutoTokenizer.from_pretrained(FILES / "8b"),
         peft_config=adapter() if lora else None,
     )  # fmt: skip
     trainer.train()
@@ -127,7 +130,7 @@ def run_one(tool: str, *variant) -> None:
     import torch
 
     losses, seconds = {"loop": loop, "trl": trl}[tool](*variant)
-    speed, peak_bytes = ROWS * LENGTH / statistics.median(seconds[WARM_UP:]), torch.cuda.max_memory_allocated()
+    speed, peak_bytes = ROWS * LONG / statistics.median(seconds[WARM:]), torch.cuda.max_memory_allocated()
     print("\n" + json.dumps({"tokens_per_second": speed, "losses": losses, "peak_bytes": peak_bytes}))
 
 
@@ -160,7 +163,8 @@ def main() -> None:
     if given.one:
         run_one(*json.loads(given.one))
         return
-    gpu_8b.write_files()
+    gpu_job.write_model(FILES / "8b", (ROOT / "tests" / "configs" / "llama3.1-8b" / "config.json").read_text())
+    gpu_job.write_rows(FILES / "rows.jsonl", [LONG] * 20 * ROWS)
     facts, end, results = gpu_job.facts(), time.monotonic() + given.budget, {}
     for name, variant in ((name_of(variant), variant) for variant in VARIANTS):
         if re.search(given.only, name):
