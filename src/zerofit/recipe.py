@@ -42,18 +42,18 @@ def parse(recipe: Recipe) -> Settings:
     --show and --plan print and exit. Raises: UserError for the user's mistakes, before a GPU or a process group is
     used.
     """
+    warnings = doctor.raise_or_warn(doctor.installation())
     if file := job.named(sys.argv[1:]):
         settings = resolve.of_this_process(lambda: job.start(file, distributed.size(), recipe))
         facts = job.running().facts
         preflight.publish(facts.get("plan"))
         complete.HELD.update(facts.get("weights", {}))
     else:
-        warnings = doctor.raise_or_warn(doctor.installation())  # the launcher has checked its own start
         settings = restart.as_the_run_goes_on(resolve.resolve_settings(recipe))
-        settings.decisions += warnings
         preflight.only_print(settings)
         if settings.search_batch_size and settings.use_cpu:
             raise UserError(NO_SEARCH)
+    settings.decisions += warnings
     if distributed.rank() == 0:
         hub.check_push(settings)
     if _is_to_check(settings):

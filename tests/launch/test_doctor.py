@@ -90,6 +90,30 @@ def test_a_version_above_all_tested_ones_is_noted_and_never_refused(versions, no
         assert doctor.raise_or_warn(doctor.installation())
 
 
+@pytest.mark.slow
+def test_a_newer_minor_release_trains_with_one_note(tmp_path, monkeypatch):
+    """transformers' own metadata, found first on the module path, says another version."""
+    metadata_folder = tmp_path / "transformers-5.99.0.dist-info"
+    metadata_folder.mkdir()
+    (metadata_folder / "METADATA").write_text("Metadata-Version: 2.1\nName: transformers\nVersion: 5.99.0\n")
+    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
+    for number, words in enumerate((["-m", "zerofit", "sft"], ["recipes/sft.py"])):
+        folder = tmp_path / f"run{number}"
+        more = ["--max_steps", "1", "--num_samples", "0", "--output_dir", str(folder)]
+        done = subprocess.run([sys.executable, *words, *more], cwd=ROOT, capture_output=True, text=True)
+        assert done.returncode == 0, done.stdout + done.stderr
+        assert (done.stdout + done.stderr).count("newer than what was tested: transformers 5.99.0") == 1
+        decisions = json.loads((folder / "run.json").read_text())["decisions"]
+        assert sum("transformers 5.99.0" in decision for decision in decisions) == 1
+
+
+def test_every_dependency_has_a_floor_and_no_upper_bound():
+    """So `pip install .` replaces nothing that is installed and above the floors."""
+    project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
+    operators = {spec.operator for text in project["dependencies"] for spec in Requirement(text).specifier}
+    assert operators == {">="} and all(Requirement(text).specifier for text in project["dependencies"])
+
+
 def test_a_checkout_has_the_floors_of_its_own_file(monkeypatch, tmp_path):
     """Also where it is not installed, or where an older installation left metadata of its own."""
     (tmp_path / "pyproject.toml").write_text('[project]\ndependencies = ["peft>=99"]\n')

@@ -102,7 +102,7 @@ def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, obje
     from zerofit.train import deepspeed_ops
 
     hub.check_push(settings)
-    settings.decisions += doctor.raise_or_warn(doctor.installation())
+    doctor.raise_or_warn(doctor.installation())  # the ranks write its warnings to the run folder
     resolve.resolve_for_model(settings)
     model = check_model(settings)
     check_weights(settings)

@@ -79,7 +79,7 @@ class PipelineTrainer(ZerofitTrainer):
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
         return batches, count / self.settings.ranks_per_row  # each stage has counted the same rows
 
-    def training_step(self, net, inputs, num_items_in_batch=None):
+    def training_step(self, model, inputs, num_items_in_batch=None):
         self.clock.count(inputs)
         self.micro_batches.append(self._batch(inputs))
         if not self.accelerator.sync_gradients:

@@ -535,7 +535,7 @@ class ZerofitTrainer(Trainer):
                 f"this model's logits of split rows are {error:.1%} off those of whole rows (bound {bound:.1%})"
             )
 
-    def training_step(self, net, inputs, num_items_in_batch=None):
+    def training_step(self, model, inputs, num_items_in_batch=None):
         self.clock.count(inputs)
         if num_items_in_batch is not None:
             # A stream's rows of a step may all be truncated away, and a rank that counts for itself may have only the
@@ -544,7 +544,7 @@ class ZerofitTrainer(Trainer):
         no_casts = adapters.without_input_casts(self.model, self.settings)
         counted = self.labels_counted(self.label_counts.pop(0) if self.label_counts else None)
         with self.sequence.split(send_to_device(inputs, self.args.device)) as inputs, no_casts, counted:
-            loss = super().training_step(net, inputs, num_items_in_batch)
+            loss = super().training_step(model, inputs, num_items_in_batch)
         self.guard.losses.append(loss)
         return loss
 
