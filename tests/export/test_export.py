@@ -16,6 +16,7 @@ from types import SimpleNamespace
 import pytest
 import torch
 from conftest import ROOT, TINY, run_python, run_world, runs_slow
+from packaging.version import Version
 from safetensors.torch import load_file, save_file
 
 from zerofit.base.errors import UserError
@@ -105,6 +106,10 @@ def logits(folder, ids, as_trained=False, **kwargs):
         return loader.from_pretrained(folder, **kwargs).eval()(input_ids=ids).logits.float()
 
 
+# torch 2.11 rounds bf16 otherwise in the training process: one step of bf16 at the largest logit, 2**-7
+ROUNDED = 1e-5 if Version(torch.__version__) >= Version("2.12") else 2**-7
+
+
 def assert_near_training(run, out, relative, **kwargs):
     """The logits that the trained model had in the training process (tests/world.py)."""
     kept = torch.load(run.folder / "logits.pt", weights_only=True)
@@ -113,7 +118,7 @@ def assert_near_training(run, out, relative, **kwargs):
 
 
 @pytest.mark.oracle
-@pytest.mark.parametrize(("name", "relative"), [("sft0", 1e-5), ("sft3", 1e-5), ("lora2", 1e-5)])
+@pytest.mark.parametrize(("name", "relative"), [("sft0", 1e-5), ("sft3", ROUNDED), ("lora2", 1e-5)])
 def test_the_same_bits_come_back(runs, tmp_path, name, relative):
     text = exported(runs[name].folder, tmp_path / "out")
     assert "every logit is bit for bit the same" in text and str(ROOT) not in text and str(tmp_path) not in text
