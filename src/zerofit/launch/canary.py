@@ -88,7 +88,7 @@ def _attempt(job: supervisor.Job, settings: Settings, folder: Path) -> tuple[pos
 
 def _request(asked: Request, folder: Path) -> Request:
     """Return the run's request with a folder of its own, and without resume, Hub and trackers."""
-    return asked.put(**trial.NOTHING_OUTSIDE, resume_from_checkpoint="false", output_dir=str(folder))
+    return trial.request(asked).put(resume_from_checkpoint="false", output_dir=str(folder))
 
 
 def sentences(measured: dict, planned: dict | None, seconds: float) -> list[str]:
