@@ -1,7 +1,10 @@
 """What the README.md of final/ and of an export says."""
 
+import os
+import shutil
+
 import pytest
-from conftest import TINY
+from conftest import TINY, run_world
 from huggingface_hub import ModelCard
 
 from zerofit.train import model_card
@@ -62,3 +65,19 @@ def test_the_losses_are_those_of_the_saved_step():
     ]
     assert model_card.losses(history, 4) == "1.0000 training, 2.0000 held out"
     assert model_card.losses(history, 2) == "1.5000 training, 1.2500 held out"  # --load_best_model_at_end
+
+
+@pytest.mark.bad_input
+def test_a_run_on_files_whose_names_are_not_utf_8_is_finished_with_its_card(tmp_path):
+    """As of a zip file from Windows; the card, which names them, is written after the last step."""
+    data, held_out = (os.fsdecode(os.fsencode(tmp_path) + b"/" + name) for name in (b"d\xe4t.jsonl", b"\xe4.jsonl"))
+    for file in (data, held_out):
+        shutil.copy(TINY / "eval.jsonl", file)
+    flags = [
+        "--data", data, "--eval_data", held_out, "--max_samples", "8", "--effective_batch_size", "4",
+        "--max_steps", "2", "--num_samples", "0",
+    ]  # fmt: skip
+    run = run_world(1, {"run": ("sft", flags)}, tmp_path)["run"]
+    assert run.json("result.json")["status"] == "finished"
+    text = (run.folder / "final" / "README.md").read_text(encoding="utf-8")
+    assert "dat.jsonl" not in text and "t.jsonl" in text

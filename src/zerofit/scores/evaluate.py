@@ -144,7 +144,8 @@ def keep(saved: source.Saved, evaluation: dict, samples: dict[str, dict[str, lis
     print(f"scores: {file}", flush=True)
     for title, tasks_ in samples.items():
         for task, rows in tasks_.items():
-            place = run / "scores" / f"{saved.folder.name}-{title}-{NOT_OF_NAMES.sub('_', task)}.jsonl"
+            name = f"{saved.folder.name}-{title}-{NOT_OF_NAMES.sub('_', task)}"
+            place = paths.beside(run / "scores" / name, ".jsonl")
             place.parent.mkdir(exist_ok=True)
             paths.write_text(place, "".join(json.dumps(row, default=str) + "\n" for row in rows))
             print(f"answers: {place}", flush=True)

@@ -4,7 +4,7 @@ import contextlib
 import json
 from pathlib import Path
 
-from zerofit.base import rank_status
+from zerofit.base import paths, rank_status
 from zerofit.base.errors import DiskFull, OutOfMemory, Stopped, UserError, full_disk, printable
 from zerofit.certificate import page, saved
 from zerofit.checkpoint import restart, resumable
@@ -57,7 +57,7 @@ def save_final(trainer: ZerofitTrainer) -> None:
         adapters.convert_to_plain_lora(trainer.model, final)
         (final / "training_args.bin").unlink(missing_ok=True)  # a pickle that no loader needs
         verify_saved(final, trainable if trainer.settings.trains_adapter else total)
-        (final / "README.md").write_text(model_card.text(_card(trainer, final)), encoding="utf-8")
+        paths.write_text(final / "README.md", model_card.text(_card(trainer, final)))
         run_folder.readable(final)
         _check_ends(trainer, final)
     if trainer.settings.certificate:

@@ -8,6 +8,7 @@ from dataclasses import dataclass
 from pathlib import Path
 
 from zerofit.base.errors import UserError
+from zerofit.base.paths import write_text
 from zerofit.export import compare, ends, source
 from zerofit.export.servers import gguf, http, modelfile, reference
 from zerofit.export.servers.check import Check
@@ -240,7 +241,7 @@ def _gguf_files(export: Export, tokenizer, asked: list[Prompt]) -> list[Check]:
         stops = tokenizer.convert_ids_to_tokens(generation.ids_of(sampling.get("eos_token_id")))
         model = _best(export).name
         text, checks = modelfile.text(model, tokenizer, asked, stops, sampling if sampling.get("do_sample") else {})
-        (export.folder / modelfile.FILE).write_text(text, encoding="utf-8")
+        write_text(export.folder / modelfile.FILE, text)
     if not asked or not asked[0].answer:
         return [*checks, Check("answers", None, "not compared with what was trained (--check false)")]
     rounded = compare.rounding(export.given, export.saved, export.done)
