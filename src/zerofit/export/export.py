@@ -67,7 +67,9 @@ def main(argv: list[str]) -> None:
         done = _write(args, saved, tmp_folder)
         done["agreement"] = compare.check(args, saved, tmp_folder, done)
         write_text(tmp_folder / "README.md", card.text(saved, done))
-        serve.finish(args, saved, tmp_folder, out, done)
+        if args.server:
+            done["served"] = serve.finish(args, saved, tmp_folder, out, done)
+            write_text(tmp_folder / "README.md", card.text(saved, done))
         tmp_folder.replace(out)
     finally:
         shutil.rmtree(tmp_folder, ignore_errors=True)
