@@ -1,5 +1,6 @@
 """One writer for each run folder, no orphans: real processes started at once, resumed while they run, and killed."""
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -29,7 +30,7 @@ from zerofit.job import program, run_folder, run_lock
 from zerofit.launch import launch, postmortem
 from zerofit.launch.cluster import node_options
 from zerofit.plan import preflight
-from zerofit.report import run_page
+from zerofit.report import run_page, watch
 
 FLAGS = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "64", "--max_length", "64", "--effective_batch_size", "8",
@@ -387,6 +388,18 @@ def test_two_jobs_that_are_started_at_once_with_one_port_do_not_meet():
     words = "import sys; from zerofit.launch.cluster import node_options; node_options.port_of(sys.argv[1])"
     done = subprocess.run([sys.executable, "-c", words, str(port)], capture_output=True, text=True, check=False)
     assert f"PORT={port} is in use on this machine" in done.stderr
+
+
+@pytest.mark.injection
+@pytest.mark.parametrize("verb", [status.main, cancel.main, run_page.main, watch.main])
+def test_no_escape_sequence_of_a_folders_name_reaches_the_terminal(tmp_path, monkeypatch, capsys, verb):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("r\x1b[2J")
+    folder.mkdir()
+    (folder / "run.json").write_text('{"recipe": "sft"}')
+    with contextlib.suppress(UserError):  # whose text the entry point makes printable
+        verb([str(folder)])
+    assert "\x1b" not in "".join(capsys.readouterr())
 
 
 @pytest.mark.bad_input

@@ -179,6 +179,16 @@ def test_the_scores_are_in_the_run_folder_its_page_and_its_card(run, answered, c
     assert "## Scores" not in card.text(tuned.saved, report)  # after a resume: the weights are others
 
 
+@pytest.mark.fault
+def test_a_checkpoint_that_is_removed_meanwhile_is_not_called_one_without_a_tokenizer(run):
+    checkpoint = shutil.copytree(run / "final", run / "checkpoint-2")
+    model = models.Model("tuned", source.Saved(checkpoint, run))
+    assert model.tokenizer() is not None
+    shutil.rmtree(checkpoint)
+    with pytest.raises(UserError, match=r"checkpoint-2: was removed meanwhile, .*--save_total_limit 0"):
+        model.tokenizer()
+
+
 def test_a_card_has_the_newest_scores_once(run, answered):
     file = run / "final" / "README.md"
     before = file.read_text()

@@ -9,7 +9,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 from zerofit.base import paths, rank_status
-from zerofit.base.errors import UserError
+from zerofit.base.errors import UserError, printable
 from zerofit.commands import status
 from zerofit.job import run_lock
 
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
     else:
         _end_process(folder, wait)
     for run_folder in status.sweep(folder) or [folder]:
-        print(f"{run_folder}: {status.progress(run_folder)}")
+        print(printable(f"{run_folder}: {status.progress(run_folder)}"))
 
 
 def _cancel_job(folder: Path, alive: list[status.SlurmJob], wait: float) -> None:
