@@ -26,6 +26,7 @@ from zerofit.checkpoint import resumable as checkpoint_resume
 from zerofit.checkpoint.facts import step_of
 from zerofit.commands import cancel, status
 from zerofit.commands import resume as resume_command
+from zerofit.export import export
 from zerofit.job import program, run_folder, run_lock
 from zerofit.launch import launch, postmortem
 from zerofit.launch.cluster import node_options
@@ -339,6 +340,8 @@ def test_a_folder_in_which_a_run_could_not_be_saved_is_refused_before_it(tmp_pat
         run_folder.claim_folder(SimpleNamespace(output_dir=str(folder), push_to_hub=False))
     with pytest.raises(UserError, match="--output_dir"):
         run_folder.check_folder(folder, resumes=False)
+    with pytest.raises(UserError, match="--output_dir"):
+        export.main([str(TINY / "model"), "--output_dir", str(folder)])
     assert not [*tmp_path.iterdir()] and not run_lock.held()
 
 

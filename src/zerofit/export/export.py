@@ -114,6 +114,7 @@ def _choose_out(given, saved) -> Path:
     name = f"export-{given.server}" if given.server else name
     default = saved.run / name if saved.run else beside(saved.folder, f"-{name}")
     out = Path(given.output_dir).expanduser() if given.output_dir else default
+    run_folder.check_name(out)
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise UserError(
             f"--output_dir {out}: is there already and not empty; name another folder (OUT=...), or remove it."

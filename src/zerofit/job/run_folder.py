@@ -113,7 +113,8 @@ def name_folder(settings: Settings) -> Path:
     return folder.expanduser()
 
 
-def _check_writable(folder: Path) -> None:
+def check_name(folder: Path) -> None:
+    """Refuse a folder in which no model could be saved. Raises: UserError."""
     whole = os.fsencode(folder.absolute())
     try:
         str(folder).encode()
@@ -127,6 +128,10 @@ def _check_writable(folder: Path) -> None:
             f"--output_dir {str(folder)[:80]}...: is longer than a file system takes ({LONGEST_NAME} bytes a name, "
             f"{LONGEST_PATH} a path with the names of a checkpoint's files); name another folder."
         )
+
+
+def _check_writable(folder: Path) -> None:
+    check_name(folder)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder}: is a file; name a folder.")
     parent = nearest_existing(folder)
