@@ -48,6 +48,7 @@ FOR ?=
 LLAMA_CPP ?=
 VARIABLES := NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE HOSTS INCLUDE EXCLUDE NODES SBATCH SWEEP SETUP IMAGE RUN TASKS FILE MERGE DTYPE FOR LLAMA_CPP GPUS ZERO OFFLOAD SP TP PP MODEL DATA CONFIG OUT ARGS PORT LAUNCHER EXTRAS SEQ GPU_TYPE METHOD HOST_MEMORY RECIPE
 ON_COMMAND_LINE := $(foreach v,$(.VARIABLES),$(if $(filter command%,$(origin $v)),$v))
+IN_ENVIRONMENT := $(foreach v,$(VARIABLES) PYTHON ENV,$(if $(filter environment%,$(origin $v)),$v))
 # taken literally: a $ in a value stays a $
 $(foreach v,$(VARIABLES),$(eval override $(v) := $$(value $(v))))
 export $(VARIABLES)
@@ -98,6 +99,7 @@ INTERNAL := PYTHON ENV PY PIP PREFIX STAMP DEV_STAMP PEERS_STAMP
 OF_MAKE := SHELL .SHELLFLAGS MAKE MAKEFLAGS MFLAGS MAKEFILES MAKESHELL VPATH CURDIR PATH
 UNKNOWN_VARIABLES := $(filter-out $(VARIABLES) $(INTERNAL) $(OF_MAKE),$(ON_COMMAND_LINE))
 UNREAD_VARIABLES := $(if $(ASKED),$(filter-out $(foreach verb,$(ASKED),$(READS_$(verb))),$(filter $(VARIABLES),$(ON_COMMAND_LINE))))
+MAKE_VARIABLES := $(or $(wildcard src/zerofit/launch/make_variables.py),-m zerofit.launch.make_variables)
 ifneq ($(UNKNOWN_VARIABLES)$(UNREAD_VARIABLES),)
 $(foreach v,$(UNKNOWN_VARIABLES),$(eval override $(v) := $$(value $(v))))
 # verb:variable for every variable that a verb reads, so that a refusal can say who does
@@ -105,8 +107,11 @@ READ_BY := $(foreach reads,$(filter READS_%,$(.VARIABLES)),$(addprefix $(reads:R
 export ASKED READ_BY VARIABLES UNKNOWN_VARIABLES UNREAD_VARIABLES $(UNKNOWN_VARIABLES)
 .PHONY: $(or $(MAKECMDGOALS),help)
 $(or $(MAKECMDGOALS),help):
-	@"$(PYTHON)" $(or $(wildcard src/zerofit/launch/make_variables.py),-m zerofit.launch.make_variables)
+	@"$(PYTHON)" $(MAKE_VARIABLES)
 else
+# a variable may be exported for something else: each that is read is named
+FROM_ENVIRONMENT := $(if $(ASKED),$(filter PYTHON ENV $(foreach verb,$(ASKED),$(READS_$(verb))),$(IN_ENVIRONMENT)))
+$(if $(FROM_ENVIRONMENT),$(if $(shell "$(PYTHON)" $(MAKE_VARIABLES) --environment $(FROM_ENVIRONMENT)),))
 
 # --- the environment: .venv, or the active one with ENV=active ---
 ifeq ($(ENV),active)
@@ -122,6 +127,11 @@ PEERS_STAMP := .venv-peers/.installed
 export PATH := $(abspath $(PREFIX))/bin:$(PATH)
 unexport PYTHONDONTWRITEBYTECODE  # set in many containers; each process would compile all of zerofit again: 3 s
 
+FROM_SRC = PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}"
+# the command behind it gets the words of ARGS at its end, split as the recipes' flags are
+WITH_ARGS = $(or $(wildcard $(PY)),"$(PYTHON)") $(MAKE_VARIABLES) --args="$$ARGS"
+ZEROFIT = $(FROM_SRC) $(PY) -m zerofit
+ZEROFIT_ARGS = $(FROM_SRC) $(WITH_ARGS) $(PY) -m zerofit
 # one variable -> one flag of the same name; OUT is transformers' output_dir
 KNOBS = $(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(if $(SP),--sp_size="$$SP") $(if $(TP),--tp_size="$$TP") $(if $(PP),--pp_size="$$PP") $(if $(MODEL),--model="$$MODEL") \
 	$(if $(DATA),--data="$$DATA") $(if $(CONFIG),--config="$$CONFIG") $(if $(OUT),--output_dir="$$OUT")
@@ -164,7 +174,7 @@ launch: $(STAMP) ## train with a recipe of your own: RECIPE=my_sft.py (docs/own_
 
 resume: $(STAMP) ## resume RUN=runs/x from its latest valid checkpoint (GPUS= ZERO= OFFLOAD= SP= RECIPE= may differ, ARGS="--more flags")
 	@test -n "$$RUN" || { echo 'zerofit: error: make resume: name the run folder with RUN=runs/...' >&2; exit 2; }
-	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit resume --launcher="$$LAUNCHER" \
+	@$(ZEROFIT) resume --launcher="$$LAUNCHER" \
 		--port="$$PORT" $(if $(GIVEN_GPUS),--gpus="$$GPUS") $(if $(GIVEN_RECIPE),--recipe="$$RECIPE") --args="$$ARGS" $(if $(filter-out 1,$(NODES)),--nnodes="$$NODES" \
 		--node_rank="$$NODE_RANK" --master_addr="$$MASTER_ADDR" $(BETWEEN)) "$$RUN" \
 		$(if $(ZERO),--zero="$$ZERO") $(if $(OFFLOAD),--offload="$$OFFLOAD") $(if $(SP),--sp_size="$$SP") $(if $(TP),--tp_size="$$TP") \
@@ -172,64 +182,62 @@ resume: $(STAMP) ## resume RUN=runs/x from its latest valid checkpoint (GPUS= ZE
 
 convert: $(STAMP) ## write FILE=theirs.yaml of axolotl, LLaMA-Factory, ms-swift, TRL ... in our names (OUT= ARGS="--gpus 8")
 	@test -n "$$FILE" || { echo 'zerofit: error: make convert: name their YAML file with FILE=...' >&2; exit 2; }
-	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit convert $(if $(OUT),--output="$$OUT") \
-		$$ARGS "$$FILE"
+	@$(ZEROFIT_ARGS) convert $(if $(OUT),--output="$$OUT") "$$FILE"
 
 export: $(STAMP) ## write RUN=runs/x as a Hugging Face folder, compared with what was trained (MERGE=1 DTYPE=bf16 FOR=vllm OUT=)
 	@test -n "$$RUN" || { echo 'zerofit: error: make export: name what to export with RUN=runs/...' >&2; exit 2; }
-	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit export $(if $(filter-out 0,$(MERGE)),--merge) \
-		$(if $(DTYPE),--dtype="$$DTYPE") $(if $(FOR),--for="$$FOR") $(if $(LLAMA_CPP),--llama_cpp="$$LLAMA_CPP") $(if $(OUT),--output_dir="$$OUT") $$ARGS "$$RUN"
+	@$(ZEROFIT_ARGS) export $(if $(filter-out 0,$(MERGE)),--merge) \
+		$(if $(DTYPE),--dtype="$$DTYPE") $(if $(FOR),--for="$$FOR") $(if $(LLAMA_CPP),--llama_cpp="$$LLAMA_CPP") $(if $(OUT),--output_dir="$$OUT") "$$RUN"
 
 chat: $(STAMP) ## chat with RUN=runs/x in the terminal (ARGS="--temperature 0.7")
 	@test -n "$$RUN" || { echo 'zerofit: error: make chat: name what to talk to with RUN=runs/...' >&2; exit 2; }
-	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit chat $$ARGS "$$RUN"
+	@$(ZEROFIT_ARGS) chat "$$RUN"
 
 eval: $(STAMP) ## score RUN=runs/x and its base by lm-evaluation-harness: TASKS=gsm8k,my_tasks/ (GPUS=, EXTRAS=eval installs it)
 	@test -n "$$RUN" -a -n "$$TASKS" || { echo 'zerofit: error: make eval: name RUN=runs/... and TASKS=..., names or folders' >&2; exit 2; }
-	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit eval "$$RUN" --tasks="$$TASKS" \
-		$(if $(GIVEN_GPUS),--gpus="$$GPUS") $$ARGS
+	@$(ZEROFIT_ARGS) eval "$$RUN" --tasks="$$TASKS" $(if $(GIVEN_GPUS),--gpus="$$GPUS")
 
 report: $(STAMP) ## write report.html of RUN=runs/x, or of several side by side: RUN="runs/a runs/b" (ARGS="--every 30")
 	@test -n "$$RUN" || { echo 'zerofit: error: make report: name the run folders with RUN="runs/..."' >&2; exit 2; }
-	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit report $$ARGS "$$RUN"
+	@$(ZEROFIT_ARGS) report "$$RUN"
 
 watch: $(STAMP) ## show RUN=runs/x in the terminal while it trains: loss, speed, memory, what broke
 	@test -n "$$RUN" || { echo 'zerofit: error: make watch: name the run folder with RUN=runs/...' >&2; exit 2; }
-	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit watch $$ARGS "$$RUN"
+	@$(ZEROFIT_ARGS) watch "$$RUN"
 
 slurm: $(STAMP) ## submit a SLURM job that saves, is requeued and resumes (NODES=4 GPUS=8 RECIPE= SBATCH="--partition=x" SWEEP=file)
-	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit slurm --nodes="$${NODES:-1}" --gpus="$$GPUS" \
+	@$(ZEROFIT) slurm --nodes="$${NODES:-1}" --gpus="$$GPUS" \
 		--sbatch="$$SBATCH" --sweep="$$SWEEP" --setup="$$SETUP" --image="$$IMAGE" \
 		$(if $(JOIN_TIMEOUT),--join_timeout="$$JOIN_TIMEOUT") --interface="$$INTERFACE" --port="$$PORT" --args="$$ARGS" $(if $(SHOW),--print) $(PROGRAM) $(KNOBS)
 
 status: $(STAMP) ## show how the job of RUN=runs/x stands
 	@test -n "$$RUN" || { echo 'zerofit: error: make status: name the run folder with RUN=runs/...' >&2; exit 2; }
-	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit status "$$RUN"
+	@$(ZEROFIT) status "$$RUN"
 
 cancel: $(STAMP) ## end the job of RUN=runs/x after a save (ARGS=--now: at once)
 	@test -n "$$RUN" || { echo 'zerofit: error: make cancel: name the run folder with RUN=runs/...' >&2; exit 2; }
-	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit cancel $$ARGS "$$RUN"
+	@$(ZEROFIT_ARGS) cancel "$$RUN"
 
 show: $(STAMP) ## print command, environment and arguments (make show lora GPUS=2 ...) without starting anything
 	@$(if $(filter $(SHOWN),$(MAKECMDGOALS)),true,$(LAUNCH) $(PROGRAM) $(KNOBS))
 
 doctor: $(STAMP) ## check what would break or slow down a run on this machine, with fixes (NODES= ARGS=--json)
-	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit doctor \
-		$(if $(filter-out 1,$(GPUS)),--gpus="$$GPUS") $(if $(PORT),--port="$$PORT") $(if $(OUT),--output_dir="$$OUT") $(if $(NODES),--nodes="$$NODES") $$ARGS
+	@$(ZEROFIT_ARGS) doctor \
+		$(if $(filter-out 1,$(GPUS)),--gpus="$$GPUS") $(if $(PORT),--port="$$PORT") $(if $(OUT),--output_dir="$$OUT") $(if $(NODES),--nodes="$$NODES")
 
 plan: $(STAMP) ## find the fastest setting that fits, without weights or GPU (MODEL= GPUS= NODES= GPU_TYPE=h100-80g METHOD=auto)
-	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit plan --recipe="$$RECIPE" --gpus="$$GPUS" \
+	@$(ZEROFIT) plan --recipe="$$RECIPE" --gpus="$$GPUS" \
 		--nodes="$$NODES" --gpu_type="$$GPU_TYPE" --method="$$METHOD" --host_memory="$$HOST_MEMORY" --args="$$ARGS" --output_dir="$$OUT" $(filter-out --output_dir%,$(KNOBS))
 
 calibrate: $(STAMP) ## measure this machine's GPU in three minutes: plans use its rates, kept in the cache folder
-	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit calibrate
+	@$(ZEROFIT) calibrate
 
 batch-size: $(STAMP) ## find the largest micro batch that fits, by real steps on the longest rows (RECIPE= GPUS= MODEL= DATA= ARGS=)
-	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit batch-size --recipe="$$RECIPE" --gpus="$$GPUS" \
+	@$(ZEROFIT) batch-size --recipe="$$RECIPE" --gpus="$$GPUS" \
 		--args="$$ARGS" $(KNOBS)
 
 data: $(STAMP) ## show what a run would train on (DATA= MODEL= ARGS=): lengths, loss spans, repeated rows
-	@PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) -m zerofit data --recipe="$$RECIPE" --args="$$ARGS" \
+	@$(ZEROFIT) data --recipe="$$RECIPE" --args="$$ARGS" \
 		$(if $(MODEL),--model="$$MODEL") $(if $(DATA),--data="$$DATA") $(if $(CONFIG),--config="$$CONFIG") \
 		$(if $(OUT),--output_dir="$$OUT") $(SHOW)
 
@@ -240,11 +248,11 @@ install: ## install into .venv (PYTHON=python3.12) or the active environment (EN
 	@rm -f "$(STAMP)"; $(MAKE) --no-print-directory "$(STAMP)"
 
 plan-validate: $(STAMP) ## compare plans with real runs (GPU: the allocator; CPU: every tensor)
-	@set -f; $(PY) benchmarks/plan.py $$ARGS
+	@$(WITH_ARGS) $(PY) benchmarks/plan.py
 
 ledger: $(STAMP) ## measure each memory technique beside its claim (MODEL= GPUS= SEQ= ARGS="--rounds 5")
-	@set -f; $(PY) benchmarks/ledger.py $(if $(MODEL),--model="$$MODEL") $(if $(filter-out 1,$(GPUS)),--gpus="$$GPUS") \
-		$(if $(SEQ),--seq="$$SEQ") $$ARGS
+	@$(WITH_ARGS) $(PY) benchmarks/ledger.py $(if $(MODEL),--model="$$MODEL") $(if $(filter-out 1,$(GPUS)),--gpus="$$GPUS") \
+		$(if $(SEQ),--seq="$$SEQ")
 
 lint: $(DEV_STAMP) ## ruff; the workflows by their schema, the Dockerfile by hadolint
 	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
@@ -268,7 +276,7 @@ test-all: $(DEV_STAMP) ## run the long matrix too, each recipe in a fresh interp
 	@$(PY) -m pytest --isolated -m 'not cluster and not gpu'
 
 reliability: $(DEV_STAMP) ## count faults, bad inputs and attacks that the tests try (ARGS="--slow --write": into docs/reliability.md)
-	@set -f; $(PY) benchmarks/reliability.py $$ARGS
+	@$(WITH_ARGS) $(PY) benchmarks/reliability.py
 
 docs: $(STAMP) ## write the pages that are made from the code (docs/flags.md, docs/code.md)
 	@$(PY) docs/generate.py
@@ -277,23 +285,24 @@ examples: $(STAMP) ## plan every file of examples/ and write the tables of its R
 	@$(PY) examples/generate.py && $(PY) examples/reproduce/plans.py
 
 reproduce: $(STAMP) ## train and score a published recipe, beside its published scores: RECIPE=zephyr-sft (GPUS= ARGS=--dry)
-	@set -f; PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}" $(PY) examples/reproduce/run.py --gpus="$$GPUS" \
-		$(if $(OUT),--output_dir="$$OUT") $$ARGS "$$RECIPE"
+	@test -n "$(GIVEN_RECIPE)" || { echo 'zerofit: error: make reproduce: name a folder of examples/reproduce with RECIPE=...' >&2; exit 2; }
+	@$(FROM_SRC) $(WITH_ARGS) $(PY) examples/reproduce/run.py --gpus="$$GPUS" \
+		$(if $(OUT),--output_dir="$$OUT") "$$RECIPE"
 
 docs-serve: $(DEV_STAMP) ## serve the pages at http://127.0.0.1:8000
 	@$(PY) docs/generate.py && $(PY) -m mkdocs serve
 
 test-versions: $(DEV_STAMP) ## run the tests with the oldest and the newest allowed packages; writes docs/install.md (ARGS="--sets oldest")
-	@set -f; $(PY) tests/versions.py $$ARGS
+	@$(WITH_ARGS) $(PY) tests/versions.py
 
 models: $(DEV_STAMP) ## try every class of transformers with a tiny model; writes docs/models.md (ARGS="--kinds llama --again")
-	@set -f; $(PY) tests/matrix/matrix.py $$ARGS
+	@$(WITH_ARGS) $(PY) tests/matrix/matrix.py
 
 image: ## build a container image of this checkout for NVIDIA GPUs (IMAGE=zerofit:0.2.0)
 	@docker build --target cuda --tag "$${IMAGE:-zerofit:$(VERSION)}" .
 
 image-cpu: ## build one for machines without a GPU (IMAGE=zerofit:0.2.0-cpu ARGS="--build-arg TORCH_INDEX=...")
-	@set -f; docker build --target cpu $$ARGS --tag "$${IMAGE:-zerofit:$(VERSION)-cpu}" .
+	@$(WITH_ARGS) docker build --target cpu --tag "$${IMAGE:-zerofit:$(VERSION)-cpu}" .
 
 wheelhouse: $(DEV_STAMP) ## gather the wheels of the tested set and of zerofit in wheelhouse/, to install without a network
 	@$(WHEEL) torch setuptools wheel && $(WHEEL) --no-build-isolation --find-links wheelhouse .
@@ -308,8 +317,8 @@ site: $(DEV_STAMP) ## build the pages into site/, links checked
 	@$(PY) docs/generate.py && $(PY) -m mkdocs build --strict --quiet
 
 bench-peers: $(STAMP) $(PEERS_STAMP) ## compare losses of SFT and DPO, then the speed of preparing data (ARGS=), with TRL in .venv-peers
-	@set -f; peers=.venv-peers/bin/python; $(PY) benchmarks/trl_parity.py --peers $$peers \
-		&& $(PY) benchmarks/trl_dpo.py --peers $$peers && $(PY) benchmarks/data.py --peers $$peers $$ARGS
+	@peers=.venv-peers/bin/python; $(PY) benchmarks/trl_parity.py --peers $$peers \
+		&& $(PY) benchmarks/trl_dpo.py --peers $$peers && $(WITH_ARGS) $(PY) benchmarks/data.py --peers $$peers
 
 clean: ## remove .venv, .venv-peers and caches (runs/ stays)
 	rm -rf .venv .venv-peers .venv-versions .pytest_cache .ruff_cache src/*.egg-info wheelhouse site

@@ -2,6 +2,7 @@
 
 import atexit
 import contextlib
+import errno
 import gc
 import os
 import sys
@@ -103,12 +104,19 @@ def _interrupted() -> str:
 
 
 def _explain_full_disk(main) -> None:
-    """Run `main()`, turning a full disk into DiskFull; train/run.py handles checkpoints."""
+    """Run `main()`, turning a full disk into DiskFull and a name that is too long into UserError.
+
+    train/run.py handles checkpoints.
+    """
     from zerofit.base import rank_status
 
     try:
         main()
     except OSError as error:
+        if error.errno == errno.ENAMETOOLONG:
+            raise UserError(
+                f"{str(error.filename)[:80]}...: is longer than a file system takes; name another."
+            ) from error
         if not rank_status.disk_is_full(error):
             raise
         raise DiskFull(full_disk(error.filename or "a file of this run")) from error

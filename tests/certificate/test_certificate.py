@@ -16,6 +16,7 @@ from zerofit.base.errors import UserError
 from zerofit.certificate import first_step, page, recorder, rendering, rows, saved
 from zerofit.config import resolve
 from zerofit.data import encoding, formats
+from zerofit.data.batches import EpochSampler
 from zerofit.data.load import load_datasets
 from zerofit.job.settings import Check
 from zerofit.model.load import load_model, load_tokenizer
@@ -79,9 +80,33 @@ def test_lines_are_printed_and_the_costly_ones_can_be_left_out(tmp_path):
     assert done.returncode == 0, done.stderr
     assert "not checked loss: not recomputed (--certificate false)" in done.stdout
     assert "holds       gradient: it was not zero in 2 of 2 steps" in done.stdout
-    assert "holds       rows seen: each of the 16 rows of 1 epoch was used exactly once" in done.stdout
+    cut = "16 rows of 1 epoch, which was cut after 2 of its 4 steps, was used exactly once"
+    assert f"holds       rows seen: each of the {cut}" in done.stdout
     found = json.loads((tmp_path / "run" / "certificate.json").read_text())
     assert {line["name"] for line in found["checks"] if line["holds"] is None} == {"loss", "rendering", "saved"}
+
+
+CUT = {  # (first step, last step) of epochs of 28 rows in 4 steps -> what the line says
+    (0, 1): "8 rows of 1 epoch, which was cut after 1 of its 4 steps, was used",
+    (0, 4): "28 rows of 1 epoch was used",
+    (0, 6): "44 rows of 2 epochs, the last cut after 2 of its 4 steps, was used",
+    (0, 8): "56 rows of 2 epochs was used",
+    (2, 4): "12 rows of 1 epoch since step 2 was used",
+    (5, 7): "16 rows of 1 epoch since step 5, which was cut after 3 of its 4 steps, was used",
+}
+
+
+@pytest.mark.parametrize(("first", "last"), CUT)
+def test_a_cut_epoch_is_called_cut(first, last):
+    sampler, seen = EpochSampler(28, 8, 0), rows.RowsSeen()
+    for step in range(first, last):
+        seen.add(step // 4, sampler.indices(step // 4)[step % 4 * 8 : step % 4 * 8 + 8], 28)
+    settings = SimpleNamespace(ranks_per_row=1, packing=False, documents_per_row=1, data_ranks=1)
+    ended = SimpleNamespace(
+        settings=settings, train_sampler=sampler, given_rows=seen, state=SimpleNamespace(global_step=last),
+        args=SimpleNamespace(ignore_data_skip=False),
+    )  # fmt: skip
+    assert rows.check(ended, first).sentence.startswith(f"rows seen: each of the {CUT[first, last]} exactly once")
 
 
 @pytest.fixture(scope="module")

@@ -8,6 +8,7 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import shutil
 from types import SimpleNamespace
 
@@ -242,6 +243,43 @@ def test_a_converter_that_fails_leaves_nothing(tmp_path):
     with pytest.raises(UserError, match=r"converter failed .this model is unknown to me.; nothing is kept"):
         export.main([str(MODEL), *words])
     assert [file.name for file in tmp_path.iterdir()] == ["llama.cpp"]
+
+
+# What is checked here of each server's files, and what the card must not say of them.
+CARDS = {server: gguf.TYPES if made.is_gguf else () for server, made in serve.SERVERS.items()}
+
+
+@pytest.mark.parametrize("server", CARDS)
+def test_a_card_describes_the_files_beside_it_and_what_was_checked_of_them(tmp_path, monkeypatch, server):
+    def converted(folder, out, types, script):
+        assert (folder / "README.md").exists()  # which the converter reads
+        files = {kind: out / f"model-{kind}.gguf" for kind in types}
+        for file in files.values():
+            file.write_text("GGUF")
+        return files
+
+    def proven(file, kind, asked, rounded):
+        return [Check(f"logits of {file.name}", True, "bound 1"), Check(file.name, None, "not tried")]
+
+    monkeypatch.setattr(gguf, "converter", lambda *_: tmp_path)
+    monkeypatch.setattr(gguf, "write", converted)
+    monkeypatch.setattr(gguf, "prove", proven)
+    monkeypatch.setattr(http, "prove", lambda *_: [Check("over HTTP", None, "not installed")])
+    out = tmp_path / "out"
+    report = exported(MODEL, server, out)
+    card, beside = (out / "README.md").read_text(), {file.name for file in out.iterdir()}
+    for check in report["checks"]:
+        assert f"- {Check(**check).line}" in card
+    files = [f"model-{kind}.gguf" for kind in CARDS[server]]
+    assert set(files) <= beside and all(file in card for file in files)
+    assert ("every logit is bit for bit" in card) == ("from_pretrained" in card) == (not files)
+    assert ("library_name: gguf" in card) == bool(files) == ("config.json" not in beside)
+    assert str(tmp_path) not in card and str(MODEL) not in card
+    if files:
+        used = shlex.split(card.partition("```bash\n")[2].partition("\n")[0])
+        assert {"llama.cpp": ("llama-server", files[-1]), "ollama": ("ollama", "Modelfile")}[server] == (
+            used[0], next(word for word in used if word in beside)
+        )  # fmt: skip
 
 
 # --- really run ---

@@ -567,6 +567,18 @@ def test_a_run_keeps_what_its_gpu_holds_outside_the_allocator(monkeypatch, tmp_p
     assert set(gpu_memory.outside_allocator(here, 8)) == {"CUDA context", "NCCL buffers"}
 
 
+@pytest.mark.parametrize(("others_gib", "is_kept"), [(0, True), (0.5, True), (3, False), (40, False)])
+def test_other_programs_of_a_first_run_are_in_no_later_plan(monkeypatch, tmp_path, others_gib, is_kept):
+    monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path))
+    here = dataclasses.replace(hardware.GPUS["h100-80g"], device_name="NVIDIA H100 80GB HBM3")
+    own = sum(gpu_memory.outside_allocator(here, 1).values())
+    allocator.keep_outside(here.device_name, 1, 1, own + int(others_gib * 2**30))
+    planned = gpu_memory.outside_allocator(here, 1)
+    assert sum(planned.values()) == (own + int(others_gib * 2**30) if is_kept else own)
+    allocator.keep_outside(here.device_name, 1, 1, own - 5)  # once the GPU was this run's alone
+    assert sum(gpu_memory.outside_allocator(here, 1).values()) == own - 5
+
+
 # --- states that are put into another engine, the order of a start, the simulation on a GPU ---
 
 

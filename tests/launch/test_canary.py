@@ -116,11 +116,13 @@ def test_how_many_checkpoints_a_disk_must_hold(words, epochs, expected):
 
 def test_nothing_of_a_rehearsal_leaves_the_machine(tmp_path):
     file = tmp_path / "run.yaml"
-    file.write_text("push_to_hub: true\nresume_from_checkpoint: auto\nreport_to: tensorboard\n")
+    file.write_text(
+        "push_to_hub: true\nresume_from_checkpoint: auto\nreport_to: tensorboard\nupload_to: file:///there\n"
+    )
     given = ["--config", str(file), "--output_dir", "run", "--resume_from_checkpoint", "auto"]
     settings = resolve.resolve(canary._request(parse.request("sft", given), tmp_path), 1)
     assert (settings.push_to_hub, settings.report_to, settings.output_dir) == (False, "none", str(tmp_path))
-    assert settings.resume_from_checkpoint == "false"
+    assert settings.resume_from_checkpoint == "false" and settings.upload_to is None
 
 
 def test_what_it_says():

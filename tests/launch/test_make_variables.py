@@ -1,7 +1,9 @@
 """make variables that nothing reads, or not the verb: refused before anything runs."""
 
+import json
 import os
 import re
+import shlex
 import subprocess
 import sys
 
@@ -133,3 +135,81 @@ def test_a_variable_that_the_verb_does_not_read_is_refused(words, says):
     errors = [line for line in done.stderr.splitlines() if not line.startswith("make")]
     assert done.returncode == 2 and done.stdout == "" and len(errors) == 1, done.stdout + done.stderr
     assert errors[0].startswith(f"zerofit: error: {says}")
+
+
+ENVIRONMENT = {"OUT": "/x y$HOME", "MODEL": "m", "DATA": "d", "PORT": "8080", "GPUS": "3", "RUN": "r", "FOR": "vllm",
+               "ARGS": "--hub_token secret", "RECIPE": "lora", "ENV": "production", "LAUNCHER": ""}  # fmt: skip
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("words", "said"),
+    [
+        ("sft", "OUT MODEL DATA PORT GPUS ARGS ENV"),
+        ("sft OUT=mine GPUS=1 ENV=active", "MODEL DATA PORT ARGS"),
+        ("launch", "OUT MODEL DATA PORT GPUS ARGS RECIPE ENV"),
+        ("export RUN=x", "OUT FOR ARGS ENV"),
+        ("chat", "RUN ARGS ENV"),
+        ("doctor", "OUT PORT GPUS ARGS ENV"),
+        ("help", ""),
+    ],
+)
+def test_no_variable_is_taken_from_the_environment_without_a_line(installed, words, said):
+    env = with_package() | ENVIRONMENT
+    output, errors = in_folder(installed, ["-n", *words.split(), f"PYTHON={sys.executable}"], env=env)
+    lines = [line for line in errors.splitlines() if line.startswith("note: ")]
+    assert sorted(re.findall(r"^note: (\w+)", line)[0] for line in lines) == sorted(said.split()), errors
+    for line in lines:
+        name = re.findall(r"^note: (\w+)", line)[0]
+        shown = name if name == "ARGS" else f"{name}={ENVIRONMENT[name]}"
+        assert line == f"note: {shown}: from the environment; `make ... {name}=` sets another value, or none."
+    assert "note: " not in output and "secret" not in output + errors
+
+
+ARGS = """--system 'You are a cat' --file=a\\ b "*" '$HOME' """
+
+STUB = f"""#!{sys.executable}
+import json, os, sys
+if sys.argv[1:3] == ["-m", "zerofit.launch.make_variables"]:
+    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
+print(json.dumps(sys.argv[1:]))
+"""
+
+NEEDED = {"RUN": "r", "TASKS": "t", "FILE": "f", "RECIPE": "x"}
+
+
+def arguments_of(folder, verb, args):
+    """Return the arguments of the last command of a verb, every program of which is a stub."""
+    for program in (".venv/bin/python", ".venv/bin/docker", ".venv-peers/bin/python", "launchers/local.sh"):
+        (folder / program).parent.mkdir(parents=True, exist_ok=True)
+        (folder / program).write_text(STUB)
+        (folder / program).chmod(0o755)
+    reads = re.search(rf"^READS_{verb} := (.*)", TEXT, re.M)[1].replace("$(READS_sft)", "")
+    words = [f"{name}={value}" for name, value in NEEDED.items() if name in reads.split()]
+    output, errors = in_folder(folder, [verb, f"ARGS={args}", *words], env=with_package())
+    return [json.loads(line) for line in output.splitlines() if line.startswith("[")][-1:], errors
+
+
+def reads_args(verb):
+    reads = re.search(rf"^READS_{verb} := (.*)", TEXT, re.M)
+    return reads and re.search(r"\bARGS\b|READS_sft|OF_RECIPE", reads[1])
+
+
+@pytest.mark.parametrize("verb", [*filter(reads_args, VERBS)])
+def test_every_verb_splits_args_as_the_recipes_do(installed, verb):
+    [given], errors = arguments_of(installed, verb, ARGS)
+    words = shlex.split(ARGS)
+    assert f"--args={ARGS}" in given or given[-len(words) :] == words, errors
+
+
+@pytest.mark.bad_input
+def test_an_unclosed_quote_of_args_is_named(installed):
+    for verb in ("chat", "models"):
+        given, errors = arguments_of(installed, verb, "--system 'You")
+        assert not given and "zerofit: error: ARGS=--system 'You: cannot be split into words: no closing quot" in errors
+
+
+@pytest.mark.bad_input
+def test_a_recipe_to_reproduce_is_asked_for(installed):
+    _, errors = in_folder(installed, ["reproduce"])
+    assert "make reproduce: name a folder of examples/reproduce with RECIPE=" in errors

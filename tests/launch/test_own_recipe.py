@@ -20,7 +20,7 @@ from test_retry import COMMON, launch
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import differences
 from zerofit.commands import replay, resume, slurm
-from zerofit.config import early_check, parse, resolve
+from zerofit.config import deepspeed_json, early_check, parse, resolve
 from zerofit.job import program
 from zerofit.launch import launch as launcher
 from zerofit.launch import prepare
@@ -482,6 +482,64 @@ def test_flags_of_a_run_folder_that_run_or_send_something_are_asked_for_again(fo
     again = [f"--{name}", "sdpa" if name == "attn_implementation" else "true"]
     assert again[0] in resumed(*again, flags=flags)
     resumed(flags=["--trust_remote_code", "false", "--push_to_hub", "false", "--attn_implementation", "sdpa"])
+
+
+# Flag -> a value that writes elsewhere, deletes, sends or executes something.
+ACTING = {
+    "trust_remote_code": "true",
+    "attn_implementation": "somebody/kernel",
+    "push_to_hub": "true",
+    "upload_to": "file:///home/me/precious",
+    "report_to": "wandb",
+    "offload_path": "/home/me",
+    "deepspeed": {"flops_profiler": {"enabled": True, "output_file": "/home/me/victim"}},
+}
+
+
+@pytest.mark.injection
+@pytest.mark.parametrize("name", parse.FOR_OTHERS)
+def test_what_a_run_folder_names_is_not_written_to_unless_this_user_says_so(foreign, name):
+    folder, resumed = foreign
+    value = ACTING[name]
+    if isinstance(value, dict):
+        (folder / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 1}} | value))
+        value = str(folder / "ds.json")
+    theirs = folder / "theirs.yaml"
+    theirs.write_text(f"{name}: {value}\n")
+    for flags in (
+        [f"--{name}", value],
+        [f"--{name.replace('_', '-')}={value}"],
+        ["--config", str(folder / "theirs.yaml")],
+    ):
+        with pytest.raises(UserError, match=f"its flags have --{name} {value}.*give --{name} again to agree"):
+            resumed(flags=flags)
+    assert value in resumed(f"--{name}", value, flags=[f"--{name}", value])
+    program.start("sft")
+    program.remember(folder, [f"--{name}", value])
+    assert value in resumed(flags=[f"--{name}", value])
+
+
+@pytest.mark.injection
+@pytest.mark.parametrize("key", [*deepspeed_json.ACTING, "zero_optimization.offload_param.nvme_path", "aio.new_file"])
+def test_a_deepspeed_json_of_a_run_folder_writes_and_imports_nothing(foreign, key):
+    folder, resumed = foreign
+    content = "/home/me/victim"
+    for part in reversed(key.split(".")):
+        content = {part: content}
+    file = folder / "ds.json"
+    file.write_text(json.dumps(content))
+    with pytest.raises(UserError, match=f"--deepspeed {file}, whose key {key} "):
+        resumed(flags=["--deepspeed", str(file)])
+    harmless = {"zero_optimization": {"stage": 1}, "wandb": {"enabled": False}, "flops_profiler": {"enabled": False}}
+    file.write_text(json.dumps(harmless))
+    assert str(file) in resumed(flags=["--deepspeed", str(file)])
+
+
+@pytest.mark.injection
+def test_a_second_tracker_is_seen_too(foreign):
+    _, resumed = foreign
+    with pytest.raises(UserError, match="its flags have --report_to none wandb"):
+        resumed(flags=["--report_to", "none", "wandb"])
 
 
 @pytest.mark.injection

@@ -1,5 +1,6 @@
 """One writer for each run folder, no orphans: real processes started at once, resumed while they run, and killed."""
 
+import contextlib
 import errno
 import fcntl
 import json
@@ -18,17 +19,19 @@ import psutil
 import pytest
 from conftest import ROOT, TINY, Run, run_python
 
-from zerofit.base import paths, rank_status
+from zerofit.base import distributed, paths, rank_status
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import integrity
 from zerofit.checkpoint import resumable as checkpoint_resume
 from zerofit.checkpoint.facts import step_of
 from zerofit.commands import cancel, status
 from zerofit.commands import resume as resume_command
+from zerofit.export import export
 from zerofit.job import program, run_folder, run_lock
 from zerofit.launch import launch, postmortem
+from zerofit.launch.cluster import node_options
 from zerofit.plan import preflight
-from zerofit.report import run_page
+from zerofit.report import run_page, watch
 
 FLAGS = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "64", "--max_length", "64", "--effective_batch_size", "8",
@@ -313,6 +316,95 @@ def test_what_a_link_leads_to_is_not_pushed_nor_made_readable(tmp_path):
     assert not run_lock.held()
 
 
+def test_several_writers_of_one_folder_have_no_temporary_name_in_common(tmp_path):
+    """The live page, the supervisor and `zerofit report` write at once, on machines that share the folder."""
+    (tmp_path / "report.json").write_text("before")
+    with paths.replacing(tmp_path / "report.html") as page, paths.replacing(tmp_path / "report.html") as again:
+        page.write(b"page, ")
+        paths.write_text(tmp_path / "report.md", "text")
+        paths.write_text(tmp_path / "report.json", "{}")
+        again.write(b"again")
+        page.write(b"whole")
+    read = {file.name: file.read_text() for file in tmp_path.iterdir()}
+    assert read == {"report.html": "page, whole", "report.md": "text", "report.json": "{}"}
+    with pytest.raises(ZeroDivisionError), paths.replacing(tmp_path / "report.json"):
+        assert 1 / 0
+    assert {file.name: file.read_text() for file in tmp_path.iterdir()} == read
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("name", ["o\udce4t", "n" * 256, "ö" * 128, "/".join(["p" * 200] * 20)])
+def test_a_folder_in_which_a_run_could_not_be_saved_is_refused_before_it(tmp_path, name):
+    folder = tmp_path / name
+    with pytest.raises(UserError, match=r"--output_dir .*: is (not UTF-8 here|longer than a file system takes)"):
+        run_folder.claim_folder(SimpleNamespace(output_dir=str(folder), push_to_hub=False))
+    with pytest.raises(UserError, match="--output_dir"):
+        run_folder.check_folder(folder, resumes=False)
+    with pytest.raises(UserError, match="--output_dir"):
+        export.main([str(TINY / "model"), "--output_dir", str(folder)])
+    assert not [*tmp_path.iterdir()] and not run_lock.held()
+
+
+def test_a_name_as_long_as_can_be_has_room_beside_it(tmp_path):
+    for name in ("n" * 255, "ö" * 127, "short"):
+        folder, other = tmp_path / name, tmp_path / f"{name[:-1]}x"
+        aside = paths.beside(folder, ".canary", prefix=".")
+        aside.mkdir()
+        paths.write_text(folder, "text")
+        assert folder.read_text() == "text" and aside != paths.beside(other, ".canary", prefix=".")
+    assert paths.beside(tmp_path / "run", ".canary", prefix=".").name == ".run.canary"
+
+
+LOCKS = {
+    "run.lock": lambda folder: run_lock.take(folder),
+    "rows.arrow.lock": lambda folder: paths.locked(folder / "rows.arrow.lock").__enter__(),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("name", LOCKS)
+@pytest.mark.parametrize("kind", ["folder", "link"])
+def test_a_lock_file_that_is_no_file_is_named(tmp_path, name, kind):
+    (tmp_path / name).mkdir() if kind == "folder" else (tmp_path / name).symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(UserError, match=re.escape(str(tmp_path))):
+        LOCKS[name](tmp_path)
+    assert not (tmp_path / "elsewhere").exists()
+
+
+# File -> why its text has no name or text of a user, or may not be written with escapes.
+WRITES_PLAINLY = {
+    "init.py": "files of the kit", "doctor.py": "a letter", "measure.py": "a number", "simulate.py": "a trace",
+    "convert.py": "YAML is read again, and says so", "run_page.py": "escapes by itself, into a named file",
+}  # fmt: skip
+
+
+def test_files_that_name_what_a_user_named_are_written_whatever_the_name():
+    """Path.write_text raises for what has no UTF-8: in the model card, after the last step."""
+    for file in (ROOT / "src" / "zerofit").rglob("*.py"):
+        plain = re.findall(r"(?<!paths)(?<=[\w)])\.write_text\((?!json\.dumps).*", file.read_text(encoding="utf-8"))
+        assert not plain or file.name in WRITES_PLAINLY, f"{file}: {plain}: use paths.write_text"
+
+
+def test_two_jobs_that_are_started_at_once_with_one_port_do_not_meet():
+    port = distributed.free_port()
+    assert node_options.port_of(str(port)) == node_options.port_of(str(port)) == port  # a second attempt
+    words = "import sys; from zerofit.launch.cluster import node_options; node_options.port_of(sys.argv[1])"
+    done = subprocess.run([sys.executable, "-c", words, str(port)], capture_output=True, text=True, check=False)
+    assert f"PORT={port} is in use on this machine" in done.stderr
+
+
+@pytest.mark.injection
+@pytest.mark.parametrize("verb", [status.main, cancel.main, run_page.main, watch.main])
+def test_no_escape_sequence_of_a_folders_name_reaches_the_terminal(tmp_path, monkeypatch, capsys, verb):
+    monkeypatch.chdir(tmp_path)
+    folder = Path("r\x1b[2J")
+    folder.mkdir()
+    (folder / "run.json").write_text('{"recipe": "sft"}')
+    with contextlib.suppress(UserError):  # whose text the entry point makes printable
+        verb([str(folder)])
+    assert "\x1b" not in "".join(capsys.readouterr())
+
+
 @pytest.mark.bad_input
 def test_pipes_in_a_folder_from_elsewhere_are_not_waited_for(tmp_path):
     for name in ("run.json", "result.json", "metrics.jsonl", "run.lock"):
@@ -328,7 +420,7 @@ def test_a_link_that_comes_later_is_replaced_or_an_error(tmp_path, capsys):
     """Whoever shares the folder may make it after the folder was claimed."""
     precious = tmp_path / "precious"
     precious.write_text("mine")
-    for name in ("run.tmp", "result.json", "result.tmp", "metrics.tmp", "report.html", "report.tmp"):
+    for name in ("run.json", "result.json", "report.json", "report.md", "report.html"):
         (tmp_path / name).symlink_to(precious)
     (tmp_path / "metrics.jsonl").write_text('{"step": 1, "loss": 2.0}\n{"step": 2, "loss": 1.0}\n')
     run_folder.write_json(tmp_path / "run.json", {"recipe": "sft"})

@@ -362,6 +362,41 @@ def test_a_job_number_that_is_none_reaches_no_command(tmp_path, monkeypatch, fac
             main([str(tmp_path)])
 
 
+@pytest.mark.injection
+@pytest.mark.parametrize(
+    ("log", "is_own"),
+    [
+        ("RUN/slurm.log", True),
+        ("RUN/0/slurm.log", True),
+        ("LINK/slurm.log", True),
+        ("", True),  # not told
+        ("/home/me/other run/slurm.log", False),
+        ("RUN-2/slurm.log", False),
+    ],
+)
+def test_a_job_of_another_run_is_not_cancelled(tmp_path, monkeypatch, log, is_own):
+    """A run folder of somebody else may name any job of this user."""
+    run, asked = tmp_path / "my 100% run", []
+    run.mkdir()
+    (tmp_path / "link").symlink_to(run)
+    (run / status.JOB).write_text(json.dumps({"job_id": "12007"}))
+    log = log.replace("RUN", str(run).replace("%", "%%")).replace("LINK", str(tmp_path / "link"))
+
+    def ask(*words):
+        asked.append(words)
+        if words[0] == "scontrol":
+            return f"JobId=12007 JobName=x StdIn=/dev/null StdOut={log} Power=\n" if log else ""
+        return f"12007|{'RUNNING' if ('scancel', '12007') not in asked else 'CANCELLED'}|1:00\n"
+
+    monkeypatch.setattr(status, "ask", ask)
+    if is_own:
+        cancel.main(["--now", str(run)])
+    else:
+        with pytest.raises(UserError, match=r"names job 12007, whose log is .*: it is another run's; `scancel 12007`"):
+            cancel.main(["--now", str(run)])
+    assert (("scancel", "12007") in asked) == is_own == (run / status.CANCELLED).exists()
+
+
 def test_a_run_on_this_machine_is_cancelled(tmp_path, capsys):
     run, other = tmp_path / "my run", tmp_path / "other"
     run.mkdir()

@@ -5,6 +5,7 @@ tests/scores/test_harness.py runs lm-evaluation-harness itself.
 
 import json
 import shutil
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -114,6 +115,47 @@ def test_the_newest_score_counts_and_a_trial_does_not_hide_one():
     assert scores.table([]) == ([], [])
 
 
+# A later evaluation, and what it must not take away from the earlier one of base 0.1 and tuned 0.2 on 100 rows.
+LATER = {
+    "without the base": (evaluation(None, one(0.4)), [("mine", "100", 0.1, 0.4)]),
+    "without the base, a trial": (evaluation(None, one(0.4, rows=8), limit=8), [("mine", "100", 0.1, 0.2)]),
+    "without the base, other rows": (evaluation(None, one(0.4, rows=50)), [("mine", "50", None, 0.4)]),
+    "of another task": (
+        evaluation(None, one(0.4), task="other"), [("mine", "100", 0.1, 0.2), ("other", "100", None, 0.4)]
+    ),
+    **{
+        name: (evaluation(None, one(0.4), **{key: value}), [("mine", "100", 0.1, 0.2), (shown, "100", None, 0.4)])
+        for name, key, value, shown in (
+            ("with examples", "num_fewshot", 5, "mine, 5 shots"),
+            ("with no example", "num_fewshot", 0, "mine, 0 shots"),
+            ("with a system message", "system_instruction", "Be kind", "mine, system message 'Be kind'"),
+            ("of other answers", "gen_kwargs", "max_gen_toks=8", "mine, max_gen_toks=8"),
+            ("of another template", "chat_template_kwargs", {"a": 1}, "mine, template arguments {'a': 1}"),
+            ("without a template", "plain_text", "asked for", "mine, as plain text"),
+        )
+    },
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", LATER)
+def test_a_later_evaluation_takes_no_score_away(name):
+    later, expected = LATER[name]
+    first = evaluation(one(0.1), one(0.2), num_fewshot=None, gen_kwargs="", system_instruction="")
+    head, rows = scores.table([first, later], "final")
+    shown = [dict(zip(head, row, strict=True)) for row in rows]
+    values = [tuple(float(row[title][:6]) if row.get(title) else None for title in ("base", "tuned")) for row in shown]
+    assert [(row["task"], row["rows"], *value) for row, value in zip(shown, values, strict=True)] == expected
+    assert all(bool(row.get("difference")) == (None not in value) for row, value in zip(shown, values, strict=True))
+
+
+def test_evaluations_that_end_at_once_are_all_kept(run):
+    with ThreadPoolExecutor(4) as threads:
+        list(threads.map(lambda i: scores.add(run, evaluation(None, one(0.5), task=f"task{i}")), range(12)))
+    assert {task for each in scores.of_folder(run) for task in each["scores"]["tuned"]} == {
+        f"task{i}" for i in range(12)
+    }
+
+
 def test_the_scores_are_in_the_run_folder_its_page_and_its_card(run, answered, capsys):
     evaluate.main([str(run), "--tasks", "mine", "--log_samples"])
     said = capsys.readouterr().out
@@ -135,6 +177,16 @@ def test_the_scores_are_in_the_run_folder_its_page_and_its_card(run, answered, c
     assert row in card.text(tuned.saved, report)  # of a later export
     (run / "result.json").write_text(json.dumps({"status": "finished", "steps": 6}))
     assert "## Scores" not in card.text(tuned.saved, report)  # after a resume: the weights are others
+
+
+@pytest.mark.fault
+def test_a_checkpoint_that_is_removed_meanwhile_is_not_called_one_without_a_tokenizer(run):
+    checkpoint = shutil.copytree(run / "final", run / "checkpoint-2")
+    model = models.Model("tuned", source.Saved(checkpoint, run))
+    assert model.tokenizer() is not None
+    shutil.rmtree(checkpoint)
+    with pytest.raises(UserError, match=r"checkpoint-2: was removed meanwhile, .*--save_total_limit 0"):
+        model.tokenizer()
 
 
 def test_a_card_has_the_newest_scores_once(run, answered):
@@ -167,12 +219,15 @@ def test_names_of_tasks_stay_text(run):
 
 
 @pytest.mark.bad_input
-def test_a_file_that_no_evaluation_writes_is_refused(run):
+def test_a_file_that_no_evaluation_writes_is_refused(run, answered):
     (run / scores.FILE).write_text('{"evaluations": [{"scores": {"tuned": {"mine": {"acc": {"value": "high"}}}}}]}')
     with pytest.raises(
         UserError, match=r"scores.json: evaluations\[0\]: scores: tuned: mine: acc: value: must be a num"
     ):
         run_page.of_one(run_page.Run(run))
+    with pytest.raises(UserError, match=r"scores.json: evaluations"):
+        evaluate.main([str(run), "--tasks", "mine"])
+    assert answered == []  # refused before anything is scored
 
 
 def test_the_base_can_be_left_out_or_be_elsewhere(run, answered, tmp_path, capsys):

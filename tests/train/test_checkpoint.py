@@ -490,7 +490,7 @@ def test_all_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
         monkeypatch.setattr(module, name, lambda *args, **kw: (done.append(what(*args)), before(*args, **kw))[1])
 
     def relative(path):
-        return str(path).replace(str(tmp_path), "").lstrip("/")
+        return re.sub(r"\.\w{8}\.tmp$", ".tmp", str(path).replace(str(tmp_path), "").lstrip("/"))
 
     noted(os, "fsync", lambda number: ("sync", relative(Path(f"/proc/self/fd/{number}").readlink())))
     noted(os, "replace", lambda source, target: ("rename", relative(target)))
@@ -499,7 +499,7 @@ def test_all_is_on_the_disk_before_the_name(tmp_path, monkeypatch):
     run_folder.write_json(new / FACTS, {})
     save._publish(tmp_path, "checkpoint-2")
     assert done == [
-        ("sync", ".saving/checkpoint-2/zerofit.tmp"), ("rename", ".saving/checkpoint-2/zerofit.json"),
+        ("sync", ".saving/checkpoint-2/zerofit.json.tmp"), ("rename", ".saving/checkpoint-2/zerofit.json"),
         ("sync", ".saving/checkpoint-2/global_step2"), ("sync", ".saving/checkpoint-2"),
         ("rename", ".saving/checkpoint-2.before"), ("rename", "checkpoint-2"), ("sync", ""), ("delete", ".saving"),
     ]  # fmt: skip

@@ -1,7 +1,10 @@
 """What the README.md of final/ and of an export says."""
 
+import os
+import shutil
+
 import pytest
-from conftest import TINY
+from conftest import TINY, run_world
 from huggingface_hub import ModelCard
 
 from zerofit.train import model_card
@@ -62,3 +65,29 @@ def test_the_losses_are_those_of_the_saved_step():
     ]
     assert model_card.losses(history, 4) == "1.0000 training, 2.0000 held out"
     assert model_card.losses(history, 2) == "1.5000 training, 1.2500 held out"  # --load_best_model_at_end
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    """A run on files whose names are not UTF-8, as of a zip file from Windows, without an evaluation on the way."""
+    folder = tmp_path_factory.mktemp("run")
+    data, held_out = (os.fsdecode(os.fsencode(folder) + b"/" + name) for name in (b"d\xe4t.jsonl", b"\xe4.jsonl"))
+    for file in (data, held_out):
+        shutil.copy(TINY / "eval.jsonl", file)
+    flags = [
+        "--data", data, "--eval_data", held_out, "--max_samples", "8", "--effective_batch_size", "4",
+        "--max_steps", "2", "--num_samples", "0", "--eval_strategy", "no",
+    ]  # fmt: skip
+    return run_world(1, {"run": ("sft", flags)}, folder)["run"]
+
+
+@pytest.mark.bad_input
+def test_a_run_on_files_whose_names_are_not_utf_8_is_finished_with_its_card(run):
+    assert run.json("result.json")["status"] == "finished"
+    text = (run.folder / "final" / "README.md").read_text(encoding="utf-8")
+    assert "dat.jsonl" not in text and "t.jsonl" in text
+
+
+def test_the_card_has_the_loss_of_the_evaluation_at_the_end(run):
+    held_out = run.json("result.json")["eval_loss"]
+    assert f"{held_out:.4f} held out" in (run.folder / "final" / "README.md").read_text(encoding="utf-8")

@@ -1,5 +1,6 @@
 """--upload_to: checkpoints and final/ are copied by fsspec, failures are said and repeated, a new machine goes on."""
 
+import json
 import shutil
 import threading
 from types import SimpleNamespace
@@ -11,6 +12,7 @@ from conftest import TINY, Run, run_world
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import upload
 from zerofit.checkpoint.facts import FACTS
+from zerofit.job import stretches
 
 FLAGS = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "64", "--max_length", "64", "--effective_batch_size", "8",
@@ -186,6 +188,66 @@ def test_what_is_refused(tmp_path, there, url, resume, sentence):
     upload.Place(there.url).put(a_checkpoint(tmp_path, 3), "checkpoint-3")
     with pytest.raises(UserError, match=sentence):
         upload.fetch(settings(tmp_path / "new", url, resume))
+
+
+def a_run(folder, started: str, *steps: int):
+    folder.mkdir(exist_ok=True)
+    (folder / "run.json").write_text(json.dumps({"started": started, "command": "zerofit sft"}))
+    for step in steps:
+        a_checkpoint(folder, step, f"{folder.name} {step}")
+    return folder
+
+
+@pytest.mark.injection
+@pytest.mark.parametrize("resume", ["auto", "true", "last", "checkpoint-3"])
+def test_a_run_does_not_replace_another_one_where_it_is_uploaded(tmp_path, there, resume):
+    first, second = a_run(tmp_path / "first", "monday", 6), a_run(tmp_path / "second", "friday", 3)
+    uploads = upload.Uploads(there.url, first)
+    saved(uploads, 6)
+    (first / "final").mkdir()
+    (first / "final" / "mine.txt").write_text("mine")
+    uploads.finish(first / "final")
+    resume = str(second / resume) if "-" in resume else resume
+    before = there.files()
+    with pytest.raises(UserError, match=f"--upload_to memory://run: holds another run than {second}"):
+        upload.fetch(settings(second, there.url, resume))
+    uploads = upload.Uploads(there.url, second)  # both began when nothing was there
+    saved(uploads, 3)
+    uploads.finish()
+    assert there.files() == before and there.fs.cat_file("/run/final/mine.txt") == b"mine"
+    upload.fetch(settings(first, there.url, "auto"))
+    there.fs.rm("/run/checkpoint-6", recursive=True)
+    shutil.rmtree(second / "checkpoint-3")
+    with pytest.raises(UserError, match="holds another run"):  # a final/ alone
+        upload.fetch(settings(second, there.url, "auto"))
+
+
+def test_a_run_that_was_fetched_goes_on_in_its_place(tmp_path, there, capsys):
+    first = a_run(tmp_path / "first", "monday", 3)
+    uploads = upload.Uploads(there.url, first)
+    saved(uploads, 3)
+    uploads.finish()
+    moved = tmp_path / "moved"
+    upload.fetch(settings(moved, there.url, "auto"))
+    begun = stretches.kept(moved, 3) | {"started": "friday", "command": "zerofit resume"}
+    (moved / "run.json").write_text(json.dumps(begun))
+    a_checkpoint(moved, 6)
+    shutil.rmtree(moved / "checkpoint-3")
+    uploads = upload.Uploads(there.url, moved)
+    saved(uploads, 6)
+    uploads.finish()
+    assert [*upload.Place(there.url).steps()] == [6] and "WARNING" not in capsys.readouterr().out
+    upload.fetch(settings(moved, there.url, "auto"))
+
+
+def test_a_run_that_ended_before_its_first_checkpoint_leaves_the_place_to_the_next_start(tmp_path, there):
+    upload.Place(there.url).claim(a_run(tmp_path / "first", "monday"))
+    second = a_run(tmp_path / "second", "friday", 3)
+    upload.fetch(settings(second, there.url, "auto"))
+    uploads = upload.Uploads(there.url, second)
+    saved(uploads, 3)
+    uploads.finish()
+    assert [*upload.Place(there.url).steps()] == [3]
 
 
 @pytest.mark.bad_input

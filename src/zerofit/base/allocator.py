@@ -100,7 +100,7 @@ def expandable_segments() -> bool:
 def keep_outside(device_name: str, ranks: int, node: int, size: int) -> None:
     """Keep the bytes that a run measured outside of torch's allocator, as far as the cache folder can be written.
 
-    The smallest of all runs is kept: other programs on the GPU are in a figure, and a plan subtracts them by itself.
+    The smallest of all runs is kept: other programs on the GPU are in a figure (plan/gpu_memory.py leaves such out).
 
     Args: device_name: torch.cuda's; node: GPUs of a node.
     """

@@ -236,6 +236,25 @@ def port_is_free(port: int, address: str = "127.0.0.1") -> bool:
     return True
 
 
+_held_ports: dict[int, socket.socket] = {}
+
+
+def hold_port(port: int) -> bool:
+    """Return whether this process could reserve the port for its ranks, which bind it seconds later.
+
+    A port itself cannot be handed over to another process. Linux keeps a socket's name until its process ends.
+    """
+    if port not in _held_ports and sys.platform == "linux":
+        holder = socket.socket(socket.AF_UNIX)
+        try:
+            holder.bind(f"\0zerofit-port-{port}")
+        except OSError:
+            holder.close()
+            return False
+        _held_ports[port] = holder
+    return True
+
+
 def free_port() -> int:
     with socket.socket() as probe:
         probe.bind(("127.0.0.1", 0))

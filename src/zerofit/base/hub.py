@@ -9,10 +9,8 @@ import time
 from pathlib import Path
 from urllib.parse import urlparse
 
-from filelock import FileLock
-
 from zerofit.base.errors import Unavailable, UserError, first_line
-from zerofit.base.paths import cache_root, private_folder
+from zerofit.base.paths import cache_root, locked, private_folder
 
 # A model's files but its weights: configuration, tokenizer, templates, code.
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
@@ -64,7 +62,7 @@ def fetch(name: str, place: str, revision: str | None, patterns=SMALL) -> Path:
     """
     if not _is_offline():
         stamp = _stamp(name, revision)
-        with contextlib.nullcontext() if stamp is None else FileLock(f"{stamp}.lock"):
+        with contextlib.nullcontext() if stamp is None else locked(stamp.with_name(f"{stamp.name}.lock")):
             _ask_once(stamp, name, place, revision, patterns)
     return _in_cache(name, place, revision)
 

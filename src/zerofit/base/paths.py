@@ -5,6 +5,7 @@ import errno
 import hashlib
 import os
 import re
+import secrets
 import stat
 import sys
 import tempfile
@@ -17,6 +18,8 @@ from zerofit.base.errors import UserError
 PACKAGE = Path(__file__).resolve().parents[1]
 
 IN_WHEEL = PACKAGE / "project"  # setup.py puts recipes/, deepspeed_configs/, launchers/ and examples/ there
+
+LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes
 
 LARGEST = 2**20  # bytes of a file of settings
 
@@ -133,11 +136,11 @@ def read_text(file: Path) -> str:
 def replacing(file: Path, sync: bool = False) -> Iterator[IO[bytes]]:
     """Yield a new file that takes the name of `file` once the body has ended, and is deleted if it fails.
 
-    A link of that name is replaced: what it leads to is not written to. Args: sync: to the disk, before it is renamed.
+    A link of that name is replaced: what it leads to is not written to. Its name until then is of this write alone:
+    processes of several machines write reports. Args: sync: to the disk, before it is renamed.
     """
-    tmp_path = file.with_suffix(".tmp")
+    tmp_path = beside(file, f".{secrets.token_hex(4)}.tmp")
     try:
-        tmp_path.unlink(missing_ok=True)
         descriptor = os.open(tmp_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         with os.fdopen(descriptor, "wb") as stream:
             yield stream
@@ -149,6 +152,32 @@ def replacing(file: Path, sync: bool = False) -> Iterator[IO[bytes]]:
         with contextlib.suppress(OSError):
             tmp_path.unlink(missing_ok=True)
         raise
+
+
+def beside(file: Path, suffix: str, prefix: str = "") -> Path:
+    """Return the path of a file or folder beside another: its name, shortened to what file systems take, and more."""
+    whole = file.name.encode("utf-8", "surrogateescape")
+    room = LONGEST_NAME - len(prefix) - len(suffix)
+    if len(whole) <= room:
+        return file.with_name(f"{prefix}{file.name}{suffix}")
+    digest = hashlib.sha256(whole).hexdigest()[:16]
+    return file.with_name(f"{prefix}{whole[: room - 16].decode('utf-8', 'ignore')}{digest}{suffix}")
+
+
+@contextlib.contextmanager
+def locked(file: Path) -> Iterator[None]:
+    """Hold a lock file, for which other processes wait. Raises: UserError if the name is a folder's or a link's."""
+    from filelock import FileLock
+
+    lock = FileLock(file)
+    try:
+        lock.acquire()
+    except OSError as error:
+        raise UserError(f"{file}: cannot be locked: {error.strerror or error}; remove it.") from None
+    try:
+        yield
+    finally:
+        lock.release()
 
 
 def write_text(file: Path, text: str) -> None:

@@ -14,7 +14,7 @@ import time
 import traceback
 from pathlib import Path
 
-from zerofit.base import distributed
+from zerofit.base import distributed, paths
 from zerofit.base.errors import EXIT_CODES, DiskFull, Diverged, Hung, OutOfMemory, Stopped, Unavailable, UserError
 
 FOLDER = "ZEROFIT_ATTEMPT"  # environment variable: the attempt's folder; unset: no supervisor, nothing is written
@@ -160,13 +160,8 @@ def record(error: BaseException) -> None:
 
 def write_json(file: Path, value: dict) -> None:
     """Write a JSON file whole, or none where the folder is gone or its disk full: that must not hide a rank's error."""
-    beside = file.with_suffix(".tmp")
-    try:
-        beside.write_text(json.dumps(value), encoding="utf-8")
-        beside.replace(file)
-    except OSError:
-        with contextlib.suppress(OSError):
-            beside.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        paths.write_text(file, json.dumps(value))
 
 
 def in_a_line(error: BaseException) -> str:

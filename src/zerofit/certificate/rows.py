@@ -93,6 +93,8 @@ def check(trainer, first_step: int) -> Check:
         return Check("rows", False, f"rows seen: NOT those of the data in epoch {named}", {"epochs": epochs})
     unit = "packs" if settings.packing else "pairs" if settings.documents_per_row == 2 else "rows"
     after = f" since step {first_step}" if first_step else ""
+    if epochs and (end := epochs[-1]["steps"][1]) < steps:
+        after += f", {'the last' if len(epochs) > 1 else 'which was'} cut after {end} of its {steps} steps,"
     once = f"given to exactly one of {settings.data_ranks} ranks" if settings.data_ranks > 1 else "used exactly once"
     if sampler.weights is not None:
         once = "given as often as its weight says"

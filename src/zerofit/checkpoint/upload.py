@@ -1,5 +1,6 @@
 """--upload_to: copy finished checkpoints and final/ to object storage, and fetch the newest one from there."""
 
+import json
 import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor, wait
@@ -8,12 +9,15 @@ from pathlib import Path
 from transformers import TrainerCallback
 
 from zerofit.base.errors import UserError, first_line
+from zerofit.checkpoint import next_settings
 from zerofit.checkpoint.facts import ASIDE, FACTS
-from zerofit.job import run_folder
+from zerofit.job import run_folder, stretches
 
 LINKED = ".uploading"  # folder in the run folder with hard links to what is uploaded: older checkpoints are deleted
 
 TELL_SECONDS = 60  # between lines about an upload for which the end of a run waits
+
+RUN = "run.json"  # says whose place it is, so it is uploaded first
 
 OF_RUN = ("*.json", "*.jsonl", "*.md", "*.html", "*.png")  # small files of the run folder, uploaded too
 
@@ -52,6 +56,27 @@ class Place:
         for file in sorted((f for f in folder.rglob("*") if f.is_file()), key=lambda f: f.name == FACTS):
             self.files.put_file(str(file), f"{self.root}/{name}/{file.relative_to(folder)}")
 
+    def holds_run(self) -> bool:
+        """Return whether a checkpoint or a final/ is there."""
+        return bool(self.steps()) or self.files.exists(f"{self.root}/final")
+
+    def is_of(self, run: Path) -> bool:
+        """Return whether the run.json there is that of a run folder: one command began both, at one time."""
+        try:
+            there = json.loads(self.files.cat_file(f"{self.root}/{RUN}"))
+        except (FileNotFoundError, ValueError, RecursionError):
+            there = {}
+        facts = (there if isinstance(there, dict) else {}, run_folder.read_json(run / RUN))
+        ours, theirs = (stretches.of_run(one)[0] for one in facts)
+        return all(ours.get(name) == theirs.get(name) for name in ("started", "command"))
+
+    def claim(self, run: Path) -> None:
+        """Put the run.json of a run there. Raises: FileExistsError if another run is there."""
+        if self.files.exists(f"{self.root}/{RUN}") and not self.is_of(run) and self.holds_run():
+            raise FileExistsError("another run uploads there, or has; name another place with --upload_to")
+        if (run / RUN).exists():
+            self.files.put_file(str(run / RUN), f"{self.root}/{RUN}")
+
     def put_small_files(self, run: Path) -> None:
         """Copy the records of a run: metrics.jsonl, run.json and the like."""
         for file in (file for pattern in OF_RUN for file in run.glob(pattern)):
@@ -86,19 +111,24 @@ def fetch(settings) -> None:
     how = str(settings.resume_from_checkpoint or "false").lower()
     try:
         steps = place.steps()
-        if how == "false" and (steps or place.files.exists(f"{place.root}/final")):
+        if how == "false" and (place.holds_run() or place.files.exists(f"{place.root}/{RUN}")):
             raise UserError(
                 f"--upload_to {place.url}: already holds a run; name another place, or continue with "
                 "--resume_from_checkpoint auto."
             )
-        if how not in ("auto", "true", "last") or not steps or run_folder.checkpoints(run):
+        if not place.holds_run():
+            return
+        if how not in next_settings.NEWEST or not steps or run_folder.checkpoints(run):
+            if not place.is_of(run):
+                raise UserError(f"--upload_to {place.url}: holds another run than {run}; name another place.")
             return
         name = f"checkpoint-{max(steps)}"
         print(f"note: {run} holds no checkpoint: {name} is fetched from {place.url}", flush=True)
         shutil.rmtree(run / ASIDE, ignore_errors=True)
         place.get(steps[max(steps)], run / ASIDE / name)
-        if place.files.exists(metrics := f"{place.root}/{run_folder.METRICS}"):
-            place.files.get_file(metrics, str(run / run_folder.METRICS))
+        for record in (run_folder.METRICS, RUN):
+            if place.files.exists(there := f"{place.root}/{record}"):
+                place.files.get_file(there, str(run / record))
         (run / ASIDE / name).rename(run / name)
         (run / ASIDE).rmdir()
     except UserError:
@@ -134,7 +164,9 @@ class Uploads(TrainerCallback):
         self.thread.shutdown()
 
     def _upload(self, folders: list[Path], links: Path) -> None:
+        name = folders[0].name if folders else "its records"
         try:
+            self.place.claim(self.run)
             for folder in folders:
                 name = folder.name
                 self.place.put(folder, name)

@@ -2,13 +2,14 @@
 
 import argparse
 import contextlib
+import re
 import signal
 import time
 from collections.abc import Callable
 from pathlib import Path
 
 from zerofit.base import paths, rank_status
-from zerofit.base.errors import UserError
+from zerofit.base.errors import UserError, printable
 from zerofit.commands import status
 from zerofit.job import run_lock
 
@@ -31,13 +32,14 @@ def main(argv: list[str]) -> None:
     else:
         _end_process(folder, wait)
     for run_folder in status.sweep(folder) or [folder]:
-        print(f"{run_folder}: {status.progress(run_folder)}")
+        print(printable(f"{run_folder}: {status.progress(run_folder)}"))
 
 
 def _cancel_job(folder: Path, alive: list[status.SlurmJob], wait: float) -> None:
     """Signal running jobs to save and end; cancel pending ones, and after `wait` seconds all."""
     if not alive:
         raise UserError(f"{folder}: its job has ended; nothing runs.")
+    _check_job(folder, *status.address(folder))
     for run_folder in [folder, *status.sweep(folder)]:
         paths.appending(run_folder / status.CANCELLED).close()  # slurm.sbatch then does not queue it again
     job_id, cluster = status.address(folder)
@@ -50,6 +52,18 @@ def _cancel_job(folder: Path, alive: list[status.SlurmJob], wait: float) -> None
     _cancel(*cluster, job_id)
     if not _ended(lambda: not any(job.is_alive for job in status.jobs(folder)), status.ANSWER_SECONDS):
         print(f"job {job_id} was asked to end and still runs; `zerofit status {folder}` shows its state")
+
+
+def _check_job(folder: Path, job_id: str, cluster: list[str]) -> None:
+    """Refuse a job whose log is in another folder: a run folder of somebody else may name any job of this user."""
+    said = ""
+    with contextlib.suppress(UserError):  # it has ended just now
+        said = status.ask("scontrol", *cluster, "show", "job", job_id, "--oneliner")
+    for log in re.findall(r"\bStdOut=(.*?)(?: \w+=|$)", said, re.M):
+        if not Path(log.replace("%%", "%")).resolve().is_relative_to(folder.resolve()):
+            raise UserError(
+                f"{folder}: names job {job_id}, whose log is {log}: it is another run's; `scancel {job_id}` ends it."
+            )
 
 
 def _cancel(*words: str) -> None:

@@ -9,9 +9,12 @@ import math
 import tempfile
 from pathlib import Path
 
+from zerofit.base import command_line
 from zerofit.base.errors import EXIT_CODES, UserError
 from zerofit.job import groups, program, run_folder
 from zerofit.train import nan_guard
+
+NOT_REPEATED = ("--push_to_hub", "--upload_to", "--report_to", "--offload_path")  # of the run's flags
 
 
 def main(argv: list[str]) -> None:
@@ -71,7 +74,8 @@ def _program(facts: dict, folder: Path, args) -> program.Program:
     said = program.said_by(run_folder.read_json(run / "run.json") if older else kept)
     started = program.of_run(run, name, said, args.recipe)
     given = ["--trust_remote_code", "true"] if args.trust_remote_code else []
-    parse.refuse_foreign_code(started.recipe, flags, given, run)
+    flags = command_line.drop(flags, *NOT_REPEATED)
+    parse.refuse_foreign(started.recipe, flags, given, run)
     facts["flags"] = [*flags, *given]
     return started
 

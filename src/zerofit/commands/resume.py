@@ -23,7 +23,7 @@ def main(argv: list[str]) -> None:
 
     On another number of processes, the effective batch stays the same.
     Raises: UserError for a folder without a run or with a finished one, or where this user must say what to run
-        (program.of_run, parse.refuse_foreign_code); otherwise as `zerofit launch`.
+        (program.of_run, parse.refuse_foreign); otherwise as `zerofit launch`.
     """
     parser = argparse.ArgumentParser(prog="zerofit resume", allow_abbrev=False, description=__doc__)
     prepare.add_placement(parser, gpus="")  # as many as before
@@ -44,7 +44,7 @@ def main(argv: list[str]) -> None:
     )
     said = program.said_by(run_folder.read_json(folder / "run.json"))  # null, unlike none, says something
     started = program.of_run(folder, run.recipe, said, named)
-    parse.refuse_foreign_code(started.recipe, run.flags, words, folder)
+    parse.refuse_foreign(started.recipe, run.flags, words, folder)
     new = parse.request(started.recipe, words)
     try:
         before = parse.request(started.recipe, run.flags)

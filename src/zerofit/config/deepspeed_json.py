@@ -6,6 +6,7 @@ import json
 import math
 import re
 import typing
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -120,6 +121,31 @@ TYPES = (
     ),
 )
 
+# Key -> what it does beside training. So does every key whose name ends as that of a place (PLACES).
+ACTING = {
+    "csv_monitor": "writes files",
+    "tensorboard": "writes files",
+    "wandb": "sends what the run records under your name",
+    "comet": "sends what the run records under your name",
+    "flops_profiler": "writes files",
+    "data_efficiency": "writes files",
+    "compile.debug_log": "writes files",
+    "torch_autocast.lower_precision_safe_modules": "imports Python modules",
+}
+
+PLACES = ("_path", "_file", "_dir", "_folder")
+
+
+def acting_key(config: dict) -> tuple[str, str] | None:
+    """Return (key, what it does) of the first key that writes files, sends or executes something; None without one."""
+    for dotted, what in ACTING.items():
+        value = json_value(config, dotted)
+        is_off = value in (None, False) or (isinstance(value, dict) and value.get("enabled") is False)
+        if not is_off:
+            return dotted, what
+    place = next((dotted for dotted, _ in _leaves(config) if dotted.endswith(PLACES)), None)
+    return (place, "names a place to write to") if place else None
+
 
 def read_json(path: str | Path) -> dict:
     """Parse one DeepSpeed JSON file.
@@ -184,8 +210,8 @@ def lint(config: dict, path: str | Path) -> None:
         raise UserError(f'{path}: has no "zero_optimization" section; write {{"stage": 0}} in it if you want none.')
     if mics := [key for key in config["zero_optimization"] if key.startswith("mics_")]:
         raise UserError(f"{path}: zero_optimization.{mics[0]}: DeepSpeed removes MiCS in 0.19.8; delete the key.")
-    for dotted in _autos(config):
-        if dotted not in AUTO_KEYS:
+    for dotted, value in _leaves(config):
+        if value == "auto" and dotted not in AUTO_KEYS:
             raise UserError(f'{path}: {dotted} is "auto", but nothing fills that key; write a value.')
     _refuse_unchecked_types(config, path)
     _refuse_writer(config, path)
@@ -430,14 +456,13 @@ def _match_offload(config: dict, path: Path, settings, explicit: dict[str, Any])
         decide(settings, "offload", word, f"{path} says so", "deepspeed JSON")
 
 
-def _autos(config: dict, prefix: str = "") -> list[str]:
-    keys = []
+def _leaves(config: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
+    """Yield (dotted key, value) of all values that are no objects."""
     for key, value in config.items():
         if isinstance(value, dict):
-            keys += _autos(value, f"{prefix}{key}.")
-        elif value == "auto":
-            keys.append(prefix + key)
-    return keys
+            yield from _leaves(value, f"{prefix}{key}.")
+        else:
+            yield prefix + key, value
 
 
 @functools.cache

@@ -142,19 +142,40 @@ def given(recipe: Recipe | str, flags: list[str], name: str) -> Any:
     return values.get(name)
 
 
-# Argument -> (whether a value executes code, or sends the model out, for somebody else's run folder; what it does).
+def _unless(off: str, what: str):
+    """Return a function of a value: what it does, "" for the values in `off`."""
+    return lambda word: "" if word.lower() in off.split() else what
+
+
+def _by_json(path: str) -> str:
+    """Return what a key of a DeepSpeed JSON writes, sends or executes; "" if none does."""
+    from zerofit.config import deepspeed_json
+
+    found = deepspeed_json.acting_key(deepspeed_json.read_json(path))
+    return f"whose key {found[0]} {found[1]}" if found else ""
+
+
+# Argument -> function of a value: what the value writes, deletes, sends or executes for whoever resumes the run, "" if
+# nothing.
 FOR_OTHERS = {
-    "trust_remote_code": (lambda word: word != "false", "runs Python code that comes with its --model"),
-    "attn_implementation": (lambda word: "/" in word, "runs a kernel from the Hugging Face Hub"),
-    "push_to_hub": (lambda word: word != "false", "uploads the model under your name"),
+    "trust_remote_code": _unless("false", "which runs Python code that comes with its --model"),
+    "attn_implementation": lambda word: "which runs a kernel from the Hugging Face Hub" if "/" in word else "",
+    "push_to_hub": _unless("false", "which uploads the model under your name"),
+    "upload_to": _unless("", "which copies the run there, and replaces and deletes what is there"),
+    "report_to": _unless("none", "which sends what the run records under your name, or writes it elsewhere"),
+    "offload_path": _unless("", "which writes and deletes files there"),
+    "deepspeed": _by_json,
 }
 
-# Arguments that decide what one of those executes or sends.
-DECIDE = (*FOR_OTHERS, "model", "model_revision", "config", "preset", "hub_model_id")
+# Arguments that decide what one of those executes or sends, and to where.
+DECIDE = (
+    *FOR_OTHERS, "model", "model_revision", "config", "preset", "hub_model_id", "hub_revision", "hub_private_repo",
+    "hub_strategy", "project", "run_name", "trackio_space_id", "trackio_bucket_id", "trackio_static_space_id",
+)  # fmt: skip
 
 
-def refuse_foreign_code(recipe: Recipe, flags: list[str], new: list[str], run: Path) -> None:
-    """Refuse flags of a run folder that execute code or send something out, unless this user has given them.
+def refuse_foreign(recipe: Recipe, flags: list[str], new: list[str], run: Path) -> None:
+    """Refuse flags of a run folder that write elsewhere, send or execute something, unless this user has given them.
 
     Args: flags: that the run folder holds; new: of this command line, which are this user's; run: the run folder.
     Raises: UserError, naming the flag to give again.
@@ -168,14 +189,14 @@ def refuse_foreign_code(recipe: Recipe, flags: list[str], new: list[str], run: P
     if record and deciding(record["flags"]) == deciding(flags):
         return
     kept = drop(flags, *names(new))
-    for name, (matters, what) in FOR_OTHERS.items():
+    for name, acts in FOR_OTHERS.items():
         value = given(recipe, kept, name) if f"--{name}" not in names(new) else None
-        word = str(value[0] if isinstance(value, list) and value else value)
-        if value not in (None, False) and matters(word.lower()):
-            word = "true" if value in (True, []) else word
+        words = [] if value is None else [_word(word) for word in value] if isinstance(value, list) else [_word(value)]
+        words = ["true"] if value == [] else words  # a flag without a value
+        if what := next(filter(None, map(acts, words)), None):
             raise UserError(
-                f"{run}: its flags have --{name} {word}, which {what}, and this user has not started that run; give "
-                f"--{name} again to agree, or --{name} with another value."
+                f"{run}: its flags have --{name} {' '.join(words)}, {what}, and this user has not started that run; "
+                f"give --{name} again to agree, or --{name} with another value."
             )
 
 

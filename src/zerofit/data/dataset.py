@@ -19,7 +19,7 @@ import numpy as np
 import torch
 
 from zerofit.base.errors import UserError
-from zerofit.base.paths import cache_root, hash_file, private_folder
+from zerofit.base.paths import cache_root, hash_file, locked, private_folder, write_text
 from zerofit.data import conversations, encoding, formats, pairs, reading, template_text
 from zerofit.data.batches import Share, lengths_of, rows_of_epoch, tables
 from zerofit.data.sources import Source, of_revision, suffix
@@ -108,7 +108,6 @@ def cache_folder() -> Path:
 def prepare(sources: list[Source], settings, encoder: encoding.Encoder, limit: int | None) -> TokenizedDataset:
     # Tokenize the sources, at most `limit` rows, or map the cached table; safe on several ranks at once.
     from datasets import Dataset
-    from filelock import FileLock
 
     fingerprint = _fingerprint(sources, settings, encoder.tokenizer, limit)
     folder = cache_folder()
@@ -117,7 +116,7 @@ def prepare(sources: list[Source], settings, encoder: encoding.Encoder, limit: i
     before, statistics = _stamp(facts), _verified(table, facts, settings)
     if statistics is None:
         # One process tokenizes; the others wait on the lock, not in a collective, which could time out.
-        with FileLock(str(table) + ".lock"):
+        with locked(folder / f"{table.name}.lock"):
             if _stamp(facts) != before:  # just written by another process: no need to verify its checksum
                 statistics = _read_facts(facts, settings)
             statistics = statistics or _build(table, facts, sources, settings, encoder, limit)
@@ -138,9 +137,7 @@ def _build(table: Path, facts: Path, sources: list[Source], settings, encoder: e
     """Write the table, then its statistics with a checksum: an incomplete table is never used."""
     statistics = _write(table, sources, settings, encoder, limit)
     statistics["checksum"] = hash_file(table)
-    tmp_path = facts.with_suffix(".facts")
-    tmp_path.write_text(json.dumps(statistics))
-    os.replace(tmp_path, facts)
+    write_text(facts, json.dumps(statistics))
     return statistics
 
 

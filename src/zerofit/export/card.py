@@ -11,6 +11,9 @@ from zerofit.train import model_card
 def text(saved, report: dict) -> str:
     """Return the text of the model card."""
     steps, losses = _progress(saved)
+    served, dtype = report.get("served") or {}, report["dtype"]
+    converted = served.get("files", [])  # instead of the folder that was compared
+    precision = f"{'from ' if converted else ''}{dtype}{', from the fp32 master copies' if report['masters'] else ''}"
     card = model_card.Card(
         facts=saved.facts,
         name=saved.folder.name,
@@ -18,14 +21,22 @@ def text(saved, report: dict) -> str:
         adapter=saved.adapter,
         steps=steps,
         losses=losses,
-        weights=f"{report['dtype']}{', from the fp32 master copies' if report['masters'] else ''}",
+        weights=", ".join([*converted, precision]),
         merged=report["merged"],
         made="Exported",
         own_ends=bool(report["ends"]),
-        body=[_agreement(report), *(["\n".join(notes)] if (notes := _notes(saved, report)) else [])],
+        body=[] if converted else [_agreement(report)],
+        command=served.get("command", ""),
     )
+    if checks := served.get("checks"):
+        card.body.append("\n".join(["What was checked of these files:", "", *(f"- {check.line}" for check in checks)]))
+    if notes := _notes(saved, report):
+        card.body.append("\n".join(notes))
+    rounded = dtype != str(saved.dtype).removeprefix("torch.")
+    changes = {"merging": report["merged"], f"rounding to {dtype}": rounded, "conversion to GGUF": converted}
     evaluations = scores.of_folder(saved.run) if saved.run else []
-    return model_card.with_scores(model_card.text(card), evaluations, saved.label)
+    changed = " and ".join(name for name, is_done in changes.items() if is_done)
+    return model_card.with_scores(model_card.text(card), evaluations, saved.label, changed)
 
 
 def _architecture(saved) -> str:

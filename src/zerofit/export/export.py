@@ -13,7 +13,7 @@ import torch
 from safetensors.torch import save_file
 
 from zerofit.base.errors import UserError
-from zerofit.base.paths import nearest_existing
+from zerofit.base.paths import beside, nearest_existing, write_text
 from zerofit.checkpoint import integrity, zero_shards
 from zerofit.export import card, compare, ends, merge, source
 from zerofit.export.servers import serve
@@ -58,7 +58,7 @@ def main(argv: list[str]) -> None:
     _check_asked(args, saved)
     _check_links(args, saved)
     out = _choose_out(args, saved)
-    tmp_folder = out.with_name(out.name + ASIDE)
+    tmp_folder = beside(out, ASIDE)
     shutil.rmtree(tmp_folder, ignore_errors=True)
     if tmp_folder.is_symlink():  # rmtree leaves it, and what it leads to
         raise UserError(f"{tmp_folder}: is a link; remove it, or name another folder with OUT=.")
@@ -66,8 +66,10 @@ def main(argv: list[str]) -> None:
         tmp_folder.mkdir(parents=True)
         done = _write(args, saved, tmp_folder)
         done["agreement"] = compare.check(args, saved, tmp_folder, done)
-        (tmp_folder / "README.md").write_text(card.text(saved, done), encoding="utf-8")
-        serve.finish(args, saved, tmp_folder, out, done)
+        write_text(tmp_folder / "README.md", card.text(saved, done))
+        if args.server:
+            done["served"] = serve.finish(args, saved, tmp_folder, out, done)
+            write_text(tmp_folder / "README.md", card.text(saved, done))
         tmp_folder.replace(out)
     finally:
         shutil.rmtree(tmp_folder, ignore_errors=True)
@@ -110,8 +112,9 @@ def _shown_base(saved) -> str:
 def _choose_out(given, saved) -> Path:
     name = "export-merged" if given.merge else "export"
     name = f"export-{given.server}" if given.server else name
-    default = saved.run / name if saved.run else saved.folder.with_name(f"{saved.folder.name}-{name}")
+    default = saved.run / name if saved.run else beside(saved.folder, f"-{name}")
     out = Path(given.output_dir).expanduser() if given.output_dir else default
+    run_folder.check_name(out)
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
         raise UserError(
             f"--output_dir {out}: is there already and not empty; name another folder (OUT=...), or remove it."

@@ -17,11 +17,13 @@ from pathlib import Path
 from zerofit import __version__
 from zerofit.base import command_line, distributed, paths
 from zerofit.base.errors import UserError, printable
-from zerofit.base.paths import IN_WHEEL, PROJECT, nearest_existing
+from zerofit.base.paths import IN_WHEEL, LONGEST_NAME, LONGEST_PATH, PROJECT, nearest_existing
 from zerofit.job import run_lock
 from zerofit.job.settings import Settings, as_typed
 
 METRICS = "metrics.jsonl"
+
+OWN_PATH = 128  # most bytes of a file's path in the run folder: .saving/rank100/checkpoint-.../global_step.../...
 
 # Kinds of values in the files of a run. FINITE: also not beyond 2^63; NUMBER: also nan and infinity, as losses are.
 TEXT, WHOLE, FINITE, NUMBER = "text", "a whole number", "a finite number", "a number"
@@ -111,7 +113,25 @@ def name_folder(settings: Settings) -> Path:
     return folder.expanduser()
 
 
+def check_name(folder: Path) -> None:
+    """Refuse a folder in which no model could be saved. Raises: UserError."""
+    whole = os.fsencode(folder.absolute())
+    try:
+        str(folder).encode()
+    except UnicodeEncodeError:
+        raise UserError(
+            f"--output_dir {folder}: is not UTF-8 here, and no safetensors file could be saved in it; name another "
+            "folder, or start in a UTF-8 locale."
+        ) from None
+    if len(whole) + OWN_PATH > LONGEST_PATH or any(len(part) > LONGEST_NAME for part in whole.split(b"/")):
+        raise UserError(
+            f"--output_dir {str(folder)[:80]}...: is longer than a file system takes ({LONGEST_NAME} bytes a name, "
+            f"{LONGEST_PATH} a path with the names of a checkpoint's files); name another folder."
+        )
+
+
 def _check_writable(folder: Path) -> None:
+    check_name(folder)
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder}: is a file; name a folder.")
     parent = nearest_existing(folder)

@@ -1,7 +1,9 @@
 """Write and read scores.json of a run folder: what `zerofit eval` has measured, base and tuned model side by side."""
 
+import json
 from pathlib import Path
 
+from zerofit.base import paths
 from zerofit.base.errors import printable
 from zerofit.job import run_folder
 
@@ -9,13 +11,26 @@ FILE = "scores.json"
 
 HEAD = ["weights", "task", "metric", "rows"]  # of a table of scores; then the models' titles, and the difference
 
+# Of an evaluation: what was asked of the model, with the words for it beside a task's name. Scores of another question
+# do not compare, and stand in a row of their own.
+QUESTION = {
+    "num_fewshot": "{} shots",
+    "system_instruction": "system message {!r}",
+    "gen_kwargs": "{}",
+    "chat_template_kwargs": "template arguments {}",
+    "plain_text": "as plain text",
+}
+
+SHOWN = 40  # most letters of a value that a row shows
+
 Scores = dict[str, dict[str, dict]]  # task -> metric -> {"value", "stderr" (None: the harness has none), "rows"}
 
 
 def add(folder: Path, evaluation: dict) -> Path:
     """Add an evaluation to the folder's file, which keeps all earlier ones; return its path."""
     file = folder / FILE
-    run_folder.write_json(file, {"evaluations": [*of_folder(folder), evaluation]})
+    with paths.locked(folder / "scores.lock"):  # another process may be adding one
+        run_folder.write_json(file, {"evaluations": [*of_folder(folder), evaluation]})
     return file
 
 
@@ -30,18 +45,18 @@ def is_of_final(weights: str) -> bool:
 
 
 def table(evaluations: list[dict], weights: str = "") -> tuple[list[str], list[list[str]]]:
-    """Return the head and the rows of a table with the newest score of each task; ([], []) without scores.
+    """Return the head and the rows of a table with the newest scores of each task; ([], []) without scores.
 
     A trial on the first rows only (--limit) stands where there is no score on all of them.
     Args: weights: those of this name only, such as "checkpoint-50"; "": of all, each row with its name.
     """
     chosen = {}
     for one in evaluations:
+        name = str(one.get("weights", ""))
         for task in dict.fromkeys(task for of in one.get("scores", {}).values() for task in of):
-            key = (str(one.get("weights", "")), task, one.get("num_fewshot"))
-            if one.get("limit") is None or chosen.get(key, one).get("limit") is not None:
-                chosen[key] = one
-    chosen = {key: one for key, one in chosen.items() if weights in ("", key[0])}
+            key = (name, task, json.dumps(_asked(one)))
+            if weights in ("", name) and (one.get("limit") is None or chosen.get(key, one).get("limit") is not None):
+                chosen[key] = _with_earlier(one, task, chosen.get(key))
     titles = [title for title in ("base", "tuned") if any(title in one["scores"] for one in chosen.values())]
     rows = [row for (name, task, _), one in chosen.items() for row in _rows(name, task, one, titles)]
     skipped = 1 if weights else 0
@@ -49,15 +64,30 @@ def table(evaluations: list[dict], weights: str = "") -> tuple[list[str], list[l
     return (head, [row[skipped:] for row in rows]) if rows else ([], [])
 
 
+def _asked(evaluation: dict) -> dict:
+    return {name: evaluation[name] for name in QUESTION if evaluation.get(name) not in (None, "", {})}
+
+
+def _with_earlier(evaluation: dict, task: str, earlier: dict | None) -> dict:
+    """Return an evaluation of a task, with the earlier scores of the model that it has left out, on as many rows."""
+    scores = {title: {task: of[task]} for title, of in evaluation["scores"].items() if task in of}
+    if earlier and earlier.get("limit") == evaluation.get("limit"):
+        rows = {score.get("rows") for of in scores.values() for score in of[task].values()}
+        for title, of in earlier["scores"].items():
+            if title not in scores and {score.get("rows") for score in of[task].values()} == rows:
+                scores[title] = of
+    return evaluation | {"scores": scores}
+
+
 def _rows(weights: str, task: str, evaluation: dict, titles: list[str]) -> list[list[str]]:
     """Return a row for each metric of a task."""
     found, scores = [], evaluation["scores"]
-    shots = evaluation.get("num_fewshot")
+    words = [QUESTION[name].format(str(value)[:SHOWN]) for name, value in _asked(evaluation).items()]
     for metric in dict.fromkeys(metric for of in scores.values() for metric in of.get(task, {})):
         each = {title: scores[title].get(task, {}).get(metric) for title in titles if title in scores}
         rows = next((f"{score['rows']:,}" for score in each.values() if score and score.get("rows")), "")
         first = "first " if evaluation.get("limit") is not None and rows else ""
-        name = task if shots is None else f"{task}, {shots} shots"
+        name = ", ".join([task, *words])
         cells = [weights, name, metric, first + rows, *(_shown(each.get(title)) for title in titles)]
         found.append([printable(cell) for cell in [*cells, *([_difference(each)] if len(titles) > 1 else [])]])
     return found

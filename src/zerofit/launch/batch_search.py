@@ -178,8 +178,8 @@ def _trial(settings, folder: Path) -> Settings:
     """
     from zerofit.config import resolve as resolving
 
-    asked = settings.request.drop("resume_from_checkpoint", "lr_scaling").put(
-        **trial.NOTHING_OUTSIDE, gpus=settings.world_size, output_dir=str(folder / "run"), search_batch_size=False,
+    asked = trial.request(settings.request).drop("lr_scaling").put(
+        gpus=settings.world_size, output_dir=str(folder / "run"), search_batch_size=False,
         per_device_train_batch_size=1, gradient_accumulation_steps=2, effective_batch_size=2 * settings.data_ranks,
         max_steps=2,
     )  # fmt: skip

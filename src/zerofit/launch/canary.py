@@ -13,7 +13,7 @@ from pathlib import Path
 
 from zerofit.base import rank_status
 from zerofit.base.errors import UserError
-from zerofit.base.paths import nearest_existing
+from zerofit.base.paths import beside, nearest_existing
 from zerofit.checkpoint import next_settings
 from zerofit.job.request import Request
 from zerofit.job.settings import Settings
@@ -46,7 +46,7 @@ def run(job: supervisor.Job, planned: dict | None) -> Settings:
     Raises: SystemExit with the failed attempt's exit code, its cause printed; UserError if the disk is too small.
     """
     settings = job.settings
-    folder = job.folder.parent / f".{job.folder.name}.canary"  # on the disk of the checkpoints
+    folder = beside(job.folder, ".canary", prefix=".")  # on the disk of the checkpoints
     print("canary: two steps on the longest rows, an evaluation batch, save and reload", flush=True)
     while True:
         began = time.perf_counter()
@@ -88,7 +88,7 @@ def _attempt(job: supervisor.Job, settings: Settings, folder: Path) -> tuple[pos
 
 def _request(asked: Request, folder: Path) -> Request:
     """Return the run's request with a folder of its own, and without resume, Hub and trackers."""
-    return asked.put(**trial.NOTHING_OUTSIDE, resume_from_checkpoint="false", output_dir=str(folder))
+    return trial.request(asked).put(resume_from_checkpoint="false", output_dir=str(folder))
 
 
 def sentences(measured: dict, planned: dict | None, seconds: float) -> list[str]:

@@ -1,10 +1,11 @@
-"""Reject make variables that no verb reads, or none of the requested verbs.
+"""Reject make variables that are not read, name those of the environment, and split ARGS into words.
 
 Standard library only: it runs before the installation.
 """
 
 import difflib
 import os
+import shlex
 import sys
 
 # {make variable: names that other tools use for it}
@@ -82,7 +83,7 @@ def instead(name: str, asked: list[str], readers: list[tuple[str, str]]) -> str:
     return f"make {', '.join(others)} read{'s' * (len(others) == 1)} it."
 
 
-def main() -> None:
+def refuse() -> None:
     """Print a line for each refused name and exit with 2; the Makefile passes the names in the environment."""
     known = [*os.environ["VARIABLES"].split(), "PYTHON", "ENV"]
     asked = os.environ["ASKED"].split()
@@ -97,6 +98,40 @@ def main() -> None:
         assignment = name if value is None else f"{name}={value}"
         print(f"zerofit: error: {assignment}: {problem}", file=sys.stderr)
     raise SystemExit(2)
+
+
+def name_of_environment(names: list[str]) -> None:
+    """Print a line for each variable that make takes from the environment: it may be meant for another program."""
+    for name in names:
+        if value := os.environ.get(name):
+            shown = name if name == "ARGS" else f"{name}={value}"  # flags may hold a token
+            line = f"note: {shown}: from the environment; `make ... {name}=` sets another value, or none."
+            print("".join(letter if letter.isprintable() else "?" for letter in line), file=sys.stderr, flush=True)
+
+
+def run_with(args: str, command: list[str]) -> None:
+    """Become the command, with the words of ARGS at its end. Exit with 2 for an unclosed quote."""
+    try:
+        words = shlex.split(args)
+    except ValueError as error:
+        print(f"zerofit: error: ARGS={args}: cannot be split into words: {str(error).lower()}.", file=sys.stderr)
+        raise SystemExit(2) from None
+    try:
+        os.execvp(command[0], [*command, *words])
+    except OSError as error:
+        print(f"zerofit: error: {command[0]}: {error.strerror}.", file=sys.stderr)
+        raise SystemExit(127) from None
+
+
+def main() -> None:
+    """Do what the Makefile asks for; see the functions."""
+    match sys.argv[1:]:
+        case []:
+            refuse()
+        case ["--environment", *names]:
+            name_of_environment(names)
+        case [args, *command]:
+            run_with(args.removeprefix("--args="), command)
 
 
 if __name__ == "__main__":

@@ -3,7 +3,7 @@
 import re
 
 from zerofit.base import allocator
-from zerofit.base.hardware import GIB, Gpu
+from zerofit.base.hardware import GIB, NOBODY_ELSE_BYTES, Gpu
 
 GPUS_OF_A_NODE = 8
 
@@ -94,11 +94,14 @@ def _is_one_of(gpu: Gpu, names) -> bool:
 def outside_allocator(gpu: Gpu, ranks: int, node: int = GPUS_OF_A_NODE) -> dict[str, int]:
     """Return {reason: bytes} of the GPU memory outside torch's allocator. node: GPUs of a node.
 
-    For a GPU of this machine (--gpu_type detect) it is what a run here measured, once there was one.
+    For a GPU of this machine (--gpu_type detect) it is what a run here measured, once there was one. A run beside other
+    programs has measured theirs too, which come and go, and which a plan takes from the GPU's memory by itself.
     """
-    if (size := allocator.kept_outside(gpu.device_name, ranks, node)) is not None:
+    parts = {"CUDA context": context_bytes(gpu), "NCCL buffers": nccl_bytes(ranks, node, gpu)}
+    size = allocator.kept_outside(gpu.device_name, ranks, node)
+    if size is not None and size - sum(parts.values()) < NOBODY_ELSE_BYTES:
         return {"CUDA context and NCCL, measured by a run here": size}
-    return {"CUDA context": context_bytes(gpu), "NCCL buffers": nccl_bytes(ranks, node, gpu)}
+    return parts
 
 
 def room(gpu: Gpu, ranks: int) -> int:

@@ -24,7 +24,7 @@ from collections.abc import Callable
 from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
-from zerofit.base import allocator, hardware
+from zerofit.base import allocator, hardware, paths
 from zerofit.base.paths import PACKAGE, cache_root
 from zerofit.job import program
 from zerofit.job.recipe import Recipe
@@ -290,11 +290,9 @@ def recall(file: Path) -> dict | None:
 
 def keep(file: Path, answer: dict) -> None:
     """Write an answer into a file of the cache, as far as it can be written."""
-    tmp_path = file.with_suffix(f".{os.getpid()}")
     with contextlib.suppress(OSError):  # without the file the next plan simulates again
         file.parent.mkdir(parents=True, exist_ok=True)
-        tmp_path.write_text(json.dumps(answer))
-        os.replace(tmp_path, file)
+        paths.write_text(file, json.dumps(answer))
 
 
 _OF_A_LAUNCHER = (

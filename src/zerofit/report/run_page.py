@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
     is_rewritten = args.every or file == runs[0].folder / FILE  # the other way by the run itself
     while True:
         _write_to(file, of(runs, reload=args.every or RELOAD_SECONDS if is_rewritten else 0), bool(args.output))
-        print(f"report: {file}", flush=True)
+        print(printable(f"report: {file}"), flush=True)
         if not (args.every and any(one.training for one in runs)):
             return
         time.sleep(args.every)
@@ -87,9 +87,9 @@ def write(folder: Path, told: bool = False) -> None:
     try:
         paths.write_text(folder / FILE, of_one(Run(folder)))
     except Exception as error:
-        print(f"note: {folder / FILE} could not be written: {error}", flush=True)
+        print(printable(f"note: {folder / FILE} could not be written: {error}"), flush=True)
     else:
-        print(f"report: {folder / FILE}")
+        print(printable(f"report: {folder / FILE}"))
         if not told:
             print(f"next: {' or '.join(next_steps(folder))}", flush=True)
 

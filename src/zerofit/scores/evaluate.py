@@ -40,6 +40,8 @@ def main(argv: list[str]) -> None:
         )
     chosen = models.to_score(given.run, given.base, given.skip_base, given.trust_remote_code)
     saved = chosen[-1].saved
+    if saved.run:
+        scores.of_folder(saved.run)  # a damaged file is refused before the hours of scoring
     answer = _answer(question(given, chosen), given.gpus)
     evaluation = record(given, saved, answer)
     print(scores.as_text(*scores.table([evaluation])), flush=True)
@@ -125,13 +127,14 @@ def _answer(asked: dict, processes: int) -> dict:
 
 def record(given: argparse.Namespace, saved: source.Saved, answer: dict) -> dict:
     """Return an evaluation as scores.json keeps it."""
-    asked = ("limit", "num_fewshot", "batch_size", "gen_kwargs", "system_instruction")
+    asked = ("limit", "num_fewshot", "batch_size", "gen_kwargs", "system_instruction", "chat_template_kwargs")
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
         "weights": saved.label,
         "harness": answer["harness"],
         "processes": answer["processes"],
         "chat_template": answer["chat_template"],
+        "plain_text": None if given.chat_template else "asked for",
         **{name: getattr(given, name) for name in asked},
         "scores": answer["scores"],
     }
@@ -144,7 +147,8 @@ def keep(saved: source.Saved, evaluation: dict, samples: dict[str, dict[str, lis
     print(f"scores: {file}", flush=True)
     for title, tasks_ in samples.items():
         for task, rows in tasks_.items():
-            place = run / "scores" / f"{saved.folder.name}-{title}-{NOT_OF_NAMES.sub('_', task)}.jsonl"
+            name = f"{saved.folder.name}-{title}-{NOT_OF_NAMES.sub('_', task)}"
+            place = paths.beside(run / "scores" / name, ".jsonl")
             place.parent.mkdir(exist_ok=True)
             paths.write_text(place, "".join(json.dumps(row, default=str) + "\n" for row in rows))
             print(f"answers: {place}", flush=True)

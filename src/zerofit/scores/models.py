@@ -33,6 +33,11 @@ class Model:
         """Return the tokenizer. Raises: UserError without one."""
         saved = source.Saved(Path(self.saved.base), remote=self.saved.remote) if self.without_adapter else self.saved
         if (found := source.tokenizer(saved)) is None:
+            if not saved.folder.is_dir():
+                raise UserError(
+                    f"{saved.folder}: was removed meanwhile, as its run saved a newer one; train with "
+                    "--save_total_limit 0 to keep all checkpoints, or name the newest."
+                )
             raise UserError(f"{saved.folder}: has no tokenizer to score it with; put the model's tokenizer beside it.")
         return found
 

@@ -10,7 +10,7 @@ import torch
 
 from zerofit.base import distributed
 from zerofit.base.errors import UserError, first_line
-from zerofit.base.paths import cache_root
+from zerofit.base.paths import cache_root, locked
 from zerofit.config import nvme, offload
 
 TOOLS = {"ninja": "pip install ninja", "g++": "apt install g++"}  # needed to compile the ops, and how to install it
@@ -61,7 +61,6 @@ def folder_of_all() -> tuple[Path, bool]:
 
 
 def _build(name: str, extensions: Path, ours: bool) -> None:
-    import filelock
     from deepspeed.ops import op_builder
 
     builder = getattr(op_builder, name)()
@@ -70,7 +69,7 @@ def _build(name: str, extensions: Path, ours: bool) -> None:
     if missing := missing_tools():
         tool = missing[0]
         raise UserError(f"{builder.name}: {tool} is not on PATH, and DeepSpeed compiles this op; {TOOLS[tool]}.")
-    with filelock.FileLock(folder / "zerofit.lock"):
+    with locked(folder / "zerofit.lock"):
         clear_stale_lock(folder, ours)
         if not (folder / f"{builder.name}.so").exists():
             print(f"compiling DeepSpeed's {builder.name} into {folder} (once; about a minute or two)", flush=True)

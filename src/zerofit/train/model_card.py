@@ -30,6 +30,7 @@ class Card:
     made: str = "Trained"  # what zerofit did
     own_ends: bool = False  # whether an adapter's folder says where generation stops
     body: list[str] = field(default_factory=list)  # sentences below the table
+    command: str = ""  # that uses files which transformers does not load; "": code for transformers or peft
 
     def argument(self, name: str):
         """Return the run's value of an argument; None without facts."""
@@ -57,8 +58,9 @@ def text(card: Card) -> str:
 
     holds_adapter = card.adapter is not None and not card.merged
     library, recipe = "peft" if holds_adapter else "transformers", card.facts.get("recipe")
+    kind = "gguf" if card.command else library
     head = ModelCardData(
-        library_name=library,
+        library_name=kind,
         pipeline_tag="text-generation",
         tags=["zerofit", recipe or "export"],
         base_model=card.hub_base(),
@@ -72,23 +74,31 @@ def text(card: Card) -> str:
     if holds_adapter and card.own_ends:
         names = "AutoTokenizer, GenerationConfig"
         more = 'model.generation_config = GenerationConfig.from_pretrained(".")  # peft takes the base\'s\n'
+    code = (
+        f"```bash\n{card.command}\n```\n"
+        if card.command
+        else (
+            f"```python\nfrom {library} import {loader}\nfrom transformers import {names}\n\n"
+            f'model = {loader}.from_pretrained(".")\n{more}tokenizer = AutoTokenizer.from_pretrained(".")\n```\n'
+        )
+    )
     return (
         f"---\n{head.to_yaml()}\n---\n\n# {title}\n\n{card.made} by zerofit {__version__}.\n\n"
-        f"| | |\n|---|---|\n{rows}\n\n"
-        f"{body}## Use\n\n```python\nfrom {library} import {loader}\nfrom transformers import {names}\n\n"
-        f'model = {loader}.from_pretrained(".")\n{more}tokenizer = AutoTokenizer.from_pretrained(".")\n```\n'
+        f"| | |\n|---|---|\n{rows}\n\n{body}## Use\n\n{code}"
     )
 
 
-def with_scores(card: str, evaluations: list[dict], weights: str) -> str:
+def with_scores(card: str, evaluations: list[dict], weights: str, changed: str = "") -> str:
     """Return the text of a card with the newest scores of its weights, in place of those that it has.
 
-    Args: evaluations: of scores.json; weights: their name there.
+    Args: evaluations: of scores.json; weights: their name there; changed: what was done to them since.
     """
     head, rows = scores.table(evaluations, weights)
     if not rows:
         return card
-    said = f"By lm-evaluation-harness {evaluations[-1].get('harness', '')}; ± is the standard error."
+    before = f", before {changed}" if changed else ""
+    harness = f"by lm-evaluation-harness {evaluations[-1].get('harness', '')}; ± is the standard error"
+    said = f"Of {weights}{before}, {harness}."
     section = f"{SCORES}\n## Scores\n\n{said}\n\n{scores.as_markdown(head, rows)}\n{END_OF_SCORES}\n\n"
     before, found, after = card.partition(SCORES)
     if found and END_OF_SCORES in after:

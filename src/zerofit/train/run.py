@@ -4,7 +4,7 @@ import contextlib
 import json
 from pathlib import Path
 
-from zerofit.base import rank_status
+from zerofit.base import paths, rank_status
 from zerofit.base.errors import DiskFull, OutOfMemory, Stopped, UserError, full_disk, printable
 from zerofit.certificate import page, saved
 from zerofit.checkpoint import restart, resumable
@@ -57,7 +57,7 @@ def save_final(trainer: ZerofitTrainer) -> None:
         adapters.convert_to_plain_lora(trainer.model, final)
         (final / "training_args.bin").unlink(missing_ok=True)  # a pickle that no loader needs
         verify_saved(final, trainable if trainer.settings.trains_adapter else total)
-        (final / "README.md").write_text(model_card.text(_card(trainer, final)), encoding="utf-8")
+        _write_card(trainer, final)
         run_folder.readable(final)
         _check_ends(trainer, final)
     if trainer.settings.certificate:
@@ -72,6 +72,10 @@ def _check_ends(trainer: ZerofitTrainer, final: Path) -> None:
     file = final / "generation_config.json"
     written = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.exists() else None
     trainer.check_ends(shipped=generation.ids_of(written))
+
+
+def _write_card(trainer: ZerofitTrainer, final: Path) -> None:
+    paths.write_text(final / "README.md", model_card.text(_card(trainer, final)))
 
 
 def _card(trainer: ZerofitTrainer, final: Path) -> model_card.Card:
@@ -99,6 +103,8 @@ def evaluate(trainer: ZerofitTrainer) -> dict:
     """Evaluate the saved model, show sample generations and return the metrics for result.json. Collective."""
     settings = trainer.settings
     evaluation = evaluation_of_saved(trainer)
+    if trainer.args.process_index == 0 and (_final(trainer) / "README.md").exists():
+        _write_card(trainer, _final(trainer))  # with this evaluation's loss
     metrics = {"eval_loss": evaluation["eval_loss"] if evaluation else None} | _rewards(evaluation)
     if settings.bundled:
         name = trainer.score_name.replace(" ", "_")

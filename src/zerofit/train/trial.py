@@ -13,6 +13,7 @@ from zerofit.base import distributed, rank_status
 from zerofit.base.errors import EXIT_CODES, UserError
 from zerofit.base.paths import size_of
 from zerofit.job import job, run_folder
+from zerofit.job.request import Request
 from zerofit.train import memory_tracker
 
 # Of job.Job.trial: what the ranks measure instead of training.
@@ -150,8 +151,10 @@ def _checkpoints(trainer) -> int:
     return min(written, kept)
 
 
-# A trial contacts no hub or experiment tracker, and reads at once what it has saved.
-NOTHING_OUTSIDE = {"push_to_hub": False, "report_to": "none", "save_in_background": False}
+def request(asked: Request) -> Request:
+    """Return the request of a trial: it contacts no hub, storage or tracker, and reads at once what it has saved."""
+    asked = asked.drop("upload_to", "resume_from_checkpoint")
+    return asked.put(push_to_hub=False, report_to="none", save_in_background=False)
 
 
 # --- batch size search ---

@@ -59,10 +59,10 @@ runpy.run_path(script, run_name="__main__")
 """
 
 
-def converter(place: str) -> Path:
+def converter(place: str, server: str) -> Path:
     """Return llama.cpp's converter. Raises: UserError without one."""
     if not place:
-        raise UserError(f"--for llama.cpp needs llama.cpp's converter, which no pip package has: {GET_ONE}.")
+        raise UserError(f"--for {server} needs llama.cpp's converter, which no pip package has: {GET_ONE}.")
     script = Path(place).expanduser().absolute() / SCRIPT
     if not script.is_file():
         raise UserError(f"LLAMA_CPP={place}: has no {SCRIPT}; {GET_ONE}.")

@@ -4,10 +4,11 @@ import json
 import shlex
 import shutil
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 
 from zerofit.base.errors import UserError
+from zerofit.base.paths import write_text
 from zerofit.export import compare, ends, source
 from zerofit.export.servers import gguf, http, modelfile, reference
 from zerofit.export.servers.check import Check
@@ -74,8 +75,8 @@ SERVERS = {
     "transformers": Server(
         False, False, lambda export: f"transformers serve {shlex.quote(str(export.out))}", "continuous batching"
     ),
-    "vllm": Server(True, False, _vllm, "vLLM's kernels, which need a GPU: ask it one of the samples below"),
-    "sglang": Server(False, False, _sglang, "SGLang's kernels, which need a GPU: ask it one of the samples below"),
+    "vllm": Server(True, False, _vllm, "vLLM's kernels, which need a GPU: ask it a sample of export.json"),
+    "sglang": Server(False, False, _sglang, "SGLang's kernels, which need a GPU: ask it a sample of export.json"),
     "llama.cpp": Server(
         False, True, lambda export: f"llama-server -m {shlex.quote(str(_best(export)))} --jinja",
         "llama-server's own engine for chat templates (llama-cpp-python has another)",
@@ -110,7 +111,7 @@ def check_asked(given, saved: source.Saved) -> None:
     if server.is_gguf:
         if unknown := [kind for kind in given.gguf if kind not in gguf.TYPES]:
             raise UserError(f"--gguf {unknown[0]}: is no type that is written; name {' or '.join(gguf.TYPES)}.")
-        gguf.converter(given.llama_cpp)
+        gguf.converter(given.llama_cpp, given.server)
         if source.tokenizer(saved) is None:
             raise UserError(f"{saved.folder}: has no tokenizer, and a GGUF file holds one; put it beside the weights.")
     if saved.adapter and not server.takes_adapters:
@@ -132,13 +133,12 @@ def _not_plain(saved: source.Saved) -> str:
     return f"vLLM reads plain LoRA adapters, and this one has {' and '.join(found)}" if found else ""
 
 
-def finish(given, saved: source.Saved, folder: Path, out: Path, done: dict) -> None:
+def finish(given, saved: source.Saved, folder: Path, out: Path, done: dict) -> dict:
     """Write what the server of --for reads beside a Hugging Face export, try it, and write export.json.
 
+    Returns: {"checks": of it, "files": GGUF files instead of the export, "command": that serves them in their folder}.
     Raises: UserError if the server's code does not do what the trained model does.
     """
-    if not given.server:
-        return
     export, server = Export(given, saved, folder, out, done), SERVERS[given.server]
     tokenizer = source.tokenizer(saved)
     asked, checks = reference.prompts(tokenizer, ends.samples(saved, tokenizer)) if tokenizer is not None else ([], [])
@@ -151,6 +151,8 @@ def finish(given, saved: source.Saved, folder: Path, out: Path, done: dict) -> N
     if failed := [check for check in checks if check.holds is False]:
         raise UserError(f"--for {given.server}: {failed[0].what}: {failed[0].says}; nothing is kept.")
     _report(export, server, checks, tokenizer, asked)
+    files = sorted(file.name for file in folder.glob("*.gguf"))
+    return {"checks": checks, "files": files, "command": server.command(replace(export, out=Path())) if files else ""}
 
 
 def _report(export: Export, server: Server, checks: list[Check], tokenizer, asked: list[Prompt]) -> None:
@@ -231,16 +233,15 @@ def _gguf_files(export: Export, tokenizer, asked: list[Prompt]) -> list[Check]:
     for file in [file for file in export.folder.iterdir() if file != whole]:
         file.rename(whole / file.name)
     sampling = json.loads((whole / "generation_config.json").read_text(encoding="utf-8"))
-    script = gguf.converter(export.given.llama_cpp)
+    script = gguf.converter(export.given.llama_cpp, export.given.server)
     files = gguf.write(whole, export.folder, export.given.gguf, script)
-    shutil.copyfile(whole / "README.md", export.folder / "README.md")
     shutil.rmtree(whole)
     checks = []
     if export.given.server == "ollama":
         stops = tokenizer.convert_ids_to_tokens(generation.ids_of(sampling.get("eos_token_id")))
         model = _best(export).name
         text, checks = modelfile.text(model, tokenizer, asked, stops, sampling if sampling.get("do_sample") else {})
-        (export.folder / modelfile.FILE).write_text(text, encoding="utf-8")
+        write_text(export.folder / modelfile.FILE, text)
     if not asked or not asked[0].answer:
         return [*checks, Check("answers", None, "not compared with what was trained (--check false)")]
     rounded = compare.rounding(export.given, export.saved, export.done)

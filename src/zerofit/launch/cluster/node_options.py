@@ -19,7 +19,7 @@ def port_of(text: str) -> int:
         return distributed.free_port()
     if not text.isdigit() or not 1 <= int(text) <= 65535:
         raise UserError(f"PORT={text}: must be a number from 1 to 65535.")
-    if not distributed.port_is_free(int(text)):
+    if not (distributed.port_is_free(int(text)) and distributed.hold_port(int(text))):
         raise UserError(f"PORT={text} is in use on this machine; name another, or none for a free one.")
     return int(text)
 
