@@ -9,8 +9,10 @@ from pathlib import Path
 from zerofit.base.errors import UserError
 from zerofit.config import arguments, defaults, parse, transformers_flags
 from zerofit.convert import kits, page
-from zerofit.convert.conversion import Conversion, Kit, Names, convert
+from zerofit.convert.conversion import UNKNOWN, Conversion, Kit, Names, convert
 from zerofit.job import program
+
+MOST_UNKNOWN = 0.3  # of a file's keys: more are those of another kit
 
 RECIPES = ("sft", "lora", "dpo")
 
@@ -132,7 +134,12 @@ def names() -> Names:
 
 
 def check(done: Conversion, text: str) -> None:
-    """Raise UserError where our own parser refuses the converted file: a value of theirs that no recipe takes."""
+    """Raise UserError where the converted file cannot run as theirs would.
+
+    It names no model, or is of another kit than its keys seem to say, or our own parser refuses a value.
+    """
+    if done.kit not in kits.LAUNCHERS:
+        _check_kit(done)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "converted.yaml"
         file.write_text(text, encoding="utf-8")
@@ -148,6 +155,21 @@ def check(done: Conversion, text: str) -> None:
             if not is_number or not is_allowed(line.value):
                 what = words if is_number else "a number"
                 raise UserError(f"{done.file}: {line.origin} is {line.value}: it must be {what} ({name}).")
+
+
+def _check_kit(done: Conversion) -> None:
+    """Raise UserError for a file whose keys are not the kit's, or that names no model: the bundled one would train."""
+    unknown = [key for key, why in done.lost.items() if UNKNOWN in why and key in done.given]
+    if len(unknown) > len(done.given) * MOST_UNKNOWN:
+        raise UserError(
+            f"{done.file}: {len(unknown)} of its {len(done.given)} keys are unknown to {done.kit.name}, whose file it "
+            f"seems to be ({', '.join(unknown[:3])}); is it of another kit? Take out the keys that say nothing."
+        )
+    if "model" not in done.lines:
+        theirs = [key for key, one in done.kit.keys.items() if one.ours == "model"]
+        raise UserError(
+            f"{done.file}: names no model{f' ({theirs[0]})' if theirs else ''}, so that nothing of it can be trained."
+        )
 
 
 def _command(done: Conversion, output: str) -> str:

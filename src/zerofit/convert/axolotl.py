@@ -367,7 +367,6 @@ KIT = Kit(
             "peft_layers_to_transform peft_layers_pattern lora_rank_pattern lora_alpha_pattern "
             "lora_fan_in_fan_out peft"
         ),
-        "all weights of the language model train": "unfrozen_parameters",
         "packing: true packs, as sample_packing did": "max_packed_sequence_len",
         "repeated rows are counted by zerofit data and limited by max_duplicate_fraction": (
             "dataset_exact_deduplication"
@@ -378,8 +377,8 @@ KIT = Kit(
         "the rate rises in a straight line, and falls to the end": "lr_quadratic_warmup cosine_constant_lr_ratio",
         "axolotl reads adam_epsilon": "adam_eps",
         "no method of this kind": (
-            "qat quantization gptq fp8* relora* lisa_* use_onebitllms jagged_restart_* use_pose pose_* use_eaft "
-            "eaft_* llmcompressor use_dynamic_finetuning nvfp4_* torchdistx_path gptq_*"
+            "qat quantization gptq fp8* relora* lisa_* use_onebitllms jagged_restart_* use_pose pose_* "
+            "eaft_* llmcompressor nvfp4_* torchdistx_path gptq_*"
         ),
         "zero: 3 shards experts and all other weights": (
             "expert_parallel_* dp_shard_size dp_replicate_size quantize_moe_experts use_scattermoe use_sonicmoe "
@@ -399,6 +398,7 @@ KIT = Kit(
         "the end of every answer that is trained is trained too": (
             "datasets.train_on_eos datasets.train_on_eot test_datasets.train_on_eos test_datasets.train_on_eot"
         ),
+        "rows are split by heads (Ulysses), not by a ring": "context_parallel.*",
         "rows are read by their columns (docs/data.md)": "datasets.* test_datasets.* pretraining_dataset.*",
         "not needed here": (
             "strict ddp* local_rank debug device_map xformers_attention s2_attention use_otel_metrics otel_* "
@@ -407,6 +407,7 @@ KIT = Kit(
             "ring_attn_func trl vllm push_dataset_to_hub total_num_tokens"
         ),
     },
+    refused={shared.OTHER_LOSS: "use_eaft use_dynamic_finetuning", shared.SOME_WEIGHTS: "unfrozen_parameters"},
     meaning=(
         "loss: mean over the trained tokens of the whole step on all GPUs; axolotl averages the GPUs' means.",
     ),

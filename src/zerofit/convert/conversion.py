@@ -44,6 +44,7 @@ class Kit:
     keys: Mapping[str, Key]
     rules: tuple[Rule, ...]
     lost: Mapping[str, str]  # reason -> their keys without a counterpart, separated by spaces; `*` ends a prefix
+    refused: Mapping[str, str] = field(default_factory=dict)  # the same of keys without which another thing is trained
     meaning: tuple[str, ...] = ()  # what differs in every file of the kit
     defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys without a Key: those that are not off
     null_is_absent: bool = False  # its reader drops a null; elsewhere null replaces the default
@@ -79,6 +80,8 @@ MODULES = ("lora_target_modules", "lora_target_parameters", "modules_to_save")  
 
 OFF = (None, False, "", "none", "None", "no", "false", "False")  # values that ask for nothing
 
+UNKNOWN, NO_EFFECT = "unknown to this table", "has no effect here with this value"
+
 GPU_ONLY = "the same training, faster or with less memory on a GPU; take the # away there"
 
 
@@ -107,6 +110,29 @@ def sectioned(value: Any) -> Any:
     if isinstance(value, dict):
         return Section({key: sectioned(inner) for key, inner in value.items()})
     return [sectioned(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _read_all(value: Any) -> None:
+    """Take each key below a value as read."""
+    if isinstance(value, dict):
+        for inner in value.values():
+            _read_all(inner)
+        if isinstance(value, Section):
+            value.read |= value.keys()
+    elif isinstance(value, list):
+        for inner in value:
+            _read_all(inner)
+
+
+def _read(value: Any, prefix: str = "") -> Iterable[str]:
+    """Yield the dotted name of each key below a value that has been read."""
+    if isinstance(value, Section):
+        for name, inner in dict.items(value):
+            if name in value.read:
+                yield from list(_read(inner, f"{prefix}{name}.")) or [f"{prefix}{name}"]
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _read(inner, prefix)
 
 
 def _unread(value: Any, place: str, key: str) -> Iterable[tuple[str, str, Any]]:
@@ -177,6 +203,7 @@ class Conversion:
             value = self._text(value, origin)
         if name in MODULES and (pattern := next((word for word in value if not re.fullmatch(r"[\w.-]+", word)), None)):
             self.refuse(f"{origin}: {pattern}", "is a regular expression; name the modules, in a list")
+        _read_all(value)
         is_text = name in (*TEXTS, "chat_template_kwargs")  # whose values are as they are, too
         self.lines[name] = Line(plain(value) if is_text else number(value), origin or f"{self.kit.name}'s default")
 
@@ -186,8 +213,8 @@ class Conversion:
             return [self._text(inner, origin) for inner in value]
         if isinstance(value, dict):  # a data set, whose weight is a number
             return {key: inner if key == "weight" else self._text(inner, origin) for key, inner in value.items()}
-        if isinstance(value, bool):
-            self.refuse(str(origin), f"is {str(value).lower()} in YAML; write its text in quotes")
+        if isinstance(value, bool | None):
+            self.refuse(str(origin), f"is {json.dumps(value)} in YAML; write its text in quotes")
         return str(value)
 
     def choose(self, recipe: str, *keys: str) -> None:
@@ -262,7 +289,7 @@ def _direct(done: Conversion, theirs: str, key: Key) -> None:
 def _leftover(done: Conversion, theirs: str, names: Names) -> None:
     """Write a key of transformers that no rule has read; list it where transformers' argument has no effect here."""
     if done.kit.same_names and theirs not in done.lines and done.given[theirs] is not None:
-        if theirs in names.accepted and _reason(done.kit, theirs) is None:
+        if theirs in names.accepted and not any(_reason(table, theirs) for table in (done.kit.lost, done.kit.refused)):
             done.put(theirs, done.given[theirs], theirs)
         elif theirs in names.refused and not _is_default(done, theirs, done.given[theirs]):
             done.lose(theirs, names.refused[theirs])
@@ -284,20 +311,42 @@ def account(done: Conversion) -> None:
             for place, inner, of in _unread(value, key, key):
                 if place not in done.lost:
                     _list(done, place, inner, of)
+            _name_read(done, key)
     for of_file, value in done.held.items():
         for place, inner, of in _unread(value, of_file, of_file.rpartition(" in ")[2].partition(".")[0]):
             _list(done, place, inner, of)
 
 
+def _name_read(done: Conversion, key: str) -> None:
+    """Add the keys that have been read below a key to the first line that comes from it."""
+    for lines in (done.lines, done.on_gpus):
+        for name, line in lines.items():
+            first, colon, rest = line.origin.partition(": ")
+            if key in first.split(", "):
+                said = f"{line.value} {rest}"
+                inner = [of for of in dict.fromkeys(_read(done.given[key])) if of.rpartition(".")[2] not in said]
+                if inner:
+                    lines[name] = Line(line.value, f"{first}: {', '.join([rest] * bool(colon) + inner)}")
+                return
+
+
 def _list(done: Conversion, place: str, key: str, value: Any) -> None:
     default = done.defaults.get(key)
     if value is None and not (_is_off(default) or default == -1 or done.kit.null_is_absent):
-        done.refuse(place, f"null is no value; write one, or leave the line out for {done.kit.name}'s default {default}")
+        done.refuse(
+            place, f"null is no value; write one, or leave the line out for {done.kit.name}'s default {default}"
+        )
     if value is None or _is_default(done, key, value):
         done.same.append(place)
+    elif why := _reason(done.kit.refused, key):
+        done.refuse(f"{place}: {value}", why)
     else:
-        unknown = f"unknown to this table ({done.kit.name} {done.kit.version})"
-        done.lose(place, _reason(done.kit, key) or ("has no effect here with this value" if key in done.given and key not in done.unread else unknown))
+        is_read = key in done.given and key not in done.unread
+        done.lose(
+            place,
+            _reason(done.kit.lost, key)
+            or (NO_EFFECT if is_read else f"{UNKNOWN} ({done.kit.name} {done.kit.version})"),
+        )
 
 
 def _is_default(done: Conversion, key: str, value: Any) -> bool:
@@ -313,9 +362,9 @@ def _is_off(value: Any) -> bool:
     return not value if isinstance(value, list | dict) else value in OFF
 
 
-def _reason(kit: Kit, theirs: str) -> str | None:
-    """Return why a key has no counterpart; None where the table does not have it."""
-    for reason, keys in kit.lost.items():
+def _reason(table: Mapping[str, str], theirs: str) -> str | None:
+    """Return why a key has no counterpart; None where the table (Kit.lost, Kit.refused) does not have it."""
+    for reason, keys in table.items():
         for key in keys.split():
             if theirs == key or theirs.startswith(f"{key}.") or (key.endswith("*") and theirs.startswith(key[:-1])):
                 return reason

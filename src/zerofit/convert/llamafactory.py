@@ -26,7 +26,8 @@ def _recipe(done: Conversion) -> None:
             f"finetuning_type: {kind}", "has no counterpart: all weights train (sft, dpo), or an adapter (lora)"
         )
     done.choose("dpo" if stage in ("dpo", "kto") else KINDS[kind], "stage", "finetuning_type")
-    done.keep("do_train")
+    if done.take("do_train", True) is False:
+        done.refuse("do_train: false", "trains nothing")
     if stage in ("dpo", "kto"):
         _preference(done, stage)
     if kind != "full":
@@ -269,8 +270,8 @@ KIT = Kit(
             "sequence_parallel"
         ),
         "no optimizer or method of this kind": (
-            "use_badam badam_* use_adam_mini use_llama_pro freeze_trainable_* freeze_extra_modules use_dft_loss "
-            "use_asft_loss asft_alpha use_eaft_loss eaft_alpha use_kt kt_* use_hyper_parallel hyper_parallel_args "
+            "use_badam badam_* use_adam_mini use_llama_pro freeze_trainable_* freeze_extra_modules "
+            "asft_alpha eaft_alpha use_kt kt_* use_hyper_parallel hyper_parallel_args "
             "ld_alpha pref_bco_weight early_stopping_steps shift_attn mixture_of_depths enable_qat qat_* fake_quant_*"
         ),
         "images, videos and audios are not trained": (
@@ -293,6 +294,7 @@ KIT = Kit(
             "sglang_* loraplus_lr_embedding fp8_* enable_torch_profiler profil*"
         ),
     },
+    refused={shared.OTHER_LOSS: "use_dft_loss use_asft_loss use_eaft_loss"},
     meaning=(
         "loss: mean over the trained tokens of the whole step on all GPUs, as in transformers 5.",
     ),

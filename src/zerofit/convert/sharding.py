@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.convert import shared
-from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, Section, as_object, sectioned
+from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, Section, as_object, plain, sectioned
 from zerofit.job import settings_file
 
 DEEPSPEED_FILE = "what the file says is what runs with `--deepspeed FILE`, instead of zero and offload"
@@ -90,7 +90,7 @@ def fsdp(done: Conversion, *keys: str) -> None:
     on = [key for key, value in values.items() if value not in (None, "", False, [], {})]
     if not on:
         return
-    text = json.dumps(list(values.values())).lower()
+    text = json.dumps(plain(list(values.values()))).lower()
     zero = 2 if "shard_grad_op" in text else 3
     keys = ", ".join([*on, *["distributed_type"] * ("distributed_type" in done.given)])
     done.put("zero", zero, keys)
@@ -98,7 +98,7 @@ def fsdp(done: Conversion, *keys: str) -> None:
         for name in value if isinstance(value, Section) else ():
             value.read |= {name} if "offload" in name or "sharding_strategy" in name else set()
     offload = '"fsdp_offload_params": true' in text or '"offload_params": true' in text or '"cpu_offload": true' in text
-    if offload or re.search(r'"offload"|\boffload\b(?!_)', json.dumps(values.get("fsdp") or "")):
+    if offload or re.search(r'"offload"|\boffload\b(?!_)', json.dumps(plain(values.get("fsdp") or ""))):
         done.put("offload", "all" if zero == 3 else "optimizer", keys)
     done.differ(f"{on[0]}: {FSDP_NOTE} (zero: {zero}).")
 
@@ -127,8 +127,10 @@ def _accelerate(done: Conversion) -> None:
     elif precision == "fp16":
         done.on_gpus["fp16"] = Line(True, "mixed_precision")
     elif precision.lower() in ("no", "false"):
-        done.differ("mixed_precision: no: bf16 or fp16 of the job's file decides, here bf16 on GPUs without one of them; "
-                    "bf16: false computes in fp32.")  # fmt: skip
+        done.differ(
+            "mixed_precision: no: bf16 or fp16 of the job's file decides, here bf16 on GPUs without one of them; bf16: "
+            "false computes in fp32."
+        )
     elif precision == "fp8":
         done.lose("mixed_precision", "fp8: true computes the decoder layers' matrices in 8 bits, on GPUs that can")
 

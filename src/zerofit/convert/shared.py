@@ -26,6 +26,10 @@ DEFAULTS = {"remove_unused_columns": True, "average_tokens_across_devices": True
 # The same for a recipe's page: names that are passed on as they are.
 SAME = "learning_rate lr_scheduler_type weight_decay max_grad_norm optim seed, and transformers' other arguments"
 
+# Reasons of Kit.refused.
+OTHER_LOSS = "trains with a loss that zerofit does not have"
+SOME_WEIGHTS = "trains a part of the weights; here all weights train (sft, dpo), or an adapter (lora)"
+
 NO_COUNTERPART = {
     "of a DeepSpeed file only stage and offload are taken; all of it runs with --deepspeed FILE": "deepspeed.*",
     "FSDP has no counterpart, ZeRO shards as much": "fsdp_config.*",

@@ -23,7 +23,9 @@ def _recipe(done: Conversion) -> None:
         done.refuse(f"tuner_type: {kind}", f"is no adapter of zerofit's: {', '.join(ADAPTERS)} (docs/adapters.md)")
     if "dpo" in done.file.stem and not rl and not done.recipe:
         done.differ("rlhf_type: not in the file; `swift rlhf` takes dpo: convert with --recipe dpo.")
-    done.choose("dpo" if rl else "sft" if kind == "full" else "lora", "rlhf_type", "tuner_type", "train_type", "sft_type")
+    done.choose(
+        "dpo" if rl else "sft" if kind == "full" else "lora", "rlhf_type", "tuner_type", "train_type", "sft_type"
+    )
     if done.recipe == "dpo":
         _preference(done, rl or "dpo")
     if kind != "full":
@@ -290,14 +292,18 @@ KIT = Kit(
             "val_dataset_shuffle logging_first_step lora_bias"
         ),
         "no method of this kind": (
-            "lisa_* use_galore galore_* freeze_parameters* trainable_parameters* external_plugins custom_* "
-            "callbacks acc_strategy router_aux_loss_coef enable_dft_loss lora_ga_* reft_* adalora_* interleave_prob "
+            "lisa_* use_galore galore_* external_plugins custom_* "
+            "callbacks acc_strategy router_aux_loss_coef lora_ga_* reft_* adalora_* interleave_prob "
             "stopping_strategy"
         ),
         "ray starts zerofit with launchers/ray (docs/ray.md)": "use_ray device_groups",
         "what a generation does is said to zerofit chat": (
             "max_new_tokens temperature top_k top_p repetition_penalty predict_with_generate eval_* metric"
         ),
+    },
+    refused={
+        shared.OTHER_LOSS: "enable_dft_loss",
+        shared.SOME_WEIGHTS: "freeze_parameters* trainable_parameters*",
     },
     meaning=("loss: mean over the trained tokens of the whole step on all GPUs, as in ms-swift.",),
     same_names=True,

@@ -235,7 +235,8 @@ def _machine(done: Conversion) -> None:
         for name, word in (("wandb", "WandB"), ("tensorboard", "TensorBoard"), ("comet_ml", "Comet"))
         if word in logger
     ]
-    shared.report(done, "metric_logger", names)
+    if names or logger.endswith(("StdoutLogger", "DiskLogger")):
+        shared.report(done, "metric_logger._component_", names)
     done.differ("sharding: torchtune's distributed recipes shard with FSDP: zero: 3 does as much (default: 2).")
 
 
@@ -277,7 +278,8 @@ KIT = Kit(
         "the loss is computed in chunks by itself (fused_loss)": "loss num_output_chunks",
         "not needed here": (
             "device log_peak_memory_stats log_level custom_sharded_layers fsdp_reshard_after_forward "
-            "optimizer_in_bwd optimizer.fused cudnn_deterministic_mode metric_logger ac_mode ac_option memory_efficient_fsdp_wrap "
+            "optimizer_in_bwd optimizer.fused cudnn_deterministic_mode metric_logger ac_mode ac_option "
+            "memory_efficient_fsdp_wrap "
             "run_generation tensor_parallel_plan quantizer run_val_every_n_steps batch_size_val base_dir model_dir"
         ),
         "memory_report: true records a step": "profiler",

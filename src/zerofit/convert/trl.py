@@ -252,7 +252,7 @@ LOST = shared.NO_COUNTERPART | {
         "average_tokens_across_devices use_logits_to_keep num_completions log_completions"
     ),
     "no such loss here": (
-        "ld_alpha f_divergence_type f_alpha_divergence_coef use_weighting loss_weights discopop_tau loss_type "
+        "ld_alpha f_divergence_type f_alpha_divergence_coef use_weighting loss_weights discopop_tau "
         "router_aux_loss_coef"
     ),
     "the adapter is for all ranks and layers alike": "lora_task_type lora_bias",
@@ -280,6 +280,8 @@ RULES = (
     Rule(shared.SAME, "the same"),
 )  # fmt: skip
 
+REFUSED = {shared.OTHER_LOSS: "loss_type"}
+
 MEANING = ("loss: mean over the trained tokens of the whole step on all GPUs, as in TRL.",)
 
 TRL = Kit(
@@ -290,7 +292,7 @@ TRL = Kit(
         "dataset_test_split", "assistant_only_loss", "torch_dtype", "dataset_text_field", "packing_strategy",
         "dataset_config", "dataset_num_proc", "lora_modules_to_save", "max_prompt_length", "chat_template_path",
     ),
-    keys=KEYS, rules=RULES, lost=LOST, meaning=MEANING, same_names=True, defaults=DEFAULTS,
+    keys=KEYS, rules=RULES, lost=LOST, refused=REFUSED, meaning=MEANING, same_names=True, defaults=DEFAULTS,
 )  # fmt: skip
 
 HANDBOOK = Kit(
@@ -306,5 +308,5 @@ HANDBOOK = Kit(
              note="sets that differ have path, config, split and weight each"),
         *RULES,
     ),
-    lost=LOST, meaning=MEANING, same_names=True, defaults=DEFAULTS, like=TRL,
+    lost=LOST, refused=REFUSED, meaning=MEANING, same_names=True, defaults=DEFAULTS, like=TRL,
 )  # fmt: skip

@@ -114,6 +114,6 @@ KIT = Kit(
     },
     meaning=("loss: mean over the trained tokens of the whole step on all GPUs, as in TRL, on which unsloth runs.",),
     nested=True,
-    defaults={f"lora.finetune_{what}": True for what in ("vision_layers", "language_layers", "attention_modules",
-                                                         "mlp_modules")},
+    defaults={f"lora.finetune_{what}": True for what in ("language_layers", "attention_modules", "mlp_modules")}
+    | {"training.max_steps": 0},
 )  # fmt: skip
