@@ -6,13 +6,13 @@ import tempfile
 from dataclasses import fields
 from pathlib import Path
 
-from zerofit.base.errors import UserError
+from zerofit.base.errors import UserError, one_line
 from zerofit.config import arguments, defaults, parse, transformers_flags
 from zerofit.convert import kits, page
 from zerofit.convert.conversion import UNKNOWN, Conversion, Kit, Names, convert
 from zerofit.job import program
 
-MOST_UNKNOWN = 0.3  # of a file's keys: more are those of another kit
+MOST_UNKNOWN = 0.3  # of a file's keys: more, and more than two, are those of another kit
 
 RECIPES = ("sft", "lora", "dpo")
 
@@ -99,6 +99,8 @@ def of_files(files: list[str], kit: str = "", recipe: str = "", gpus: int | None
         file, values, theirs = jobs[0]
         count = next((one.lines["gpus"].value for one in launchers if "gpus" in one.lines), None)
         done = convert(theirs, values, file, gpus or count, recipe, names())
+        if not kit:
+            _check_kit(done)
     for other in launchers:
         _add(done, other)
     return done
@@ -136,10 +138,18 @@ def names() -> Names:
 def check(done: Conversion, text: str) -> None:
     """Raise UserError where the converted file cannot run as theirs would.
 
-    It names no model, or is of another kit than its keys seem to say, or our own parser refuses a value.
+    It names no model, with which the bundled one would train, or a data set without a place, or our own parser refuses
+    a value.
     """
-    if done.kit not in kits.LAUNCHERS:
-        _check_kit(done)
+    if "model" not in done.lines and done.kit not in kits.LAUNCHERS:
+        theirs = next((f" ({key})" for key, one in done.kit.keys.items() if one.ours == "model"), "")
+        raise UserError(f"{done.file}: names no model{theirs}, so that nothing of it can be trained.")
+    for name, line in done.lines.items():
+        values = {"model": [line.value], "data": line.value, "eval_data": line.value}.get(name, [])
+        for value in values:
+            place = value.get("path") if isinstance(value, dict) and name != "model" else value
+            if not isinstance(place, str) or not place.strip():
+                raise UserError(f"{done.file}: {line.origin}: {value!r} is no name of a file, a folder or of the Hub.")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "converted.yaml"
         file.write_text(text, encoding="utf-8")
@@ -158,17 +168,12 @@ def check(done: Conversion, text: str) -> None:
 
 
 def _check_kit(done: Conversion) -> None:
-    """Raise UserError for a file whose keys are not the kit's, or that names no model: the bundled one would train."""
+    """Raise UserError for a file of which many keys are not the kit's that the others seem to say."""
     unknown = [key for key, why in done.lost.items() if UNKNOWN in why and key in done.given]
-    if len(unknown) > len(done.given) * MOST_UNKNOWN:
+    if len(unknown) > max(2, len(done.given) * MOST_UNKNOWN):
         raise UserError(
             f"{done.file}: {len(unknown)} of its {len(done.given)} keys are unknown to {done.kit.name}, whose file it "
-            f"seems to be ({', '.join(unknown[:3])}); is it of another kit? Take out the keys that say nothing."
-        )
-    if "model" not in done.lines:
-        theirs = [key for key, one in done.kit.keys.items() if one.ours == "model"]
-        raise UserError(
-            f"{done.file}: names no model{f' ({theirs[0]})' if theirs else ''}, so that nothing of it can be trained."
+            f"seems to be ({one_line(', '.join(unknown[:3]))}); if it is, name it: --kit {done.kit.name}."
         )
 
 
@@ -177,4 +182,5 @@ def _command(done: Conversion, output: str) -> str:
     gpus = done.lines["gpus"].value if "gpus" in done.lines else done.gpus
     groups = [done.lines[name].value for name in ("sp_size", "tp_size") if name in done.lines]
     count = gpus or (max(groups) if groups else 1)
-    return f"make {done.recipe}{f' GPUS={count}' if count > 1 else ''} CONFIG={shlex.quote(output)}"
+    rows = "" if "data" in done.lines or done.kit in kits.LAUNCHERS else " DATA=ROWS"
+    return f"make {done.recipe}{f' GPUS={count}' if count > 1 else ''}{rows} CONFIG={shlex.quote(output)}"

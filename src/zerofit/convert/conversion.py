@@ -11,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerofit.base.errors import UserError, first_line
+from zerofit.base.errors import UserError, first_line, one_line
 
 
 @dataclass(frozen=True)
@@ -158,8 +158,11 @@ class Conversion:
         self.given: dict[str, Any] = sectioned(sections(given, whole=kit.whole) if kit.nested else dict(given))
         self.given = dict(self.given)
         for key, value in self.given.items():
-            if isinstance(value, str) and isinstance(held := as_object(value), dict):
-                self.given[key] = sectioned(held)
+            try:
+                if isinstance(held := as_object(value), dict) and held is not value:
+                    self.given[key] = sectioned(held)
+            except (LookupError, RecursionError) as error:
+                self.refuse(key, f"is JSON that cannot be read ({first_line(error)})")
         self.recipe = recipe  # "": not known yet
         self.chosen_by: list[str] = []  # the keys that say the recipe
         self.lines: dict[str, Line] = {}
@@ -238,7 +241,7 @@ class Conversion:
 
     def refuse(self, key: str, why: str) -> None:
         """Raise UserError: nothing here trains what the file asks for."""
-        raise UserError(f"{self.file}: {key}: {why}.")
+        raise UserError(one_line(f"{self.file}: {key}: {why}."))
 
     @property
     def adapter(self) -> bool:
@@ -261,7 +264,7 @@ def convert(
                 rule.apply(done)
         for theirs, key in kit.keys.items():
             _direct(done, theirs, key)
-    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError) as error:
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         done.refuse(done.latest, f"has a value that {kit.name} does not take here ({first_line(error)})")
     for theirs in sorted(done.unread):
         _leftover(done, theirs, names or Names())
@@ -412,10 +415,20 @@ def words(value: Any) -> list[str]:
 
 
 def as_object(value: Any) -> Any:
-    """Return a JSON text as what it says; anything else as it is."""
+    """Return a JSON text as what it says; anything else as it is.
+
+    Raises: LookupError for an object with a key twice.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        held = dict(pairs)
+        if len(held) < len(pairs):
+            raise LookupError(f"one of its keys {', '.join(held)} stands there twice")
+        return held
+
     if isinstance(value, str) and value.strip().startswith(("{", "[")):
         try:
-            return json.loads(value)
+            return json.loads(value, object_pairs_hook=once)
         except ValueError:
             return value
     return value

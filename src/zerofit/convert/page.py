@@ -25,7 +25,8 @@ WIDTH = 44  # of a line before its comment
 def text(done: Conversion, command: str) -> str:
     """Return the converted file: lines with their origin, then what a GPU can add, what is lost and what differs."""
     names = sorted(done.lines, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
-    parts = [f"# From {done.file.name} of {done.kit.name}, read as version {done.kit.version}.", f"# {command}"]
+    parts = [f"# From {one_line(done.file.name)} of {done.kit.name}, read as version {done.kit.version}."]
+    parts += [f"# {one_line(command)}"]
     if done.chosen_by:
         parts += [f"# Recipe {done.recipe} ({', '.join(done.chosen_by)})."]
     parts += [_line(name, done.lines[name]) for name in names]
@@ -103,4 +104,5 @@ def summary(done: Conversion, path: str, command: str) -> str:
     if done.differs:
         lines += ["what differs in meaning"]
         lines += [f"  - {one_line(sentence)}" for sentence in done.differs]
-    return "\n".join([*lines, f"next: {command}"])
+    lines += [f"next: {command}"] * ("model" in done.lines)  # else the bundled model would be trained
+    return "\n".join(lines)

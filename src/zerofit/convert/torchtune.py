@@ -96,7 +96,7 @@ def _adapter(done: Conversion, builder: str) -> None:
 
 
 def _model(done: Conversion) -> None:
-    folder = str(done.take("checkpointer.checkpoint_dir", "")).rstrip("/")
+    folder = done.take("checkpointer.checkpoint_dir", "").rstrip("/")
     kind = str(done.take("checkpointer._component_", ""))
     if "Meta" in kind and Path(folder).name == "original":
         folder = str(Path(folder).parent)
