@@ -85,6 +85,8 @@ def of_text(text, folder, kit=""):
         ("ms-swift", "torch_dtype: float32", {"bf16": False}),
         ("torchtune", "dtype: fp32", {"bf16": False}),
         ("DeepSpeed", "bf16: {enabled: false}", {"bf16": False}),
+        ("accelerate", "parallelism_config: {parallelism_config_cp_size: 2}", {"sp_size": 2}),
+        ("accelerate", "parallelism_config: {parallelism_config_tp_size: 2}", {"tp_size": 2}),
         ("TRL", "max_length: null", {"max_length": None, "truncation": "error"}),
         ("alignment-handbook", "max_seq_length: null", {"max_length": None, "truncation": "error"}),
         ("TRL", "max_grad_norm: null", {"max_grad_norm": 0}),

@@ -6,7 +6,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.convert import shared
-from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, Section, as_object, plain, sectioned
+from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, Section, as_object, number, plain, sectioned
 from zerofit.job import settings_file
 
 DEEPSPEED_FILE = "what the file says is what runs with `--deepspeed FILE`, instead of zero and offload"
@@ -121,6 +121,14 @@ def _accelerate(done: Conversion) -> None:
         done.put("zero", 0, "distributed_type")
     else:
         done.lose("distributed_type", f"there is no {kind} here; zero: 3 shards the model")
+    groups = done.take("parallelism_config", {})
+    for theirs in ("cp_size", "sp_size", "tp_size"):
+        key = f"parallelism_config_{theirs}"
+        size = number(groups.get(key, 1))
+        if theirs == "tp_size" and size > 1:
+            done.put(theirs, size, f"parallelism_config: {key}")
+        else:
+            shared.split_rows(done, f"parallelism_config: {key}", size)
     precision = str(done.take("mixed_precision", "no"))
     if precision == "bf16":
         done.put("bf16", True, "mixed_precision")
@@ -172,7 +180,8 @@ ACCELERATE = Kit(
         "compile_layers: true compiles the decoder layers": "dynamo_config dynamo_backend",
         DEEPSPEED_FILE: "deepspeed_config.* deepspeed_config_file",
         FSDP_NOTE: "fsdp_config.*",
-        "sp_size, tp_size and pp_size split rows, layers' matrices and layers": "parallelism_config megatron_lm_config",
+        "sp_size, tp_size and pp_size split rows, layers' matrices and layers": "parallelism_config* "
+        "megatron_lm_config",
     },
     meaning=("A configuration of the launcher holds no training: give it together with the job's file "
              "(`zerofit convert job.yaml accelerate.yaml`), or write model and data into this one.",),
