@@ -120,6 +120,7 @@ def test_what_a_value_says_is_in_the_converted_file(kit, line, expected, tmp_pat
         ("axolotl", "shuffle_merged_datasets: false", "shuffle_merged_datasets"),
         ("axolotl", "test_datasets: [{path: b, train_on_eos: last}]", "test_datasets: b: train_on_eos"),
         ("TRL", "disable_dropout: false", "disable_dropout"),
+        ("LLaMA-Factory", "pref_loss: orpo", "pref_loss"),
         ("accelerate", "fsdp_config: {fsdp_activation_checkpointing: true, fsdp_version: 2}\n",
          "fsdp_config: fsdp_activation_checkpointing"),
     ],
@@ -167,6 +168,9 @@ NINE = "\n".join(f"b{n}: &b{n} [{', '.join([f'*b{n - 1}' if n else '1'] * 9)}]" 
         ("axolotl", "use_dynamic_finetuning: true", "trains with a loss that zerofit does not have"),
         ("LLaMA-Factory", "use_dft_loss: true", "trains with a loss that zerofit does not have"),
         ("ms-swift", "enable_dft_loss: true", "trains with a loss that zerofit does not have"),
+        ("torchtune", "loss: {_component_: my.FocalLoss}", "trains with a loss that zerofit does not have"),
+        ("ms-swift", "loss_type: focal", "trains with a loss that zerofit does not have"),
+        ("ms-swift", "report_to: [a.b]\nlearning_rate: x", "learning_rate is x"),
         ("axolotl", "unfrozen_parameters: [lm_head]", "trains a part of the weights"),
         ("ms-swift", "freeze_parameters_ratio: 0.5", "trains a part of the weights"),
         ("LLaMA-Factory", "do_train: false", "do_train"),
@@ -204,3 +208,32 @@ def test_a_key_does_not_leave_its_comment(end, tmp_path):
     done, written = of_text(f'{BASES["TRL"]}"zz{end}trust_remote_code: true{end}#": "a{end}zero: 3"\n', tmp_path)
     assert not {"trust_remote_code", "zero"} & written.keys()
     assert "trust_remote_code: true" not in page.summary(done, "x", "y").splitlines()
+
+
+def test_a_key_of_a_file_that_the_file_names_is_counted(tmp_path):
+    (tmp_path / "dataset_info.json").write_text(
+        '{"mine": {"file_name": "a.jsonl", "num_samples": 5, "split": "d", "columns": {"prompt": "q", "images": "i"}}}'
+    )
+    (tmp_path / "ds.json").write_text(
+        '{"zero_optimization": {"stage": 2, "overlap_comm": true}, "gradient_clipping": 3}'
+    )
+    text = BASES["LLaMA-Factory"].replace("a.jsonl", "mine") + "deepspeed: ds.json\n"
+    done, written = of_text(text, tmp_path, "LLaMA-Factory")
+    place = "mine in dataset_info.json"
+    assert {f"{place}: num_samples", f"{place}: columns: images"} <= done.lost.keys()
+    assert {"ds.json in deepspeed: zero_optimization: overlap_comm", "ds.json in deepspeed: gradient_clipping"} <= {
+        *done.lost
+    }
+    assert (written["data_split"], written["columns"], written["zero"]) == ("d", ["instruction=q"], 2)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    "name, content",
+    [("dataset_info.json", '{"mine": {"file_name": "a", "file_name": "b"}}'), ("ds.json", '{"bf16": 1, "bf16": 2}')],
+)
+def test_a_key_twice_in_a_file_that_the_file_names_is_refused(name, content, tmp_path):
+    (tmp_path / name).write_text(content)
+    text = BASES["LLaMA-Factory"].replace("a.jsonl", "mine") + "deepspeed: ds.json\n"
+    with pytest.raises(UserError, match=rf"{name}:1:\d+: not valid YAML: '\w+' stands in line 1 too"):
+        of_text(text, tmp_path, "LLaMA-Factory")

@@ -80,7 +80,7 @@ MODULES = ("lora_target_modules", "lora_target_parameters", "modules_to_save")  
 
 OFF = (None, False, "", "none", "None", "no", "false", "False")  # values that ask for nothing
 
-UNKNOWN, NO_EFFECT = "unknown to this table", "has no effect here with this value"
+UNKNOWN = "unknown to this table"
 
 GPU_ONLY = "the same training, faster or with less memory on a GPU; take the # away there"
 
@@ -344,12 +344,12 @@ def _list(done: Conversion, place: str, key: str, value: Any) -> None:
     elif why := _reason(done.kit.refused, key):
         done.refuse(f"{place}: {value}", why)
     else:
-        is_read = key in done.given and key not in done.unread
-        done.lose(
-            place,
-            _reason(done.kit.lost, key)
-            or (NO_EFFECT if is_read else f"{UNKNOWN} ({done.kit.name} {done.kit.version})"),
-        )
+        unknown = f"{UNKNOWN} ({done.kit.name} {done.kit.version})"
+        if key in done.given and key not in done.unread:
+            unknown = "has no effect here with this value"
+        elif any(key in rule.keys.split() for rule in done.kit.rules):
+            unknown = f"has no effect in what the file trains (recipe {done.recipe})"
+        done.lose(place, _reason(done.kit.lost, key) or unknown)
 
 
 def _is_default(done: Conversion, key: str, value: Any) -> bool:

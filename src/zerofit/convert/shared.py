@@ -211,7 +211,7 @@ MODULES = {"azure_ml": "azureml", "comet_ml": "comet_ml"}  # of trackers whose m
 def report(done: Conversion, key: str, names: Iterable[str]) -> None:
     """Write the trackers that are installed; list the others."""
     names = [name for name in names if name not in ("none", "all", "")]
-    here = [name for name in names if importlib.util.find_spec(MODULES.get(name, name))]
+    here = [name for name in names if name.isidentifier() and importlib.util.find_spec(MODULES.get(name, name))]
     if here:
         done.put("report_to", here, key)
     for name in names:

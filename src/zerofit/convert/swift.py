@@ -302,12 +302,13 @@ KIT = Kit(
         ),
     },
     refused={
-        shared.OTHER_LOSS: "enable_dft_loss",
+        shared.OTHER_LOSS: "enable_dft_loss loss_type",
         shared.SOME_WEIGHTS: "freeze_parameters* trainable_parameters*",
     },
     meaning=("loss: mean over the trained tokens of the whole step on all GPUs, as in ms-swift.",),
     same_names=True,
     defaults=shared.DEFAULTS | {
+        "loss_type": "cross_entropy",
         "dataset_shuffle": True, "train_dataloader_shuffle": True, "gradient_checkpointing": True, "check_model": True,
         "add_version": True, "use_chat_template": True, "freeze_vit": True, "freeze_aligner": True,
         "add_non_thinking_prefix": True, "remove_unused_columns": False, "safe_serialization": True,

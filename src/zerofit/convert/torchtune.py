@@ -1,5 +1,6 @@
 """The table of torchtune's keys, whose sections name Python objects (`_component_`)."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -49,6 +50,8 @@ def _recipe(done: Conversion) -> None:
                       ("policy_model._component_", "PPO"), ("tasks", "evaluation")):  # fmt: skip
         if key in done.given and (what != "quantized training" or "dataset" not in done.given):
             done.refuse(key.partition(".")[0], f"is of {what}: zerofit trains SFT, LoRA and preference pairs")
+    if loss and not re.search(r"(^|\.)(CE|\w*CrossEntropy|DPO)\w*$", loss):
+        done.refuse(f"loss: {loss}", shared.OTHER_LOSS)
     if not any(key.startswith(("dataset", "optimizer")) for key in done.given):
         done.refuse("optimizer", "is not there: the file trains nothing (it generates, evaluates or quantizes)")
     if not model or "vision" in model or "clip" in model:

@@ -38,6 +38,8 @@ def _recipe(done: Conversion) -> None:
     done.choose("dpo" if has_pairs or of_path else "lora" if adapter else "sft", "use_peft")
     if done.recipe == "dpo":
         _preference(done, of_path)
+    elif done.given.get("loss_type") == "chunked_nll":
+        done.keep("loss_type")  # as fused_loss does
     if adapter:
         _adapter(done)
     key, rate, default = done.named("learning_rate", 1e-6 if done.recipe == "dpo" else 2e-5)
