@@ -82,6 +82,8 @@ def of_text(text, folder, kit=""):
     [
         *[(kit, "bf16: false", {"bf16": False}) for kit in ("axolotl", "LLaMA-Factory", "TRL", "alignment-handbook")],
         ("axolotl", "bf16:", {"bf16": False}),
+        ("TRL", "bf16: 0", {"bf16": False}),
+        ("LLaMA-Factory", "bf16: false\npure_bf16: true", {"bf16": None, "pure_bf16": True}),
         ("ms-swift", "torch_dtype: float32", {"bf16": False}),
         ("torchtune", "dtype: fp32", {"bf16": False}),
         ("DeepSpeed", "bf16: {enabled: false}", {"bf16": False}),

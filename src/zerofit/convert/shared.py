@@ -159,7 +159,7 @@ def precision(done: Conversion, bf16: str = "bf16", fp16: str = "fp16") -> None:
             half(done, ours, key)
         elif asked[key] == "auto":
             done.keep(key)
-    if asked[bf16] == "false" and asked[fp16] not in ("true", "full"):
+    if asked[bf16] in ("false", "no", "0") and asked[fp16] not in ("true", "full"):
         single(done, bf16)
     if done.lines.get("bf16") != Line(False, bf16):
         done.differ(
@@ -169,8 +169,11 @@ def precision(done: Conversion, bf16: str = "bf16", fp16: str = "fp16") -> None:
 
 
 def single(done: Conversion, key: str) -> None:
-    """Write fp32: without a line a GPU computes in half precision."""
-    done.put("bf16", False, key)
+    """Write fp32: without a line a GPU computes in half precision; bf16 weights do so in any case."""
+    if done.given.get("pure_bf16") is True:
+        done.keep(key)
+    else:
+        done.put("bf16", False, key)
 
 
 def half(done: Conversion, name: str, key: str) -> None:
