@@ -239,3 +239,12 @@ def test_a_key_twice_in_a_file_that_the_file_names_is_refused(name, content, tmp
     text = BASES["LLaMA-Factory"].replace("a.jsonl", "mine") + "deepspeed: ds.json\n"
     with pytest.raises(UserError, match=rf"{name}:1:\d+: not valid YAML: '\w+' stands in line 1 too"):
         of_text(text, tmp_path, "LLaMA-Factory")
+
+
+def test_a_key_of_the_launchers_file_is_counted_beside_the_jobs(tmp_path):
+    launcher = BASES["accelerate"] + "mixed_precision: fp16\nuse_cpu: false\ndebug: false\nmachine_rank: 0\n"
+    (tmp_path / "job.yaml").write_text(BASES["TRL"] + "use_peft: true\nlearning_rate: 1e-5\n")
+    (tmp_path / "accelerate.yaml").write_text(launcher)
+    done = convert.of_files([str(tmp_path / "job.yaml"), str(tmp_path / "accelerate.yaml")])
+    assert not uncounted(yaml.safe_load(launcher), done, page.text(done, "make sft"))
+    assert done.on_gpus["fp16"].value is True

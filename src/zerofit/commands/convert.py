@@ -121,10 +121,20 @@ def _kit(file: str, values: dict, name: str) -> Kit:
 
 def _add(done: Conversion, launcher: Conversion) -> None:
     """Add what a launcher's file says of processes, sharding and precision."""
-    for name, line in launcher.lines.items():
-        if name not in ("gpus", "use_cpu") and name not in done.lines:
-            done.lines[name] = line
-    done.lost |= {f"{launcher.file.name}: {key}": why for key, why in launcher.lost.items()}
+    of_file = f"{launcher.file.name}: "
+    for lines, theirs in ((done.lines, launcher.lines), (done.on_gpus, launcher.on_gpus)):
+        for name, line in theirs.items():
+            decided = done.lines.get(name) or done.on_gpus.get(name)
+            if name == "use_cpu":
+                done.lose(of_file + line.origin, "use_cpu: true trains on the CPU of a machine with GPUs too")
+            elif name == "gpus" or (decided and decided.value == line.value):
+                done.same.append(of_file + line.origin)  # the number of GPUs is in the batch and the command
+            elif decided:
+                done.lose(of_file + line.origin, f"the job's file decides ({decided.origin})")
+            else:
+                lines[name] = line
+    done.same += [of_file + key for key in launcher.same]
+    done.lost |= {of_file + key: why for key, why in launcher.lost.items()}
     done.differs += [sentence for sentence in launcher.differs if sentence not in launcher.kit.meaning]
 
 
