@@ -162,6 +162,9 @@ def coming_from() -> str:
             default = "" if key.default is None else f"default {str(key.default).lower()}"
             lines.append(f"| `{theirs}` | `{key.ours}` | {default or key.note} |")
         lines += ["", *_lost({why: keys for why, keys in kit.lost.items() if why not in shared.NO_COUNTERPART})]
+        lines += (
+            ["", *_lost({f"refused, as it {why}": keys for why, keys in kit.refused.items()})] if kit.refused else []
+        )
         lines += ["", *(f"{sentence}" for sentence in kit.meaning), ""]
     lines += ["## Keys of several kits without a counterpart", "", *_lost(shared.NO_COUNTERPART)]
     return "\n".join(lines).rstrip() + "\n"

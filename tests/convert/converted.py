@@ -4,6 +4,7 @@ import json
 from dataclasses import dataclass, field
 
 import yaml
+from counted import uncounted
 
 from zerofit.commands import convert
 from zerofit.config import resolve
@@ -60,6 +61,8 @@ def check(case, folder):
     # each line says where it comes from, and no key of theirs is dropped without a word
     for line in text.splitlines():
         assert not line or line.startswith("#") or "  # " in line, line
+    missing = uncounted(yaml.safe_load(case.text), done, text)
+    assert not missing, missing
     unknown = [key for key, why in done.lost.items() if "unknown" in why]
     assert not unknown, unknown
     return done, text

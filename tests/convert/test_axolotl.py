@@ -205,7 +205,6 @@ learning_rate: 1e-5
 warmup_steps: 10
 adam_eps: 1e-9
 lr_quadratic_warmup: true
-use_dynamic_finetuning: true
 cls_model_config: AutoConfig
 """,
         "lora",
@@ -218,7 +217,7 @@ cls_model_config: AutoConfig
         ranks=8,
         absent=("data_split", "max_samples"),
         lost=("plugins: axolotl.integrations.kernels.KernelsPlugin", "adam_eps", "lr_quadratic_warmup",
-              "use_dynamic_finetuning", "cls_model_config", "nvfp4_merge_aware"),
+              "cls_model_config", "nvfp4_merge_aware"),
     ),
     Case(
         "a layer over all GPUs",

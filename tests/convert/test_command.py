@@ -53,7 +53,8 @@ def test_the_file_and_the_terminal_say_the_same(theirs, tmp_path, capsys):
         "- effective batch: 8 x the number of GPUs",
     ):
         assert f"\n# {line}" in text and f"\n  {line}" in said
-    assert "group_by_length" not in text  # it is off, and off here
+    same = "The same as without the line: group_by_length"  # it is off, and off here
+    assert f"\n# {same}\n" in text and f"\n{same}\n" in said
     assert said.endswith("next: make lora CONFIG=qlora.zerofit.yaml\n")
 
 
@@ -82,7 +83,10 @@ def test_keys_of_a_section_are_one_line(tmp_path):
     )
     done = convert.of_files([str(file)])
     lines = [line for line in page.text(done, "make sft").splitlines() if "profiler" in line]
-    assert lines == ["# - profiler: cpu, cuda -- memory_report: true records a step"]
+    assert lines == [
+        "# - profiler: cpu, cuda -- memory_report: true records a step",
+        "# The same as without the line: profiler.enabled",
+    ]
 
 
 def test_the_terminal_alone(theirs, tmp_path, capsys):
@@ -98,7 +102,7 @@ def test_the_terminal_alone(theirs, tmp_path, capsys):
         (QLORA, ["--gpus", "0"], "--gpus 0: it must be 1 or more"),
         (QLORA, ["--kit", "peft"], "--kit peft: must be one of axolotl"),
         ("a: 1\nb: 2\n", [], "is of no kit known here by its keys"),
-        ("a: [1\n", [], r"qlora.yml:2: not valid YAML"),
+        ("a: [1\n", [], r"qlora.yml:2:1: not valid YAML"),
         ("- 1\n", [], "must hold `key: value` lines"),
         (QLORA.replace("2e-4", "fast"), [], "learning_rate is fast: it must be a number"),
         (QLORA.replace("2e-4", "-1"), [], "learning_rate is -1: it must be 0 or more"),

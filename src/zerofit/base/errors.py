@@ -68,7 +68,7 @@ def printable(text: str) -> str:
 
     And halves of surrogate pairs, which have no UTF-8.
     """
-    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\ud800-\udfff]", lambda m: f"\\x{ord(m[0]):02x}", text)
+    return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]", lambda m: f"\\x{ord(m[0]):02x}", text)
 
 
 def one_line(text: str) -> str:

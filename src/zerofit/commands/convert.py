@@ -6,11 +6,13 @@ import tempfile
 from dataclasses import fields
 from pathlib import Path
 
-from zerofit.base.errors import UserError
+from zerofit.base.errors import UserError, one_line
 from zerofit.config import arguments, defaults, parse, transformers_flags
 from zerofit.convert import kits, page
-from zerofit.convert.conversion import Conversion, Kit, Names, convert
+from zerofit.convert.conversion import UNKNOWN, Conversion, Kit, Names, convert
 from zerofit.job import program
+
+MOST_UNKNOWN = 0.3  # of a file's keys: more, and more than two, are those of another kit
 
 RECIPES = ("sft", "lora", "dpo")
 
@@ -97,6 +99,8 @@ def of_files(files: list[str], kit: str = "", recipe: str = "", gpus: int | None
         file, values, theirs = jobs[0]
         count = next((one.lines["gpus"].value for one in launchers if "gpus" in one.lines), None)
         done = convert(theirs, values, file, gpus or count, recipe, names())
+        if not kit:
+            _check_kit(done)
     for other in launchers:
         _add(done, other)
     return done
@@ -117,10 +121,20 @@ def _kit(file: str, values: dict, name: str) -> Kit:
 
 def _add(done: Conversion, launcher: Conversion) -> None:
     """Add what a launcher's file says of processes, sharding and precision."""
-    for name, line in launcher.lines.items():
-        if name not in ("gpus", "use_cpu") and name not in done.lines:
-            done.lines[name] = line
-    done.lost |= {f"{launcher.file.name}: {key}": why for key, why in launcher.lost.items()}
+    of_file = f"{launcher.file.name}: "
+    for lines, theirs in ((done.lines, launcher.lines), (done.on_gpus, launcher.on_gpus)):
+        for name, line in theirs.items():
+            decided = done.lines.get(name) or done.on_gpus.get(name)
+            if name == "use_cpu":
+                done.lose(of_file + line.origin, "use_cpu: true trains on the CPU of a machine with GPUs too")
+            elif name == "gpus" or (decided and decided.value == line.value):
+                done.same.append(of_file + line.origin)  # the number of GPUs is in the batch and the command
+            elif decided:
+                done.lose(of_file + line.origin, f"the job's file decides ({decided.origin})")
+            else:
+                lines[name] = line
+    done.same += [of_file + key for key in launcher.same]
+    done.lost |= {of_file + key: why for key, why in launcher.lost.items()}
     done.differs += [sentence for sentence in launcher.differs if sentence not in launcher.kit.meaning]
 
 
@@ -132,7 +146,20 @@ def names() -> Names:
 
 
 def check(done: Conversion, text: str) -> None:
-    """Raise UserError where our own parser refuses the converted file: a value of theirs that no recipe takes."""
+    """Raise UserError where the converted file cannot run as theirs would.
+
+    It names no model, with which the bundled one would train, or a data set without a place, or our own parser refuses
+    a value.
+    """
+    if "model" not in done.lines and done.kit not in kits.LAUNCHERS:
+        theirs = next((f" ({key})" for key, one in done.kit.keys.items() if one.ours == "model"), "")
+        raise UserError(f"{done.file}: names no model{theirs}, so that nothing of it can be trained.")
+    for name, line in done.lines.items():
+        values = {"model": [line.value], "data": line.value, "eval_data": line.value}.get(name, [])
+        for value in values:
+            place = value.get("path") if isinstance(value, dict) and name != "model" else value
+            if not isinstance(place, str) or not place.strip():
+                raise UserError(f"{done.file}: {line.origin}: {value!r} is no name of a file, a folder or of the Hub.")
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "converted.yaml"
         file.write_text(text, encoding="utf-8")
@@ -150,9 +177,20 @@ def check(done: Conversion, text: str) -> None:
                 raise UserError(f"{done.file}: {line.origin} is {line.value}: it must be {what} ({name}).")
 
 
+def _check_kit(done: Conversion) -> None:
+    """Raise UserError for a file of which many keys are not the kit's that the others seem to say."""
+    unknown = [key for key, why in done.lost.items() if UNKNOWN in why and key in done.given]
+    if len(unknown) > max(2, len(done.given) * MOST_UNKNOWN):
+        raise UserError(
+            f"{done.file}: {len(unknown)} of its {len(done.given)} keys are unknown to {done.kit.name}, whose file it "
+            f"seems to be ({one_line(', '.join(unknown[:3]))}); if it is, name it: --kit {done.kit.name}."
+        )
+
+
 def _command(done: Conversion, output: str) -> str:
     """Return the line that trains with the converted file."""
     gpus = done.lines["gpus"].value if "gpus" in done.lines else done.gpus
     groups = [done.lines[name].value for name in ("sp_size", "tp_size") if name in done.lines]
     count = gpus or (max(groups) if groups else 1)
-    return f"make {done.recipe}{f' GPUS={count}' if count > 1 else ''} CONFIG={shlex.quote(output)}"
+    rows = "" if "data" in done.lines or done.kit in kits.LAUNCHERS else " DATA=ROWS"
+    return f"make {done.recipe}{f' GPUS={count}' if count > 1 else ''}{rows} CONFIG={shlex.quote(output)}"

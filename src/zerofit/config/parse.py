@@ -5,7 +5,6 @@ import ast
 import copy
 import functools
 import importlib.util
-import itertools
 import json
 import re
 import shlex
@@ -19,11 +18,10 @@ from transformers import HfArgumentParser  # without torch; TrainingArguments br
 
 from zerofit.base.command_line import by_flag, drop, names, repeated, with_auto_as_probe
 from zerofit.base.errors import UserError
-from zerofit.base.paths import read_text
 from zerofit.config import arguments, presets, synonyms
 from zerofit.convert import kits
 from zerofit.data import formats
-from zerofit.job import program
+from zerofit.job import program, settings_file
 from zerofit.job.recipe import Recipe
 from zerofit.job.request import FLAG, Request
 from zerofit.job.settings import Settings, as_typed
@@ -205,18 +203,7 @@ def read_yaml(path: str, recipe: Recipe, early: bool = False) -> dict[str, Any]:
 
     Raises: UserError with file and line for broken YAML, an unknown key or a wrong value.
     """
-    try:
-        values, nodes = _load(read_text(Path(path).expanduser()))
-    except OSError as error:
-        raise UserError(f"--config {path}: cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise UserError(f"--config {path}: is not a UTF-8 text file.") from None
-    except RuntimeError as error:  # ~nobody
-        raise UserError(f"--config {path}: cannot be looked up: {str(error).rstrip('.')}.") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
-        raise UserError(f"{place}: not valid YAML: {getattr(error, 'problem', error)}.") from None
+    values, nodes = settings_file.load(path, said=f"--config {path}")
     if not isinstance(values, dict):
         raise UserError(f"{path}: must hold `argument: value` lines, found a {type(values).__name__}.")
     if sentence := kits.foreign(values, path, frozenset(_argument_names(recipe))):
@@ -244,17 +231,6 @@ def read_yaml(path: str, recipe: Recipe, early: bool = False) -> dict[str, Any]:
             except UserError as mistake:
                 mistakes.append(str(mistake))
         raise UserError(" ".join(mistakes) or str(first)) from None
-
-
-def _load(text: str) -> tuple[Any, dict[str, yaml.Node]]:
-    """Return the value of a YAML text, {} of an empty one, and the node of each of its keys."""
-    loader = _YamlLoader(text)
-    try:
-        root = loader.get_single_node()
-        values = loader.construct_document(root) or {} if root else {}
-    finally:
-        loader.dispose()
-    return values, {key.value: value for key, value in root.value} if isinstance(values, dict) and values else {}
 
 
 def _text_flags(recipe: Recipe, early: bool) -> set[str]:
@@ -300,47 +276,6 @@ def _takes_several(recipe: Recipe, key: str, early: bool) -> bool:
     return all(action.nargs in ("*", "+") for action in actions if action.dest == key.replace("-", "_"))
 
 
-class _YamlLoader(yaml.SafeLoader):
-    """A SafeLoader that refuses a key that is given twice, with `-` or `_`: YAML's last one would win.
-
-    And more than any file of settings holds: aliases of aliases stand for billions of values in a few lines.
-    """
-
-    depth = 0
-
-    def __init__(self, stream):
-        super().__init__(stream)
-        self.sizes: dict[int, int] = {}  # values below a node, by its id; those of an alias count each time
-
-    def compose_node(self, parent, index):
-        place = self.peek_event().start_mark
-        self.depth += 1
-        if self.depth > DEEPEST:
-            raise yaml.composer.ComposerError(None, None, f"more than {DEEPEST} levels of nesting", place)
-        is_alias, node = self.check_event(yaml.AliasEvent), super().compose_node(parent, index)
-        self.depth -= 1
-        if is_alias and id(node) not in self.sizes:
-            raise yaml.composer.ComposerError(None, None, "an alias of what it stands in", place)
-        if not is_alias:
-            pairs = node.value if isinstance(node, yaml.MappingNode) else []
-            inner = itertools.chain(*pairs) if pairs else node.value if isinstance(node, yaml.SequenceNode) else []
-            self.sizes[id(node)] = 1 + sum(self.sizes[id(of)] for of in inner)
-        if self.sizes[id(node)] > MOST_VALUES:
-            raise yaml.composer.ComposerError(None, None, f"more than {MOST_VALUES:,} values with all aliases", place)
-        return node
-
-    def construct_mapping(self, node, deep=False):
-        first = {}
-        for key, _ in node.value:
-            name = str(key.value).replace("-", "_")
-            if name in first:
-                raise yaml.constructor.ConstructorError(
-                    None, None, f"{key.value!r} stands in line {first[name]} too; keep one of them", key.start_mark
-                )
-            first[name] = key.start_mark.line + 1
-        return super().construct_mapping(node, deep)
-
-
 def _refuse_nulls(path: str, lines: dict[str, int], recipe: Recipe, early: bool) -> None:
     """Raise UserError for a null where zerofit's or transformers' default is a value; others are the default."""
     defaults = {} if early else vars(build_parser(recipe).parse_args([]))
@@ -352,8 +287,6 @@ def _refuse_nulls(path: str, lines: dict[str, int], recipe: Recipe, early: bool)
                 f"{path}:{line}: {key}: null is no value; write one, or leave the line out for {default}{more}."
             )
 
-
-DEEPEST, MOST_VALUES = 20, 10_000  # of a YAML file
 
 OFF = ("eval_strategy", "hub_strategy", "logging_strategy", "save_strategy")  # YAML reads their value `no` as false
 

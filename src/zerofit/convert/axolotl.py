@@ -21,7 +21,7 @@ def _recipe(done: Conversion) -> None:
             done.refuse(key, f"has no counterpart: {OTHER_JOBS}")
     if done.take("processor_type"):
         done.differ("processor_type: rows with images, videos or audios are refused; their model's text part trains.")
-    done.recipe = done.recipe or ("dpo" if rl else "lora" if adapter else "sft")
+    done.choose("dpo" if rl else "lora" if adapter else "sft", "rl", "adapter")
     if rl:
         _preference(done, rl)
     if not adapter:
@@ -100,10 +100,12 @@ def _data(done: Conversion) -> None:
         )
 
 
-READ = {"path", "type", "split", "name", "data_files", "ds_type", "field_messages", "field_chosen", "field_rejected",
-        "field", "roles_to_train", "conversation", "train_on_eos", "train_on_eot", "revision", "roles",
-        "message_field_role", "message_field_content", "message_property_mappings", "chat_template",
-        "text_column", "trust_remote_code", "preprocess_shards"}  # fmt: skip
+NAMES = {  # keys of a set that say the names by which turns are found -> those that need no saying
+    "message_field_role": ("role", "from"),
+    "message_field_content": ("content", "value"),
+    "message_field_training": ("train", "training", "trainable", "weight"),
+    "ds_type": ("json", "parquet", "csv", "text", "arrow"),
+}
 
 
 def _sources(done: Conversion, one: dict[str, Any]) -> list[shared.Source]:
@@ -115,17 +117,22 @@ def _sources(done: Conversion, one: dict[str, Any]) -> list[shared.Source]:
     if isinstance(kind := one.get("type"), dict):
         for theirs, ours in (("field_system", "system"), ("field_instruction", "instruction"), ("field_input", "input"),
                              ("field_output", "output"), ("field_prompt", "prompt"), ("field_chosen", "chosen"),
-                             ("field_rejected", "rejected")):  # fmt: skip
+                             ("field_rejected", "rejected"), ("field_completion", "completion"),
+                             ("field_label", "label")):  # fmt: skip
             if kind.get(theirs):
                 columns[ours] = kind[theirs]
-    for name in sorted(one.keys() - READ):
-        if one[name] not in (None, False, "", [], {}):
-            done.lose(f"datasets: {one.get('path')}: {name}", "rows are read by their columns (docs/data.md)")
+    for name, known in NAMES.items():
+        if dict.get(one, name) in known:
+            one.get(name)
+    mappings = dict.get(one, "message_property_mappings")
+    if isinstance(mappings, dict) and set(dict.items(mappings)) <= {
+        (name, known) for name in ("role", "content") for known in NAMES[f"message_field_{name}"]
+    }:
+        one.get("message_property_mappings").items()
     if one.get("chat_template") and not done.given.get("chat_template"):
         template(done, "datasets: chat_template", one["chat_template"])
-    split = str(one["split"]) if one.get("split") else None
-    files = words(one["data_files"]) if one.get("data_files") else []
-    return [shared.Source(str(path), split, one.get("name"), columns) for path in files or [one.get("path", "")]]
+    of = one.get("split"), one.get("name"), one.get("revision")
+    return [shared.Source(path, *of, columns) for path in shared.files(one.get("data_files")) or [one.get("path", "")]]
 
 
 SCHEDULES = ("linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt "
@@ -219,6 +226,8 @@ def _machine(done: Conversion) -> None:
     for key, name in (("bfloat16", "bf16"), ("float16", "fp16")):
         if done.take(key):
             shared.half(done, name, key)
+    if "bf16" in done.given and done.given["bf16"] is None and not {"bf16", "fp16"} & {*done.lines, *done.on_gpus}:
+        shared.single(done, "bf16")
     shared.tf32(done)
     for key in ("flash_attention", "attn_implementation", "sdp_attention", "eager_attention", "xformers_attention"):
         value = done.take(key)
@@ -227,16 +236,17 @@ def _machine(done: Conversion) -> None:
             shared.attention(done, key, name if isinstance(name, str) else None)
     plugins = " ".join(map(str, done.take("plugins", [])))
     kernels = [key for key in sorted(done.unread) if key.startswith("liger_") and done.take(key)]
+    if "CutCrossEntropy" in plugins:
+        done.keep("plugins")
     if "LigerPlugin" in plugins or kernels:
         done.on_gpus["use_liger_kernel"] = Line(True, "plugins: LigerPlugin")
     for name in plugins.split():
         if "LigerPlugin" not in name and "CutCrossEntropy" not in name:
             done.lose(f"plugins: {name}", "plugins of axolotl do not run here (docs/extending.md)")
-    for key in [key for key in done.unread if key.startswith(("liger_", "cut_cross_entropy"))]:
-        done.take(key)  # the loss is computed in chunks by itself (fused_loss)
+    done.keep(*(key for key in done.given if key.startswith(("liger_", "cut_cross_entropy"))))  # as fused_loss does
     checkpointing = done.take("gradient_checkpointing")
-    if checkpointing:
-        done.put("gradient_checkpointing", True, "gradient_checkpointing")
+    if checkpointing is not None:
+        done.put("gradient_checkpointing", bool(checkpointing), "gradient_checkpointing")
     if checkpointing in ("offload", "unsloth") or done.take("activation_offloading"):
         done.put("activation_offload", True, "gradient_checkpointing" if checkpointing else "activation_offloading")
     sharding.deepspeed(done, "deepspeed")
@@ -255,6 +265,14 @@ def _template(done: Conversion) -> None:
     else:
         template(done, "chat_template", str(value).removeprefix("tokenizer_default_fallback_") if value else None)
     arguments(done, "chat_template_kwargs", done.take("chat_template_kwargs"))
+
+
+DEFAULTS = {
+    "bf16": "auto", "tf32": "auto", "shuffle_merged_datasets": True, "peft_init_lora_weights": True,
+    "pretraining_sample_concatenation": True, "save_safetensors": True, "datasets.train_on_eos": "turn",
+    "datasets.train_on_eot": "turn", "datasets.split": "train", "include_tokens_per_second": False,
+    "remove_unused_columns": True, "tokenizer_use_fast": True,
+}  # fmt: skip
 
 
 KIT = Kit(
@@ -349,7 +367,6 @@ KIT = Kit(
             "peft_layers_to_transform peft_layers_pattern lora_rank_pattern lora_alpha_pattern "
             "lora_fan_in_fan_out peft"
         ),
-        "all weights of the language model train": "unfrozen_parameters",
         "packing: true packs, as sample_packing did": "max_packed_sequence_len",
         "repeated rows are counted by zerofit data and limited by max_duplicate_fraction": (
             "dataset_exact_deduplication"
@@ -360,8 +377,8 @@ KIT = Kit(
         "the rate rises in a straight line, and falls to the end": "lr_quadratic_warmup cosine_constant_lr_ratio",
         "axolotl reads adam_epsilon": "adam_eps",
         "no method of this kind": (
-            "qat quantization gptq fp8* relora* lisa_* use_onebitllms jagged_restart_* use_pose pose_* use_eaft "
-            "eaft_* llmcompressor use_dynamic_finetuning nvfp4_* torchdistx_path gptq_*"
+            "qat quantization gptq fp8* relora* lisa_* use_onebitllms jagged_restart_* use_pose pose_* "
+            "eaft_* llmcompressor nvfp4_* torchdistx_path gptq_*"
         ),
         "zero: 3 shards experts and all other weights": (
             "expert_parallel_* dp_shard_size dp_replicate_size quantize_moe_experts use_scattermoe use_sonicmoe "
@@ -375,7 +392,14 @@ KIT = Kit(
             "skip_prepare_dataset remove_unused_columns image_size image_resize_algorithm freeze_mm_modules"
         ),
         "ray starts zerofit with launchers/ray (docs/ray.md)": "use_ray ray_*",
-        "weights of data sets: data: [a.jsonl:2]": "shuffle_merged_datasets shuffle_before_merging_datasets",
+        "rows are shuffled by the order of each epoch (train_sampling_strategy: sequential reads them as they stand)": (
+            "shuffle_merged_datasets shuffle_before_merging_datasets"
+        ),
+        "the end of every answer that is trained is trained too": (
+            "datasets.train_on_eos datasets.train_on_eot test_datasets.train_on_eos test_datasets.train_on_eot"
+        ),
+        "rows are split by heads (Ulysses), not by a ring": "context_parallel.*",
+        "rows are read by their columns (docs/data.md)": "datasets.* test_datasets.* pretraining_dataset.*",
         "not needed here": (
             "strict ddp* local_rank debug device_map xformers_attention s2_attention use_otel_metrics otel_* "
             "low_cpu_mem_usage save_safetensors save_first_step include_tkps is_preprocess "
@@ -383,7 +407,9 @@ KIT = Kit(
             "ring_attn_func trl vllm push_dataset_to_hub total_num_tokens"
         ),
     },
+    refused={shared.OTHER_LOSS: "use_eaft use_dynamic_finetuning", shared.SOME_WEIGHTS: "unfrozen_parameters"},
     meaning=(
         "loss: mean over the trained tokens of the whole step on all GPUs; axolotl averages the GPUs' means.",
     ),
+    defaults=DEFAULTS, null_is_absent=True,
 )  # fmt: skip

@@ -1,5 +1,9 @@
-"""Convert the values of another kit's file by the kit's table; keep what has no counterpart and what differs."""
+"""Convert the values of another kit's file by the kit's table; account for each of its keys.
 
+A key is named by a line of the converted file, or listed: as without a counterpart, or as saying the kit's own default.
+"""
+
+import contextlib
 import json
 import re
 from collections.abc import Callable, Iterable, Mapping
@@ -7,7 +11,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Any
 
-from zerofit.base.errors import UserError
+from zerofit.base.errors import UserError, first_line, one_line
 
 
 @dataclass(frozen=True)
@@ -16,7 +20,7 @@ class Key:
 
     ours: str  # the argument
     default: Any = None  # what the kit takes where the file has no such key; None: nothing is written
-    values: Mapping = field(default_factory=dict)  # their value -> ours, where the names differ
+    values: Mapping = field(default_factory=dict)  # their value -> ours, where the names differ; None: no line
     note: str = ""  # what differs in meaning, said where the file has the key
 
 
@@ -40,9 +44,13 @@ class Kit:
     keys: Mapping[str, Key]
     rules: tuple[Rule, ...]
     lost: Mapping[str, str]  # reason -> their keys without a counterpart, separated by spaces; `*` ends a prefix
+    refused: Mapping[str, str] = field(default_factory=dict)  # the same of keys without which another thing is trained
     meaning: tuple[str, ...] = ()  # what differs in every file of the kit
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys without a Key: those that are not off
+    null_is_absent: bool = False  # its reader drops a null; elsewhere null replaces the default
     same_names: bool = False  # it takes transformers' TrainingArguments under their own names
     nested: bool = False  # its keys stand in sections: {"optimizer": {"lr": 1}} is read as optimizer.lr
+    whole: str = ""  # the section that stays one: a list of data sets, or one of them
     like: "Kit | None" = None  # a kit whose table it shares, for the page
 
 
@@ -62,45 +70,125 @@ class Names:
     refused: Mapping[str, str] = field(default_factory=dict)  # transformers' argument -> why it has no effect here
 
 
-TEXTS = (
-    "model",
-    "model_revision",
-    "output_dir",
-    "run_name",
-    "data",
-    "eval_data",
-    "data_config",
-    "columns",
+TEXTS = frozenset(
+    "model model_revision output_dir run_name data eval_data data_config data_split columns chat_template "
+    "new_tokens lora_target_modules lora_target_parameters modules_to_save hub_model_id "
+    "hub_revision metric_for_best_model attn_implementation".split()
 )  # not numbers
 
-OFF = (None, False, "", "none", "None", "no")  # values that ask for nothing
+MODULES = ("lora_target_modules", "lora_target_parameters", "modules_to_save")  # names, of which peft looks for each
+
+OFF = (None, False, "", "none", "None", "no", "false", "False")  # values that ask for nothing
+
+UNKNOWN = "unknown to this table"
 
 GPU_ONLY = "the same training, faster or with less memory on a GPU; take the # away there"
+
+
+class Section(dict):
+    """A mapping below a key of the file, which knows the keys that have been read."""
+
+    def __init__(self, values: dict):
+        super().__init__(values)
+        self.read: set[str] = set()
+
+    def get(self, key, default=None):
+        self.read.add(key)
+        return super().get(key, default)
+
+    def __getitem__(self, key):
+        self.read.add(key)
+        return super().__getitem__(key)
+
+    def items(self):
+        self.read |= self.keys()
+        return super().items()
+
+
+def sectioned(value: Any) -> Any:
+    """Return a value whose mappings are Sections."""
+    if isinstance(value, dict):
+        return Section({key: sectioned(inner) for key, inner in value.items()})
+    return [sectioned(inner) for inner in value] if isinstance(value, list) else value
+
+
+def _read_all(value: Any) -> None:
+    """Take each key below a value as read."""
+    if isinstance(value, dict):
+        for inner in value.values():
+            _read_all(inner)
+        if isinstance(value, Section):
+            value.read |= value.keys()
+    elif isinstance(value, list):
+        for inner in value:
+            _read_all(inner)
+
+
+def _read(value: Any, prefix: str = "") -> Iterable[str]:
+    """Yield the dotted name of each key below a value that has been read."""
+    if isinstance(value, Section):
+        for name, inner in dict.items(value):
+            if name in value.read:
+                yield from list(_read(inner, f"{prefix}{name}.")) or [f"{prefix}{name}"]
+    elif isinstance(value, list):
+        for inner in value:
+            yield from _read(inner, prefix)
+
+
+def _unread(value: Any, place: str, key: str) -> Iterable[tuple[str, str, Any]]:
+    """Yield (place, dotted key, value) of each key below a value that has not been read."""
+    if isinstance(value, Section):
+        for name, inner in dict.items(value):
+            if name in value.read:
+                yield from _unread(inner, f"{place}: {name}", f"{key}.{name}")
+            else:
+                yield f"{place}: {name}", f"{key}.{name}", inner
+    elif isinstance(value, list):
+        for number_of, inner in enumerate(value, 1):
+            if isinstance(inner, Section):
+                names = (dict.get(inner, name) for name in ("path", "id", "source"))
+                yield from _unread(inner, f"{place}: {next(filter(None, names), number_of)}", key)
 
 
 class Conversion:
     """A file of another kit while it is converted: what it says, and what that becomes."""
 
     def __init__(self, kit: Kit, given: dict[str, Any], file: Path, gpus: int | None = None, recipe: str = ""):
-        self.kit, self.given, self.file, self.gpus = kit, sections(given) if kit.nested else dict(given), file, gpus
-        self.sections = given  # as the file has them; `given` is one level of a nested file
+        self.kit, self.file, self.gpus = kit, file, gpus
+        self.given: dict[str, Any] = sectioned(sections(given, whole=kit.whole) if kit.nested else dict(given))
+        self.given = dict(self.given)
+        for key, value in self.given.items():
+            try:
+                if isinstance(held := as_object(value), dict) and held is not value:
+                    self.given[key] = sectioned(held)
+            except (LookupError, RecursionError) as error:
+                self.refuse(key, f"is JSON that cannot be read ({first_line(error)})")
         self.recipe = recipe  # "": not known yet
+        self.chosen_by: list[str] = []  # the keys that say the recipe
         self.lines: dict[str, Line] = {}
         self.on_gpus: dict[str, Line] = {}  # what a machine without a GPU would refuse
         self.lost: dict[str, str] = {}
+        self.same: list[str] = []  # keys that say the kit's own default
         self.differs: list[str] = []
+        self.held: dict[str, Section] = {}  # mappings of other files that the file names, by their place
         self.texts: dict[str, tuple[str, str]] = {}  # argument -> (their key, the text of a file that it names)
-        self.unread = {key for key, value in self.given.items() if value is not None}
+        self.unread = set(self.given)
+        self.latest = ""  # the key that was read last
+        self.defaults = {key: one.default for key, one in kit.keys.items() if one.default is not None} | kit.defaults
 
     def take(self, key: str, default: Any = None) -> Any:
         """Return the value of a key, which counts as read; `default` where the file has none or null."""
+        self.latest = key
         self.unread.discard(key)
+        if default is not None:
+            self.defaults.setdefault(key, default)
         value = self.given.get(key)
         return default if value is None else value
 
     def named(self, key: str, default: Any = None) -> tuple[str | None, Any, Any]:
         """Return (key if the file has it, its value or None, the kit's default) for a line that is always written."""
-        value = self.take(key)
+        self.take(key, default)
+        value = self.given.get(key)
         return (key if value is not None else None), value, default
 
     def first(self, *keys: str) -> tuple[str | None, Any]:
@@ -108,10 +196,38 @@ class Conversion:
         had = [(key, self.take(key)) for key in keys]
         return next(((key, value) for key, value in had if value is not None), (None, None))
 
+    def is_null(self, key: str) -> bool:
+        """Return whether the file has the key with a null, which its kit does not take for an absent key."""
+        return key in self.given and self.given[key] is None and not self.kit.null_is_absent
+
     def put(self, name: str, value: Any, origin: str | None = None) -> None:
-        """Write a line. origin: their key; None: it is the kit's default."""
-        value = value if name in TEXTS else number(value)
-        self.lines[name] = Line(value, origin or f"{self.kit.name}'s default")
+        """Write a line. origin: their key, or several with commas; None: it is the kit's default."""
+        if name in TEXTS:
+            value = self._text(value, origin)
+        if name in MODULES and (pattern := next((word for word in value if not re.fullmatch(r"[\w.-]+", word)), None)):
+            self.refuse(f"{origin}: {pattern}", "is a regular expression; name the modules, in a list")
+        _read_all(value)
+        is_text = name in (*TEXTS, "chat_template_kwargs")  # whose values are as they are, too
+        self.lines[name] = Line(plain(value) if is_text else number(value), origin or f"{self.kit.name}'s default")
+
+    def _text(self, value: Any, origin: str | None) -> Any:
+        """Return a text, or texts below it, as the file has it: YAML reads 3.10 as the number 3.1, and no as false."""
+        if isinstance(value, list):
+            return [self._text(inner, origin) for inner in value]
+        if isinstance(value, dict):  # a data set, whose weight is a number
+            return {key: inner if key == "weight" else self._text(inner, origin) for key, inner in value.items()}
+        if isinstance(value, bool | None):
+            self.refuse(str(origin), f"is {json.dumps(value)} in YAML; write its text in quotes")
+        return str(value)
+
+    def choose(self, recipe: str, *keys: str) -> None:
+        """Set the recipe, unless the user has; keys: those that say it."""
+        self.recipe = self.recipe or recipe
+        self.chosen_by = [key for key in keys if self.take(key) is not None]
+
+    def keep(self, *keys: str) -> None:
+        """List keys that mean what happens without them."""
+        self.same += [key for key in keys if key in self.given and key not in self.same]
 
     def lose(self, key: str, why: str) -> None:
         """List a key without a counterpart."""
@@ -125,7 +241,7 @@ class Conversion:
 
     def refuse(self, key: str, why: str) -> None:
         """Raise UserError: nothing here trains what the file asks for."""
-        raise UserError(f"{self.file}: {key}: {why}.")
+        raise UserError(one_line(f"{self.file}: {key}: {why}."))
 
     @property
     def adapter(self) -> bool:
@@ -142,13 +258,17 @@ def convert(
     Raises: UserError where nothing here trains what the file asks for.
     """
     done = Conversion(kit, given, file, gpus, recipe)
-    for rule in kit.rules:
-        if rule.apply:
-            rule.apply(done)
-    for theirs, key in kit.keys.items():
-        _direct(done, theirs, key)
+    try:
+        for rule in kit.rules:
+            if rule.apply:
+                rule.apply(done)
+        for theirs, key in kit.keys.items():
+            _direct(done, theirs, key)
+    except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
+        done.refuse(done.latest, f"has a value that {kit.name} does not take here ({first_line(error)})")
     for theirs in sorted(done.unread):
         _leftover(done, theirs, names or Names())
+    account(done)
     for sentence in kit.meaning:
         done.differ(sentence)
     return done
@@ -156,11 +276,11 @@ def convert(
 
 def _direct(done: Conversion, theirs: str, key: Key) -> None:
     value = done.take(theirs)
-    origin = theirs if value is not None else None
-    value = key.default if value is None else value
-    if value is None or key.ours in done.lines:
+    origin = theirs if theirs in done.given and (value is not None or None in key.values) else None
+    value = key.default if origin is None else value
+    if key.ours in done.lines or (value is None and not origin):
         return
-    if isinstance(value, str | bool | int) and value in key.values:
+    if isinstance(value, str | bool | int | None) and value in key.values:
         value = key.values[value]
         if value is None:
             return
@@ -170,49 +290,122 @@ def _direct(done: Conversion, theirs: str, key: Key) -> None:
 
 
 def _leftover(done: Conversion, theirs: str, names: Names) -> None:
-    """Write or list a key that no rule has read."""
-    value = done.given[theirs]
-    reason = _reason(done.kit, theirs)
-    is_off = value in OFF if not isinstance(value, list | dict) else not value
-    if reason is None and done.kit.same_names and theirs in names.accepted and theirs not in done.lines:
-        done.put(theirs, value, theirs)
-    elif is_off:
-        return
-    elif theirs in names.refused and done.kit.same_names:
-        done.lose(theirs, names.refused[theirs])
+    """Write a key of transformers that no rule has read; list it where transformers' argument has no effect here."""
+    if done.kit.same_names and theirs not in done.lines and done.given[theirs] is not None:
+        if theirs in names.accepted and not any(_reason(table, theirs) for table in (done.kit.lost, done.kit.refused)):
+            done.put(theirs, done.given[theirs], theirs)
+        elif theirs in names.refused and not _is_default(done, theirs, done.given[theirs]):
+            done.lose(theirs, names.refused[theirs])
+
+
+def account(done: Conversion) -> None:
+    """List each key that no line names: as saying the kit's default, else as without a counterpart.
+
+    Raises: UserError for a null in place of a default that is a value.
+    """
+    origins = [line.origin for line in (*done.lines.values(), *done.on_gpus.values())]
+    origins += [*(key for key, _ in done.texts.values()), *done.differs]
+    named = {key for origin in origins for key in re.split(r", | x ", origin.partition(": ")[0])}
+    named |= {*done.lost, *done.same, *done.chosen_by}
+    for key, value in done.given.items():
+        if key not in named:
+            _list(done, key, key, value)
+        elif key not in done.lost:
+            for place, inner, of in _unread(value, key, key):
+                if place not in done.lost:
+                    _list(done, place, inner, of)
+            _name_read(done, key)
+    for of_file, value in done.held.items():
+        for place, inner, of in _unread(value, of_file, of_file.rpartition(" in ")[2].partition(".")[0]):
+            _list(done, place, inner, of)
+
+
+def _name_read(done: Conversion, key: str) -> None:
+    """Add the keys that have been read below a key to the first line that comes from it."""
+    for lines in (done.lines, done.on_gpus):
+        for name, line in lines.items():
+            first, colon, rest = line.origin.partition(": ")
+            if key in first.split(", "):
+                said = f"{line.value} {rest}"
+                inner = [of for of in dict.fromkeys(_read(done.given[key])) if of.rpartition(".")[2] not in said]
+                if inner:
+                    lines[name] = Line(line.value, f"{first}: {', '.join([rest] * bool(colon) + inner)}")
+                return
+
+
+def _list(done: Conversion, place: str, key: str, value: Any) -> None:
+    default = done.defaults.get(key)
+    if value is None and not (_is_off(default) or default == -1 or done.kit.null_is_absent):
+        done.refuse(
+            place, f"null is no value; write one, or leave the line out for {done.kit.name}'s default {default}"
+        )
+    if value is None or _is_default(done, key, value):
+        done.same.append(place)
+    elif why := _reason(done.kit.refused, key):
+        done.refuse(f"{place}: {value}", why)
     else:
-        done.lose(theirs, reason or f"unknown to this table ({done.kit.name} {done.kit.version})")
+        unknown = f"{UNKNOWN} ({done.kit.name} {done.kit.version})"
+        if key in done.given and key not in done.unread:
+            unknown = "has no effect here with this value"
+        elif any(key in rule.keys.split() for rule in done.kit.rules):
+            unknown = f"has no effect in what the file trains (recipe {done.recipe})"
+        done.lose(place, _reason(done.kit.lost, key) or unknown)
 
 
-def _reason(kit: Kit, theirs: str) -> str | None:
-    """Return why a key has no counterpart; None where the table does not have it."""
-    for reason, keys in kit.lost.items():
+def _is_default(done: Conversion, key: str, value: Any) -> bool:
+    """Return whether a value is what the kit takes where the file has no such key."""
+    one = done.kit.keys.get(key)
+    if one and isinstance(value, str | bool) and value in one.values and one.values[value] is None:
+        return True
+    default = done.defaults.get(key)
+    return number(value) == default if not _is_off(default) else _is_off(value)
+
+
+def _is_off(value: Any) -> bool:
+    return not value if isinstance(value, list | dict) else value in OFF
+
+
+def _reason(table: Mapping[str, str], theirs: str) -> str | None:
+    """Return why a key has no counterpart; None where the table (Kit.lost, Kit.refused) does not have it."""
+    for reason, keys in table.items():
         for key in keys.split():
             if theirs == key or theirs.startswith(f"{key}.") or (key.endswith("*") and theirs.startswith(key[:-1])):
                 return reason
     return None
 
 
-def sections(given: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """Return nested sections as one level: {"a": {"b": 1}} is {"a.b": 1}."""
+def sections(given: dict[str, Any], prefix: str = "", whole: str = "") -> dict[str, Any]:
+    """Return nested sections as one level: {"a": {"b": 1}} is {"a.b": 1}. whole: one that stays as it is."""
     flat = {}
     for key, value in given.items():
-        if isinstance(value, dict) and value:
+        if isinstance(value, dict) and value and f"{prefix}{key}" != whole:
             flat |= sections(value, f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat
 
 
+def plain(value: Any) -> Any:
+    """Return a value without the classes of this module and of the loader."""
+    if isinstance(value, dict):
+        return {key: plain(inner) for key, inner in dict.items(value)}
+    if isinstance(value, list):
+        return [plain(inner) for inner in value]
+    if isinstance(value, bool) or not isinstance(value, int | float):
+        return value
+    return int(value) if isinstance(value, int) else float(value)
+
+
 def number(value: Any) -> Any:
     """Return a text that is a number as a number: YAML reads 2e-5 as a text; also below lists and objects."""
     if isinstance(value, dict):
-        return {key: number(inner) for key, inner in value.items()}
+        return {key: number(inner) for key, inner in dict.items(value)}
     if isinstance(value, list):
         return [number(inner) for inner in value]
-    if isinstance(value, str) and re.fullmatch(r"[-+]?(\d+\.?\d*|\.\d+)(e[-+]?\d+)?", value, re.IGNORECASE):
-        return int(value) if value.isdecimal() else float(value)
-    return value
+    if isinstance(value, str) and re.fullmatch(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?", value, re.I | re.A):
+        with contextlib.suppress(ValueError):  # more digits than Python reads
+            return int(value) if value.isdecimal() else float(value)
+    return plain(value)
 
 
 def words(value: Any) -> list[str]:
@@ -222,10 +415,20 @@ def words(value: Any) -> list[str]:
 
 
 def as_object(value: Any) -> Any:
-    """Return a JSON text as what it says; anything else as it is."""
+    """Return a JSON text as what it says; anything else as it is.
+
+    Raises: LookupError for an object with a key twice.
+    """
+
+    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        held = dict(pairs)
+        if len(held) < len(pairs):
+            raise LookupError(f"one of its keys {', '.join(held)} stands there twice")
+        return held
+
     if isinstance(value, str) and value.strip().startswith(("{", "[")):
         try:
-            return json.loads(value)
+            return json.loads(value, object_pairs_hook=once)
         except ValueError:
             return value
     return value

@@ -2,15 +2,12 @@
 
 import re
 from collections import Counter
-from pathlib import Path
 from typing import Any
 
-import yaml
-
 from zerofit.base.errors import UserError
-from zerofit.base.paths import read_text
 from zerofit.convert import axolotl, llamafactory, sharding, swift, torchtune, trl, unsloth
 from zerofit.convert.conversion import Kit, sections
+from zerofit.job import settings_file
 
 KITS = (axolotl.KIT, llamafactory.KIT, swift.KIT, trl.TRL, trl.HANDBOOK, unsloth.KIT, torchtune.KIT,
         sharding.ACCELERATE, sharding.DEEPSPEED)  # fmt: skip
@@ -29,19 +26,10 @@ def read(path: str) -> dict[str, Any]:
 
     Raises: UserError for a file that cannot be read or holds no settings.
     """
-    try:
-        values = yaml.safe_load(read_text(Path(path).expanduser()))
-    except OSError as error:
-        raise UserError(f"{path}: cannot be read: {error.strerror}.") from None
-    except UnicodeDecodeError:
-        raise UserError(f"{path}: is not a UTF-8 text file.") from None
-    except yaml.YAMLError as error:
-        mark = getattr(error, "problem_mark", None)
-        place = f"{path}:{mark.line + 1}" if mark else path
-        raise UserError(f"{place}: not valid YAML: {getattr(error, 'problem', None) or 'cannot be parsed'}.") from None
+    values = settings_file.load(path, as_written=True)[0]
     if not isinstance(values, dict) or not values:
         raise UserError(f"{path}: must hold `key: value` lines.")
-    return _interpolated({str(key): value for key, value in values.items()})
+    return _interpolated(values)
 
 
 def _interpolated(values: dict[str, Any]) -> dict[str, Any]:

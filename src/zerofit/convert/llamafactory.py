@@ -1,11 +1,11 @@
 """The table of LLaMA-Factory's keys."""
 
-import json
 from pathlib import Path
 
 from zerofit.convert import sharding, shared
-from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, number, words
+from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, number, sectioned, words
 from zerofit.convert.templates import arguments, template
+from zerofit.job import settings_file
 
 OTHER_JOBS = "zerofit trains pt, sft, kto and dpo (with pref_loss sigmoid, hinge, ipo, orpo or simpo)"
 
@@ -25,7 +25,9 @@ def _recipe(done: Conversion) -> None:
         done.refuse(
             f"finetuning_type: {kind}", "has no counterpart: all weights train (sft, dpo), or an adapter (lora)"
         )
-    done.recipe = done.recipe or ("dpo" if stage in ("dpo", "kto") else KINDS[kind])
+    done.choose("dpo" if stage in ("dpo", "kto") else KINDS[kind], "stage", "finetuning_type")
+    if done.take("do_train", True) is False:
+        done.refuse("do_train: false", "trains nothing")
     if stage in ("dpo", "kto"):
         _preference(done, stage)
     if kind != "full":
@@ -61,12 +63,11 @@ def _adapter(done: Conversion, kind: str) -> None:
             done.put(f"load_in_{bits}bit", True, "quantization_bit")
         else:
             done.lose("quantization_bit", "load_in_4bit (NF4) or load_in_8bit, by bitsandbytes")
-    rank = number(done.take("lora_rank"))
-    alpha = number(done.take("lora_alpha"))
     if kind == "lora":
+        rank = done.named("lora_rank", 8)
         shared.lora(done, {
-            "lora_r": (rank and "lora_rank", rank, 8),
-            "lora_alpha": (alpha and "lora_alpha", alpha, 2 * (rank or 8)),
+            "lora_r": rank,
+            "lora_alpha": done.named("lora_alpha", 2 * number(rank[2] if rank[1] is None else rank[1])),
             "lora_dropout": done.named("lora_dropout", 0.0),
         })  # fmt: skip
         if done.take("pissa_init"):
@@ -87,7 +88,7 @@ def _data(done: Conversion) -> None:
         names = words(done.take(key, []))
         unknown = [name for name in names if name not in registry]
         sources = [_source(done, name, registry.get(name), folder) for name in names]
-        shared.data(done, sources, key, ours)
+        shared.data(done, sources, f"{key}, dataset_dir" if "dataset_dir" in done.given else key, ours)
         if unknown:
             done.differ(
                 f"{key}: {', '.join(unknown)}: the files' names are in LLaMA-Factory's {folder}/dataset_info.json, "
@@ -113,29 +114,32 @@ def _registry(file: Path, folder: str) -> dict[str, dict]:
     for base in (Path(folder), file.parent / folder, file.parent):
         path = base / "dataset_info.json"
         if path.is_file():
-            known = json.loads(path.read_text(encoding="utf-8"))
+            known = settings_file.load(str(path), as_written=True)[0]
             return {name: entry | {"_folder": str(path.parent)} for name, entry in known.items()}
     return {}
 
 
 COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "history": "history", "system": "system",
-           "messages": "messages", "chosen": "chosen", "rejected": "rejected", "tools": "tools"}  # fmt: skip
-
-DEFAULT_COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "messages": "conversations"}
+           "messages": "messages", "chosen": "chosen", "rejected": "rejected", "tools": "tools",
+           "kto_tag": "label"}  # fmt: skip
 
 
 def _source(done: Conversion, name: str, entry: dict | None, folder: str) -> shared.Source:
     if entry is None:
         return shared.Source(name if "/" in name or "." in name else f"{folder}/{name}.json")
+    entry = done.held[f"{name} in dataset_info.json"] = sectioned(entry)
     theirs = entry.get("columns") or {}
     columns = {ours: theirs[key] for key, ours in COLUMNS.items() if key in theirs and theirs[key] != ours}
     if columns.get("messages") == "conversations":
         del columns["messages"]
     if entry.get("tags"):
+        entry["tags"].items()
         done.differ(f"dataset: {name}: tags of turns are read as role/content or from/value.")
+    for key in ("formatting", "ranking", "file_name", "hf_hub_url", "ms_hub_url", "_folder"):
+        entry.get(key)  # the form of a row is found by its columns
     path = entry.get("hf_hub_url") or (entry.get("file_name") and str(Path(entry["_folder"]) / entry["file_name"]))
     path = path or entry.get("ms_hub_url") or name
-    return shared.Source(str(path), entry.get("split"), entry.get("subset"), columns)
+    return shared.Source(str(path), entry.get("split"), entry.get("subset"), entry.get("revision"), columns)
 
 
 def _training(done: Conversion) -> None:
@@ -166,7 +170,7 @@ def _packing(done: Conversion) -> None:
     neat, (key, packing) = done.take("neat_packing"), done.first("packing", "dataset_concatenation")
     is_text = done.given.get("stage") == "pt"
     on = bool(neat or (is_text if packing is None else packing))
-    done.put("packing", on, "neat_packing" if neat else key)
+    done.put("packing", on, ", ".join(filter(None, ("neat_packing" * bool(neat), key))) or None)
     if on and not neat:
         done.differ(
             "packing: rows of a pack do not see each other here, as with neat_packing; LLaMA-Factory's do without it"
@@ -221,6 +225,7 @@ KIT = Kit(
         "loraplus_lr_ratio": Key("loraplus_lr_ratio"),
         "train_from_scratch": Key("random_init", values={False: None}),
         "fp8": Key("fp8", values={False: None}),
+        "disable_shuffling": Key("train_sampling_strategy", values={False: None, True: "sequential"}),
     },
     rules=(
         Rule("stage finetuning_type quantization_bit", "recipe sft, lora or dpo; adapter, load_in_4bit", _recipe),
@@ -241,6 +246,7 @@ KIT = Kit(
         Rule(shared.SAME, "the same"),
     ),
     lost=shared.NO_COUNTERPART | {
+        "rows are read by their columns (docs/data.md)": "dataset_info.*",
         "one adapter goes on as initial_adapter; merge those before it (zerofit export a --merge), see adapters.md": (
             "adapter_name_or_path create_new_adapter adapter_folder"
         ),
@@ -264,8 +270,8 @@ KIT = Kit(
             "sequence_parallel"
         ),
         "no optimizer or method of this kind": (
-            "use_badam badam_* use_adam_mini use_llama_pro freeze_trainable_* freeze_extra_modules use_dft_loss "
-            "use_asft_loss asft_alpha use_eaft_loss eaft_alpha use_kt kt_* use_hyper_parallel hyper_parallel_args "
+            "use_badam badam_* use_adam_mini use_llama_pro freeze_trainable_* freeze_extra_modules "
+            "asft_alpha eaft_alpha use_kt kt_* use_hyper_parallel hyper_parallel_args "
             "ld_alpha pref_bco_weight early_stopping_steps shift_attn mixture_of_depths enable_qat qat_* fake_quant_*"
         ),
         "images, videos and audios are not trained": (
@@ -283,13 +289,20 @@ KIT = Kit(
         "ray starts zerofit with launchers/ray (docs/ray.md)": "use_ray ray_* resources_per_worker placement_strategy",
         "not needed here": (
             "low_cpu_mem_usage upcast_* infer_* print_param_status use_kv_cache quantization_type "
-            "double_quantization quantization_device_map pissa_convert disable_shuffling ddp_timeout_ "
+            "double_quantization quantization_device_map pissa_convert ddp_timeout_ "
             "include_effective_tokens_per_second interleave_probs ignore_pad_token_for_loss offload_folder vllm_* "
             "sglang_* loraplus_lr_embedding fp8_* enable_torch_profiler profil*"
         ),
     },
+    refused={shared.OTHER_LOSS: "use_dft_loss use_asft_loss use_eaft_loss"},
     meaning=(
         "loss: mean over the trained tokens of the whole step on all GPUs, as in transformers 5.",
     ),
     same_names=True,
+    defaults=shared.DEFAULTS | {
+        "quantization_method": "bnb", "use_fast_tokenizer": True, "use_kv_cache": True, "double_quantization": True,
+        "ignore_pad_token_for_loss": True, "use_reentrant_gc": True, "low_cpu_mem_usage": True, "enable_thinking": True,
+        "freeze_vision_tower": True, "freeze_multi_modal_projector": True, "dataset_dir": "data", "flash_attn": "auto",
+        "infer_backend": "huggingface", "infer_dtype": "auto",
+    },
 )  # fmt: skip

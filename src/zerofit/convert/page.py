@@ -1,9 +1,11 @@
 """Format a conversion: the YAML file in our names, and what is said of it in the terminal."""
 
+import re
 from typing import Any
 
 import yaml
 
+from zerofit.base.errors import one_line
 from zerofit.convert.conversion import GPU_ONLY, Conversion, Line
 
 # The order of the lines; others follow by name.
@@ -23,7 +25,10 @@ WIDTH = 44  # of a line before its comment
 def text(done: Conversion, command: str) -> str:
     """Return the converted file: lines with their origin, then what a GPU can add, what is lost and what differs."""
     names = sorted(done.lines, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
-    parts = [f"# From {done.file.name} of {done.kit.name}, read as version {done.kit.version}.", f"# {command}"]
+    parts = [f"# From {one_line(done.file.name)} of {done.kit.name}, read as version {done.kit.version}."]
+    parts += [f"# {one_line(command)}"]
+    if done.chosen_by:
+        parts += [f"# Recipe {done.recipe} ({', '.join(done.chosen_by)})."]
     parts += [_line(name, done.lines[name]) for name in names]
     if done.on_gpus:
         parts += ["", f"# {GPU_ONLY}:"]
@@ -31,19 +36,33 @@ def text(done: Conversion, command: str) -> str:
     if done.lost:
         parts += ["", "# Without a counterpart:"]
         parts += [f"# - {line}" for line in _losses(done)]
+    if done.same:
+        parts += ["", f"# {_same(done)}"]
     if done.differs:
         parts += ["", "# What differs in meaning:"]
-        parts += [f"# - {sentence}" for sentence in done.differs]
+        parts += [f"# - {one_line(sentence)}" for sentence in done.differs]
     return "\n".join(parts) + "\n"
 
 
 def _line(name: str, line: Line) -> str:
-    return f"{f'{name}: {written(line.value)}':<{WIDTH}}  # {line.origin}".replace("\n", " ")
+    return f"{f'{name}: {written(line.value)}':<{WIDTH}}  # {one_line(line.origin)}"
+
+
+class _Dumper(yaml.SafeDumper):
+    """A SafeDumper that escapes the ends of lines in a text."""
+
+
+def _text_node(dumper: _Dumper, value: str) -> yaml.ScalarNode:
+    style = '"' if re.search("[\n\r\x85\u2028\u2029]", value) else None
+    return dumper.represent_scalar("tag:yaml.org,2002:str", value, style=style)
+
+
+_Dumper.add_representer(str, _text_node)
 
 
 def written(value: Any) -> str:
     """Return a value as YAML on one line."""
-    dumped = yaml.safe_dump(value, default_flow_style=True, sort_keys=False, width=10**9, allow_unicode=True)
+    dumped = yaml.dump(value, Dumper=_Dumper, default_flow_style=True, sort_keys=False, width=10**9, allow_unicode=True)
     return dumped.removesuffix("...\n").strip()
 
 
@@ -56,7 +75,7 @@ def _losses(done: Conversion) -> list[str]:
     return [
         _lost(done, keys[0], why)
         if len(keys) == 1
-        else f"{group}: {', '.join(k[len(group) + 1 :] for k in keys)} -- {why}"
+        else one_line(f"{group}: {', '.join(k[len(group) + 1 :] for k in keys)} -- {why}")
         for (group, why), keys in groups.items()
     ]
 
@@ -64,7 +83,12 @@ def _losses(done: Conversion) -> list[str]:
 def _lost(done: Conversion, key: str, why: str) -> str:
     value = done.given.get(key)
     shown = "" if value is None or isinstance(value, list | dict) else f": {' '.join(str(value).split())}"
-    return f"{key}{shown[:42]} -- {why}".replace("\n", " ")
+    return one_line(f"{key}{shown[:42]} -- {why}")
+
+
+def _same(done: Conversion) -> str:
+    """Return the sentence on the keys that change nothing."""
+    return one_line(f"The same as without the line: {', '.join(done.same)}")
 
 
 def summary(done: Conversion, path: str, command: str) -> str:
@@ -75,7 +99,10 @@ def summary(done: Conversion, path: str, command: str) -> str:
     if done.lost:
         lines += ["without a counterpart"]
         lines += [f"  - {line}" for line in _losses(done)]
+    if done.same:
+        lines += [_same(done)]
     if done.differs:
         lines += ["what differs in meaning"]
-        lines += [f"  - {sentence}" for sentence in done.differs]
-    return "\n".join([*lines, f"next: {command}"])
+        lines += [f"  - {one_line(sentence)}" for sentence in done.differs]
+    lines += [f"next: {command}"] * ("model" in done.lines)  # else the bundled model would be trained
+    return "\n".join(lines)

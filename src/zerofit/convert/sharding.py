@@ -5,7 +5,9 @@ import re
 from pathlib import Path
 from typing import Any
 
-from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, as_object
+from zerofit.convert import shared
+from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, Section, as_object, number, plain, sectioned
+from zerofit.job import settings_file
 
 DEEPSPEED_FILE = "what the file says is what runs with `--deepspeed FILE`, instead of zero and offload"
 
@@ -18,7 +20,8 @@ def deepspeed(done: Conversion, key: str) -> None:
     if isinstance(value, dict):
         of_json(done, value, key)
     elif file := _found(done.file, value):
-        of_json(done, json.loads(file.read_text(encoding="utf-8")), f"{key}: {value}")
+        held = done.held[f"{Path(value).name} in deepspeed"] = sectioned(settings_file.load(str(file))[0])
+        of_json(done, held, f"{key}: {value}")
     else:
         _by_name(done, key, str(value))
 
@@ -45,6 +48,7 @@ def _by_name(done: Conversion, key: str, name: str) -> None:
 
 def of_json(done: Conversion, config: dict, key: str) -> None:
     """Convert the stage and the offload of a DeepSpeed configuration."""
+    _read_autos(config)
     zero = config.get("zero_optimization") or {}
     stage = zero.get("stage", 0)
     done.put("zero", stage, key)
@@ -55,7 +59,7 @@ def of_json(done: Conversion, config: dict, key: str) -> None:
     offload = device("offload_optimizer"), device("offload_param")
     if stage == 3 and offload[1] not in ("none", "None"):
         done.put("offload", "all", f"{key}: offload_param")
-    elif stage and (offload[0] not in ("none", "None") or zero.get("cpu_offload")):
+    elif stage and (zero.get("cpu_offload") or offload[0] not in ("none", "None")):
         done.put("offload", "optimizer", f"{key}: offload_optimizer")
     if "nvme" in offload:
         done.differ(f"{key}: offload to NVMe; name the disk's folder with offload_path.")
@@ -64,6 +68,17 @@ def of_json(done: Conversion, config: dict, key: str) -> None:
         done.differ(
             f"{key}: sizes of its buckets, and an optimizer or scheduler in it, are not taken; {DEEPSPEED_FILE}."
         )
+
+
+def _read_autos(config: dict) -> None:
+    """Take the keys that say auto as read: the job's own arguments fill them."""
+    for key, value in list(dict.items(config)):
+        if value == "auto":
+            config.get(key)
+        elif isinstance(value, dict):
+            _read_autos(value)
+            if isinstance(value, Section) and value.keys() <= value.read:
+                config.get(key)
 
 
 FSDP_NOTE = "FSDP has no counterpart, ZeRO shards as much"
@@ -75,12 +90,16 @@ def fsdp(done: Conversion, *keys: str) -> None:
     on = [key for key, value in values.items() if value not in (None, "", False, [], {})]
     if not on:
         return
-    text = json.dumps(list(values.values())).lower()
+    text = json.dumps(plain(list(values.values()))).lower()
     zero = 2 if "shard_grad_op" in text else 3
-    done.put("zero", zero, on[0])
+    keys = ", ".join([*on, *["distributed_type"] * ("distributed_type" in done.given)])
+    done.put("zero", zero, keys)
+    for value in values.values():
+        for name in value if isinstance(value, Section) else ():
+            value.read |= {name} if "offload" in name or "sharding_strategy" in name else set()
     offload = '"fsdp_offload_params": true' in text or '"offload_params": true' in text or '"cpu_offload": true' in text
-    if offload or re.search(r'"offload"|\boffload\b(?!_)', json.dumps(values.get("fsdp") or "")):
-        done.put("offload", "all" if zero == 3 else "optimizer", on[0])
+    if offload or re.search(r'"offload"|\boffload\b(?!_)', json.dumps(plain(values.get("fsdp") or ""))):
+        done.put("offload", "all" if zero == 3 else "optimizer", keys)
     done.differ(f"{on[0]}: {FSDP_NOTE} (zero: {zero}).")
 
 
@@ -102,11 +121,24 @@ def _accelerate(done: Conversion) -> None:
         done.put("zero", 0, "distributed_type")
     else:
         done.lose("distributed_type", f"there is no {kind} here; zero: 3 shards the model")
+    groups = done.take("parallelism_config", {})
+    for theirs in ("cp_size", "sp_size", "tp_size"):
+        key = f"parallelism_config_{theirs}"
+        size = number(groups.get(key, 1))
+        if theirs == "tp_size" and size > 1:
+            done.put(theirs, size, f"parallelism_config: {key}")
+        else:
+            shared.split_rows(done, f"parallelism_config: {key}", size)
     precision = str(done.take("mixed_precision", "no"))
     if precision == "bf16":
         done.put("bf16", True, "mixed_precision")
     elif precision == "fp16":
         done.on_gpus["fp16"] = Line(True, "mixed_precision")
+    elif precision.lower() in ("no", "false"):
+        done.differ(
+            "mixed_precision: no: bf16 or fp16 of the job's file decides, here bf16 on GPUs without one of them; bf16: "
+            "false computes in fp32."
+        )
     elif precision == "fp8":
         done.lose("mixed_precision", "fp8: true computes the decoder layers' matrices in 8 bits, on GPUs that can")
 
@@ -116,9 +148,10 @@ def _accelerate_deepspeed(done: Conversion) -> None:
     if "deepspeed_config_file" in section:
         done.given["deepspeed_config.deepspeed_config_file"] = section["deepspeed_config_file"]
         deepspeed(done, "deepspeed_config.deepspeed_config_file")
+        done.keep("deepspeed_config", "distributed_type")
         return
     stage = section.get("zero_stage", 2)
-    done.put("zero", stage, "deepspeed_config: zero_stage")
+    done.put("zero", stage, "distributed_type, deepspeed_config: zero_stage")
     offload = [section.get(f"offload_{what}_device", "none") for what in ("param", "optimizer")]
     if stage == 3 and offload[0] not in ("none", None):
         done.put("offload", "all", "deepspeed_config: offload_param_device")
@@ -145,7 +178,10 @@ ACCELERATE = Kit(
         "main_training_function main_process_ip main_process_port rdzv_backend same_network gpu_ids "
         "enable_cpu_affinity debug tpu_* downcast_bf16 command_file commands",
         "compile_layers: true compiles the decoder layers": "dynamo_config dynamo_backend",
-        "sp_size, tp_size and pp_size split rows, layers' matrices and layers": "parallelism_config megatron_lm_config",
+        DEEPSPEED_FILE: "deepspeed_config.* deepspeed_config_file",
+        FSDP_NOTE: "fsdp_config.*",
+        "sp_size, tp_size and pp_size split rows, layers' matrices and layers": "parallelism_config* "
+        "megatron_lm_config",
     },
     meaning=("A configuration of the launcher holds no training: give it together with the job's file "
              "(`zerofit convert job.yaml accelerate.yaml`), or write model and data into this one.",),
@@ -157,7 +193,6 @@ ACCELERATE = Kit(
 
 def _own_json(done: Conversion) -> None:
     of_json(done, done.given, "zero_optimization")
-    done.unread -= {"zero_optimization"}
     micro, accumulation = done.take("train_micro_batch_size_per_gpu"), done.take("gradient_accumulation_steps")
     whole = done.take("train_batch_size")
     for theirs, ours, value in (
@@ -168,11 +203,14 @@ def _own_json(done: Conversion) -> None:
     ):
         if value not in (None, "auto"):
             done.put(ours, value, theirs)
-    enabled = [name for name in ("bf16", "fp16") if (done.take(name) or {}).get("enabled") is True]
-    if "bf16" in enabled:
+    enabled = {name: done.take(name, {}).get("enabled") for name in ("bf16", "fp16")}
+    if enabled["bf16"] is True:
         done.put("bf16", True, "bf16: enabled")
-    elif enabled:
+    elif enabled["fp16"] is True:
         done.on_gpus["fp16"] = Line(True, "fp16: enabled")
+    elif enabled["bf16"] is False:
+        shared.single(done, "bf16: enabled")
+    done.keep(*(name for name in done.given if name in enabled or done.given[name] == "auto"))
     _optimizer(done)
     _scheduler(done)
 
@@ -223,7 +261,8 @@ DEEPSPEED = Kit(
     lost={
         DEEPSPEED_FILE: "steps_per_print wall_clock_breakdown zero_allow_untested_optimizer prescale_gradients "
         "zero_force_ds_cpu_optimizer communication_data_type activation_checkpointing aio amp tensorboard wandb "
-        "flops_profiler gradient_predivide_factor compile sparse_attention compression_training",
+        "flops_profiler gradient_predivide_factor compile sparse_attention compression_training zero_optimization.* "
+        "optimizer.* scheduler.* bf16.* fp16.*",
     },
     meaning=("The file itself can be used as it is, with --deepspeed FILE.",),
 )  # fmt: skip

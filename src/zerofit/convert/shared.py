@@ -14,15 +14,25 @@ TRAINING = {
     "learning_rate": Key("learning_rate", default=5e-5),
     "lr_scheduler_type": Key("lr_scheduler_type", default="linear"),
     "weight_decay": Key("weight_decay", default=0.0),
-    "max_grad_norm": Key("max_grad_norm", default=1.0),
+    "max_grad_norm": Key("max_grad_norm", default=1.0, values={None: 0}),
     "optim": Key("optim", default="adamw_torch_fused"),
     "seed": Key("seed", default=42),
 }
 
+# transformers' defaults that are not off, of arguments that are listed where a file has another.
+DEFAULTS = {"remove_unused_columns": True, "average_tokens_across_devices": True, "skip_memory_metrics": True,
+            "eval_do_concat_batches": True, "save_safetensors": True, "report_to": "none"}  # fmt: skip
+
 # The same for a recipe's page: names that are passed on as they are.
 SAME = "learning_rate lr_scheduler_type weight_decay max_grad_norm optim seed, and transformers' other arguments"
 
+# Reasons of Kit.refused.
+OTHER_LOSS = "trains with a loss that zerofit does not have"
+SOME_WEIGHTS = "trains a part of the weights; here all weights train (sft, dpo), or an adapter (lora)"
+
 NO_COUNTERPART = {
+    "of a DeepSpeed file only stage and offload are taken; all of it runs with --deepspeed FILE": "deepspeed.*",
+    "FSDP has no counterpart, ZeRO shards as much": "fsdp_config.*",
     "not needed: the tokenizer and the model class come from the model's own files": "tokenizer_type model_type "
     "tokenizer_config tokenizer_use_fast tokenizer_legacy tokenizer_name_or_path use_fast_tokenizer processor_type "
     "is_falcon_derived_model is_llama_derived_model is_mistral_derived_model is_qwen_derived_model model_code_revision",
@@ -116,9 +126,12 @@ OPTIMIZERS = {name: name for name in OPTIMIZERS} | {
 }
 
 
-def uncut(done: Conversion, theirs: str) -> None:
-    """Let a row longer than max_length end the run, for a file that names no length. theirs: what the kit does then."""
-    done.put("truncation", "error")
+def uncut(done: Conversion, theirs: str, key: str | None = None) -> None:
+    """Let a row longer than max_length end the run, for a file that names no length, or with `key` that there is none.
+
+    Args: theirs: what the kit does then.
+    """
+    done.put("truncation", "error", key)
     done.differ(
         f"max_length: {theirs}; here a row of more than 2048 tokens ends the run (truncation: error), so that none is "
         "changed: write the longest row's length as max_length."
@@ -139,15 +152,28 @@ def optimizer(done: Conversion, key: str | None, value: str | None, default: str
 
 
 def precision(done: Conversion, bf16: str = "bf16", fp16: str = "fp16") -> None:
-    """Write bf16 or fp16 where they are asked for; `auto` is what happens here without."""
+    """Write bf16 or fp16 where they are asked for, and bf16 false for fp32; `auto` is what happens here without."""
+    asked = {key: str(done.take(key)).lower() for key in (bf16, fp16)}
     for ours, key in (("bf16", bf16), ("fp16", fp16)):
-        value = done.take(key)
-        if str(value).lower() in ("true", "full"):
+        if asked[key] in ("true", "full"):
             half(done, ours, key)
-    done.differ(
-        "precision: weights that train are kept in fp32 and computed in bf16, which needs more memory than bf16 "
-        "weights; pure_bf16: true keeps them in bf16."
-    )
+        elif asked[key] == "auto":
+            done.keep(key)
+    if asked[bf16] in ("false", "no", "0") and asked[fp16] not in ("true", "full"):
+        single(done, bf16)
+    if done.lines.get("bf16") != Line(False, bf16):
+        done.differ(
+            "precision: weights that train are kept in fp32 and computed in bf16, which needs more memory than bf16 "
+            "weights; pure_bf16: true keeps them in bf16."
+        )
+
+
+def single(done: Conversion, key: str) -> None:
+    """Write fp32: without a line a GPU computes in half precision; bf16 weights do so in any case."""
+    if done.given.get("pure_bf16") is True:
+        done.keep(key)
+    else:
+        done.put("bf16", False, key)
 
 
 def half(done: Conversion, name: str, key: str) -> None:
@@ -161,11 +187,15 @@ def half(done: Conversion, name: str, key: str) -> None:
 
 def attention(done: Conversion, key: str, value: str | None) -> None:
     """Write FlashAttention for GPUs; sdpa is the default."""
-    name = {"flash_attn": "flash_attention_2", "fa2": "flash_attention_2", "fa3": "flash_attention_3"}.get(value, value)
+    names = {"flash_attn": "flash_attention_2", "fa2": "flash_attention_2", "fa3": "flash_attention_3",
+             "disabled": "eager"}  # fmt: skip
+    name = names.get(value, value)
     if name in ("eager",):
         done.put("attn_implementation", name, key)
     elif name and "flash" in str(name):
         done.on_gpus["attn_implementation"] = Line(name, key)
+    elif name in ("sdpa", "auto"):
+        done.keep(key)
 
 
 def liger(done: Conversion, key: str) -> None:
@@ -184,12 +214,14 @@ MODULES = {"azure_ml": "azureml", "comet_ml": "comet_ml"}  # of trackers whose m
 def report(done: Conversion, key: str, names: Iterable[str]) -> None:
     """Write the trackers that are installed; list the others."""
     names = [name for name in names if name not in ("none", "all", "")]
-    here = [name for name in names if importlib.util.find_spec(MODULES.get(name, name))]
+    here = [name for name in names if name.isidentifier() and importlib.util.find_spec(MODULES.get(name, name))]
     if here:
         done.put("report_to", here, key)
     for name in names:
         if name not in here:
             done.lose(key, f"{name} is not installed here: pip install {name}, then report_to: {name}")
+    if not names:
+        done.keep(key)
 
 
 def lora(done: Conversion, names: dict[str, tuple[str | None, Any, Any]]) -> None:
@@ -213,8 +245,7 @@ def kto(done: Conversion, wanted: str = "desirable_weight", unwanted: str = "und
 
 def targets(done: Conversion, key: str | None, value: Any, default: Any) -> None:
     """Write the modules that get an adapter: a list, or all-linear."""
-    chosen = default if value in (None, "", []) else value
-    listed = words(chosen)
+    listed = words(default if value in (None, "", []) else value)
     if {"all-linear", "all", "all_linear"} & set(listed):
         listed = ["all-linear"]
     done.put("lora_target_modules", listed, key if value not in (None, "", []) else None)
@@ -227,10 +258,10 @@ def split_rows(done: Conversion, key: str | None, size: int | None) -> None:
         done.differ(f"{key}: heads are exchanged (Ulysses), not a ring: it must divide the model's attention heads.")
 
 
-def parameters(done: Conversion) -> None:
+def parameters(done: Conversion, key: str = "lora_target_parameters") -> None:
     """Write the parameters that get an adapter beside the modules: those of fused experts."""
-    if names := words(done.take("lora_target_parameters", [])):
-        done.put("lora_target_parameters", names, "lora_target_parameters")
+    if names := words(done.take(key, [])):
+        done.put("lora_target_parameters", names, key)
 
 
 @dataclass(frozen=True)
@@ -240,31 +271,46 @@ class Source:
     path: str  # file, folder or hub id
     split: str | None = None  # None: train
     config: str | None = None  # of a hub set
+    revision: str | None = None  # branch, tag or commit of a hub set
     columns: dict[str, str] = field(default_factory=dict)  # ours -> theirs
     weight: float = 1.0  # how often each row is used in an epoch
 
 
-def data(done: Conversion, sources: list[Source], key: str, name: str = "data") -> None:
-    """Write the data sets: what all of them have in common as arguments, the rest as a mapping of each."""
+def data(
+    done: Conversion, sources: list[Source], key: str, name: str = "data", split_key: str = "", config_key: str = ""
+) -> None:
+    """Write the data sets: what all of them have in common as arguments, the rest as a mapping of each.
+
+    Args: split_key, config_key: the keys of all sets' split and configuration, where they are not keys of a set.
+    """
     if not sources:
         return
     sources = [_whole_split(done, source, key, alone=name == "data" and len(sources) == 1) for source in sources]
-    sources = [replace(source, split=None) if source.split == "train" else source for source in sources]
+    usual = done.lines["data_split"].value if name != "data" and "data_split" in done.lines else "train"
+    sources = [replace(source, split=None) if source.split == usual else source for source in sources]
     several = [of for of in OF_A_SET if len({str(getattr(source, of)) for source in sources}) > 1]
-    apart = several if name == "data" else []
-    done.put(name, [_entry(source, apart) for source in sources], key)
+    if name != "data" or any(source.revision for source in sources):  # the arguments are of the rows to train on
+        several = [of for of in OF_A_SET if any(getattr(source, of) for source in sources)]
+    done.put(name, [_entry(source, several) for source in sources], key)
     if name != "data":
         return
-    of_all = {of: getattr(sources[0], of) for of in OF_A_SET if of not in apart}
+    of_all = {of: getattr(sources[0], of) for of in OF_A_SET if of not in several}
     if of_all.get("split"):
-        done.put("data_split", of_all["split"], key)
+        done.put("data_split", of_all["split"], split_key or key)
     if of_all.get("config"):
-        done.put("data_config", of_all["config"], key)
+        done.put("data_config", of_all["config"], config_key or key)
     if columns := _renamed(of_all.get("columns", {})):
         done.put("columns", [f"{column}={theirs}" for column, theirs in columns.items()], key)
 
 
-OF_A_SET = ("split", "config", "columns")
+def files(value: Any) -> list[str]:
+    """Return the files to train on of a set's data_files: a text, a list, or a mapping of splits to them."""
+    if isinstance(value, dict):
+        value = value.get("train") or []
+    return words(value or [])
+
+
+OF_A_SET = ("split", "config", "revision", "columns")
 
 
 def _whole_split(done: Conversion, source: Source, key: str, alone: bool) -> Source:
@@ -300,15 +346,19 @@ def _entry(source: Source, apart: list[str]) -> str | dict[str, Any]:
 
 def evaluation(done: Conversion, has_rows: bool, strategy: str | None = "eval_strategy") -> None:
     """Write when to evaluate, where there are rows to evaluate on; `no` is written in any case."""
-    keys = ("eval_strategy", "evaluation_strategy", "eval_steps", "eval_on_start", "do_eval")
+    keys = ("eval_strategy", "evaluation_strategy", "eval_steps", "eval_on_start")
     values = {key: number(done.take(key)) for key in keys}
     chosen = values["eval_strategy"] if values["eval_strategy"] is not None else values["evaluation_strategy"]
     chosen = "no" if chosen is False else chosen
+    if done.take("do_eval") is has_rows or chosen not in (None, "no"):
+        done.keep("do_eval")
     origin = next((key for key in keys[:2] if values[key] is not None), None)
     if has_rows and chosen is not None:
         done.put("eval_strategy", chosen, origin or "eval_steps")
         if chosen == "steps" and values["eval_steps"]:
             done.put("eval_steps", values["eval_steps"], "eval_steps")
+        if values["eval_on_start"]:
+            done.put("eval_on_start", True, "eval_on_start")
     elif has_rows and strategy:
         done.put("eval_strategy", "no")
     elif chosen not in (None, "no"):

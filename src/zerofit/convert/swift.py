@@ -23,15 +23,17 @@ def _recipe(done: Conversion) -> None:
         done.refuse(f"tuner_type: {kind}", f"is no adapter of zerofit's: {', '.join(ADAPTERS)} (docs/adapters.md)")
     if "dpo" in done.file.stem and not rl and not done.recipe:
         done.differ("rlhf_type: not in the file; `swift rlhf` takes dpo: convert with --recipe dpo.")
-    done.recipe = done.recipe or ("dpo" if rl else "sft" if kind == "full" else "lora")
+    done.choose(
+        "dpo" if rl else "sft" if kind == "full" else "lora", "rlhf_type", "tuner_type", "train_type", "sft_type"
+    )
     if done.recipe == "dpo":
         _preference(done, rl or "dpo")
     if kind != "full":
         _adapter(done, kind)
     for key in done.unread & {"lora_rank", "lora_alpha", "lora_dropout", "target_modules"} if kind == "full" else ():
         done.lose(key, "the file has no adapter, so all weights train")
-    rate = done.take("learning_rate")
-    done.put("learning_rate", rate or (1e-5 if kind == "full" else 1e-4), "learning_rate" if rate else None)
+    key, rate, default = done.named("learning_rate", 1e-5 if kind == "full" else 1e-4)
+    done.put("learning_rate", default if rate is None else rate, key)
 
 
 def _preference(done: Conversion, rl: str) -> None:
@@ -63,12 +65,18 @@ def _adapter(done: Conversion, kind: str) -> None:
             "lora_dropout": (done.given.get("lora_dropout_p") is not None and done.named("lora_dropout_p", 0.05))
             or done.named("lora_dropout", 0.05),
         })  # fmt: skip
+    if done.take("target_regex"):
+        done.refuse("target_regex", "is a regular expression; name the modules, in a list, with target_modules")
+    shared.parameters(done, "target_parameters")
     key, value = done.first("target_modules", "lora_target_modules")
     value = "all-linear" if str(value).upper() in ("ALL", "['ALL']") else value
     shared.targets(done, key, value, "all-linear")
     if value := done.take("modules_to_save"):
         done.put("modules_to_save", words(value), "modules_to_save")
-    if (weights := done.take("init_weights")) and str(weights).lower() != "true":
+    weights = str(done.take("init_weights", "true")).lower()
+    if weights in ("true", "false"):
+        done.keep(*["init_weights"] * (weights == "true"))
+    else:
         done.put("init_lora_weights", weights, "init_weights")
     key, bits = done.first("quant_bits", "quantization_bit")
     if bits:
@@ -87,6 +95,9 @@ def _data(done: Conversion) -> None:
         shared.data(done, sources, key, ours)
         if any("/" in source.path and "." not in source.path for source in sources):
             done.differ(f"{key}: ids are looked up on the Hugging Face Hub here, on ModelScope there (unless use_hf).")
+    shuffled = [done.take(key, True) for key in ("dataset_shuffle", "train_dataloader_shuffle")]
+    if shuffled == [False, False] or (done.given.get("streaming") is True and not shuffled[0]):
+        done.put("train_sampling_strategy", "sequential", "dataset_shuffle, train_dataloader_shuffle")
     if isinstance(columns := as_object(done.take("columns")), dict):  # {name in the file: standard name}
         names = {"query": "prompt", "response": "completion", "rejected_response": "rejected"}
         done.put("columns", [f"{names.get(to, to)}={name}" for name, to in columns.items()], "columns")
@@ -185,7 +196,9 @@ def _length(done: Conversion) -> None:
 def _machine(done: Conversion) -> None:
     """Convert precision, attention, kernels, sharding, trackers and the template."""
     dtype = str(done.first("torch_dtype", "dtype")[1] or "")
-    if dtype in ("float16", "fp16") and "fp16" not in done.given:
+    if dtype in ("float32", "fp32") and not {"fp16", "bf16"} & done.given.keys():
+        shared.single(done, "torch_dtype")
+    elif dtype in ("float16", "fp16") and "fp16" not in done.given:
         shared.half(done, "fp16", "torch_dtype")
     elif dtype in ("bfloat16", "bf16") and "bf16" not in done.given:
         done.put("bf16", True, "torch_dtype")
@@ -264,21 +277,23 @@ KIT = Kit(
             "freeze_vit freeze_aligner freeze_llm max_pixels vit_* aligner_lr"
         ),
         "the system turn is a turn of the rows": "system",
+        "rows are in another order in each epoch, unless both are false": "dataset_shuffle train_dataloader_shuffle",
+        "conversations go through the chat template": "use_chat_template",
         "the chat template alone decides how thinking is written (mask_generation_prompt)": (
             "enable_thinking add_non_thinking_prefix disable_ignore_empty_think preserve_thinking response_prefix "
             "agent_template"
         ),
         "not needed here": (
-            "add_version create_checkpoint_symlink check_model lazy_tokenize dataset_shuffle load_args "
-            "tuner_backend bnb_4bit_* packing_num_proc packing_strategy train_dataloader_shuffle "
-            "remove_unused_columns dataloader_persistent_workers ddp_backend use_chat_template padding_side "
+            "add_version create_checkpoint_symlink check_model lazy_tokenize load_args "
+            "tuner_backend bnb_4bit_* packing_num_proc packing_strategy "
+            "remove_unused_columns dataloader_persistent_workers ddp_backend padding_side "
             "max_model_len device_map save_only_model ignore_args_error gradient_checkpointing save_safetensors "
             "safe_serialization max_shard_size strict disable_auto_column_mapping template_backend "
             "val_dataset_shuffle logging_first_step lora_bias"
         ),
         "no method of this kind": (
-            "lisa_* use_galore galore_* freeze_parameters* trainable_parameters* external_plugins custom_* "
-            "callbacks acc_strategy router_aux_loss_coef enable_dft_loss lora_ga_* reft_* adalora_* interleave_prob "
+            "lisa_* use_galore galore_* external_plugins custom_* "
+            "callbacks acc_strategy router_aux_loss_coef lora_ga_* reft_* adalora_* interleave_prob "
             "stopping_strategy"
         ),
         "ray starts zerofit with launchers/ray (docs/ray.md)": "use_ray device_groups",
@@ -286,6 +301,19 @@ KIT = Kit(
             "max_new_tokens temperature top_k top_p repetition_penalty predict_with_generate eval_* metric"
         ),
     },
+    refused={
+        shared.OTHER_LOSS: "enable_dft_loss loss_type",
+        shared.SOME_WEIGHTS: "freeze_parameters* trainable_parameters*",
+    },
     meaning=("loss: mean over the trained tokens of the whole step on all GPUs, as in ms-swift.",),
     same_names=True,
+    defaults=shared.DEFAULTS | {
+        "loss_type": "cross_entropy",
+        "dataset_shuffle": True, "train_dataloader_shuffle": True, "gradient_checkpointing": True, "check_model": True,
+        "add_version": True, "use_chat_template": True, "freeze_vit": True, "freeze_aligner": True,
+        "add_non_thinking_prefix": True, "remove_unused_columns": False, "safe_serialization": True,
+        "padding_side": "right", "template_backend": "swift", "logging_first_step": True, "report_to": ["tensorboard"],
+        "tuner_backend": "peft", "quant_method": "bnb", "truncation_strategy": "delete", "stopping_strategy":
+        "first_exhausted", "lora_bias": "none", "task_type": "causal_lm",
+    },
 )  # fmt: skip

@@ -1,5 +1,6 @@
 """The table of torchtune's keys, whose sections name Python objects (`_component_`)."""
 
+import re
 from pathlib import Path
 from typing import Any
 
@@ -47,15 +48,17 @@ def _recipe(done: Conversion) -> None:
     model, loss = str(done.take("model._component_", "")), str(done.take("loss._component_", ""))
     for key, what in (("teacher_model._component_", "distillation"), ("quantizer._component_", "quantized training"),
                       ("policy_model._component_", "PPO"), ("tasks", "evaluation")):  # fmt: skip
-        if key in done.given and (what != "quantized training" or "dataset._component_" not in done.given):
+        if key in done.given and (what != "quantized training" or "dataset" not in done.given):
             done.refuse(key.partition(".")[0], f"is of {what}: zerofit trains SFT, LoRA and preference pairs")
+    if loss and not re.search(r"(^|\.)(CE|\w*CrossEntropy|DPO)\w*$", loss):
+        done.refuse(f"loss: {loss}", shared.OTHER_LOSS)
     if not any(key.startswith(("dataset", "optimizer")) for key in done.given):
         done.refuse("optimizer", "is not there: the file trains nothing (it generates, evaluates or quantizes)")
     if not model or "vision" in model or "clip" in model:
         done.refuse(f"model: {model or 'none'}", "has no counterpart: zerofit trains language models on text")
     builder = model.rpartition(".")[2]
     adapter = builder.startswith(("lora_", "qlora_", "dora_"))
-    done.recipe = done.recipe or ("dpo" if "DPOLoss" in loss else "lora" if adapter else "sft")
+    done.choose("dpo" if "DPOLoss" in loss else "lora" if adapter else "sft", "model._component_", "loss._component_")
     if done.recipe == "dpo":
         _preference(done, loss)
     if adapter:
@@ -86,17 +89,17 @@ def _adapter(done: Conversion, builder: str) -> None:
         modules += ["gate_proj", "up_proj", "down_proj"]
     if done.take("model.apply_lora_to_output"):
         modules.append("lm_head")
-    done.put("lora_target_modules", modules, "model.lora_attn_modules, apply_lora_to_mlp")
+    keys = ("model.lora_attn_modules", "model.apply_lora_to_mlp", "model.apply_lora_to_output")
+    done.put("lora_target_modules", modules, ", ".join(key for key in keys if key in done.given))
     if "phi3" in builder:
         done.differ("lora_attn_modules: Phi-3's weights have one qkv_proj and gate_up_proj: name those.")
-    if builder.startswith("qlora_") or done.take("model.quantize_base"):
-        done.put("load_in_4bit", True, "model")
-    if builder.startswith("dora_") or done.take("model.use_dora"):
-        done.put("use_dora", True, "model")
+    for kind, key, ours in (("qlora_", "model.quantize_base", "load_in_4bit"), ("dora_", "model.use_dora", "use_dora")):
+        if done.take(key) or builder.startswith(kind):
+            done.put(ours, True, key if done.given.get(key) else "model._component_")
 
 
 def _model(done: Conversion) -> None:
-    folder = str(done.take("checkpointer.checkpoint_dir", "")).rstrip("/")
+    folder = done.take("checkpointer.checkpoint_dir", "").rstrip("/")
     kind = str(done.take("checkpointer._component_", ""))
     if "Meta" in kind and Path(folder).name == "original":
         folder = str(Path(folder).parent)
@@ -104,37 +107,39 @@ def _model(done: Conversion) -> None:
             "checkpoint_dir: Meta's consolidated weights are not read; the folder above has the Hugging Face ones."
         )
     if folder:
-        done.put("model", folder, "checkpointer.checkpoint_dir")
+        done.put("model", folder, "checkpointer.checkpoint_dir, checkpointer._component_")
 
 
 def _data(done: Conversion) -> None:
     """Convert the data set, or a list of them, by its builder."""
-    listed = done.sections.get("dataset") or []
+    listed = done.take("dataset", [])
     listed = listed if isinstance(listed, list) else [listed]
-    done.unread = {key for key in done.unread if key != "dataset" and not key.startswith("dataset.")}
     sources, masks = [], set()
     for one in listed:
-        source, on_prompt = _source(done, one)
-        sources.append(source)
+        of_one, on_prompt = _sources(done, one)
+        sources += of_one
         masks.add(on_prompt)
     shared.data(done, sources, "dataset")
     packed = any(one.get("packed") for one in listed) or done.take("packed", False)
-    done.put("packing", bool(packed), "dataset.packed" if any("packed" in one for one in listed) else None)
+    in_set = any("packed" in one for one in listed)
+    done.put("packing", bool(packed), "dataset: packed" if in_set else "packed" if "packed" in done.given else None)
     if done.recipe != "dpo":
-        key = "dataset.train_on_input" if any("train_on_input" in one for one in listed) else None
+        key = "dataset: train_on_input" if any("train_on_input" in one for one in listed) else None
         done.put("train_on", "all" if True in masks else "assistant", key)
     share = done.take("dataset_val.split") or done.take("dataset_validation.split")
     if share:
         done.lose("dataset_val", "rows to evaluate on are eval_data or eval_fraction")
 
 
-def _source(done: Conversion, one: dict[str, Any]) -> tuple[shared.Source, bool]:
+def _sources(done: Conversion, one: dict[str, Any]) -> tuple[list[shared.Source], bool]:
     builder = str(one.get("_component_", "")).rpartition(".")[2]
     builder = CLASSES.get(builder, builder)
     source, on_prompt, columns = SETS.get(builder, (None, False, {}))
     if builder not in SETS:
         done.lose(f"dataset: {builder}", "a data set of your own: name its files in data (docs/data.md)")
-    path = one.get("data_files") or one.get("source") or source or builder
+    paths = shared.files(one.get("data_files")) or [one.get("source") or source or builder]
+    if one.get("conversation_style") not in ("sharegpt", "openai", None):
+        done.lose("dataset: conversation_style", "turns are read as role/content or from/value")
     if one.get("source") in ("json", "csv", "parquet", "text") and not one.get("data_files"):
         done.lose("dataset.data_files", "name the file in data")
     mapped = dict(columns)
@@ -145,25 +150,25 @@ def _source(done: Conversion, one: dict[str, Any]) -> tuple[shared.Source, bool]
     for key, ours in (("conversation_column", "messages"), ("column", "text")):
         if one.get(key) and one[key] not in ("conversations", "messages", "text"):
             mapped[ours] = one[key]
-    split = str(one.get("split") or "train")
+    split = one.get("split") or "train"
     for key in ("new_system_prompt", "prompt_template", "filter_fn", "image_tag", "image_dir"):
         if one.get(key):
             done.lose(f"dataset.{key}", "rows go through the chat template as they are")
     columns = {ours: theirs for ours, theirs in mapped.items() if ours != theirs}
-    path = path[0] if isinstance(path, list) else path
-    return shared.Source(str(path), split, one.get("name"), columns), bool(one.get("train_on_input", on_prompt))
+    of = split, one.get("name"), one.get("revision"), columns
+    return [shared.Source(path, *of) for path in paths], bool(one.get("train_on_input", on_prompt))
 
 
 def _training(done: Conversion) -> None:
     """Convert batch, epochs, optimizer and schedule; without a schedule the rate is constant."""
     shared.batch(done, done.named("batch_size", 2), done.named("gradient_accumulation_steps", 1))
     key, epochs, _ = done.named("epochs")
-    done.put("num_train_epochs", epochs or 1, key)
+    done.put("num_train_epochs", 1 if epochs is None else epochs, key)
     if limit := done.take("max_steps_per_epoch"):
-        done.put("max_steps", number(limit) * number(epochs or 1), "max_steps_per_epoch x epochs")
+        done.put("max_steps", number(limit) * number(1 if epochs is None else epochs), "max_steps_per_epoch x epochs")
         done.differ("max_steps_per_epoch: so many steps are made here even where an epoch has fewer.")
     kind = str(done.take("optimizer._component_", "torch.optim.AdamW")).rpartition(".")[2]
-    shared.optimizer(done, "optimizer", OPTIMIZERS.get(kind, kind))
+    shared.optimizer(done, "optimizer._component_", OPTIMIZERS.get(kind, kind))
     decay = 0.01 if kind in DECAYS else 0.0
     for theirs, ours, default in (("optimizer.lr", "learning_rate", 1e-3), ("optimizer.eps", "adam_epsilon", None),
                                   ("optimizer.weight_decay", "weight_decay", decay)):  # fmt: skip
@@ -172,7 +177,6 @@ def _training(done: Conversion) -> None:
             done.put(ours, default if value is None else value, key)
     for number_of, value in enumerate(done.take("optimizer.betas") or [], 1):
         done.put(f"adam_beta{number_of}", value, "optimizer.betas")
-    done.unread -= {"optimizer.fused", "optimizer_in_bwd"}
     _schedule(done)
     clip = done.take("clip_grad_norm")
     done.put("max_grad_norm", 0 if clip in (None, "None") else clip, "clip_grad_norm" if clip else None)
@@ -193,8 +197,8 @@ def _schedule(done: Conversion) -> None:
         done.put("warmup_steps", 0)
         return
     if "cosine" not in kind:
-        done.lose("lr_scheduler", f"no schedule {kind.rpartition('.')[2]} here, cosine is written instead")
-    done.put("lr_scheduler_type", "cosine", "lr_scheduler")
+        done.lose("lr_scheduler._component_", f"no schedule {kind.rpartition('.')[2]} here, cosine is written instead")
+    done.put("lr_scheduler_type", "cosine", "lr_scheduler._component_")
     done.put("warmup_steps", warm, "lr_scheduler.num_warmup_steps")
 
 
@@ -206,7 +210,9 @@ def _machine(done: Conversion) -> None:
     else:
         shared.uncut(done, "torchtune cuts no row")
     dtype = done.take("dtype", "bf16")
-    if dtype == "bf16":
+    if dtype == "fp32":
+        shared.single(done, "dtype")
+    elif dtype == "bf16":
         if done.recipe == "sft":
             done.put("pure_bf16", True, "dtype")
         else:
@@ -232,7 +238,8 @@ def _machine(done: Conversion) -> None:
         for name, word in (("wandb", "WandB"), ("tensorboard", "TensorBoard"), ("comet_ml", "Comet"))
         if word in logger
     ]
-    shared.report(done, "metric_logger", names)
+    if names or logger.endswith(("StdoutLogger", "DiskLogger")):
+        shared.report(done, "metric_logger._component_", names)
     done.differ("sharding: torchtune's distributed recipes shard with FSDP: zero: 3 does as much (default: 2).")
 
 
@@ -246,6 +253,7 @@ KIT = Kit(
     keys={
         "output_dir": Key("output_dir"),
         "log_every_n_steps": Key("logging_steps"),
+        "shuffle": Key("train_sampling_strategy", values={True: None, False: "sequential"}),
     },
     rules=(
         Rule("model checkpointer loss", "recipe sft, lora or dpo; model", _recipe,
@@ -264,15 +272,17 @@ KIT = Kit(
     lost={
         "the tokenizer is the model folder's": "tokenizer",
         "the files of the model's folder are all read": "checkpointer ref_checkpointer",
-        "rows are shuffled, and a run goes on with zerofit resume": (
-            "shuffle resume_from_checkpoint save_adapter_weights_only enable_async_checkpointing "
+        "rows are read by their columns, and go through the chat template": "dataset.*",
+        "a run goes on with zerofit resume": (
+            "resume_from_checkpoint save_adapter_weights_only enable_async_checkpointing "
             "keep_last_n_checkpoints save_last_epoch_only"
         ),
         "compile_layers: true compiles the decoder layers": "compile*",
         "the loss is computed in chunks by itself (fused_loss)": "loss num_output_chunks",
         "not needed here": (
             "device log_peak_memory_stats log_level custom_sharded_layers fsdp_reshard_after_forward "
-            "optimizer_in_bwd cudnn_deterministic_mode metric_logger ac_mode ac_option memory_efficient_fsdp_wrap "
+            "optimizer_in_bwd optimizer.fused cudnn_deterministic_mode metric_logger ac_mode ac_option "
+            "memory_efficient_fsdp_wrap "
             "run_generation tensor_parallel_plan quantizer run_val_every_n_steps batch_size_val base_dir model_dir"
         ),
         "memory_report: true records a step": "profiler",
@@ -281,5 +291,6 @@ KIT = Kit(
         "template: torchtune's tokenizers write the family's prompt format; here it is the model's own chat template. "
         "Alpaca rows are wrapped in `### Instruction:` there.",
     ),
-    nested=True,
+    nested=True, whole="dataset",
+    defaults={"log_peak_memory_stats": True, "fsdp_reshard_after_forward": True, "dtype": "bf16"},
 )  # fmt: skip

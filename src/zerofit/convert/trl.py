@@ -35,14 +35,15 @@ def _recipe(done: Conversion) -> None:
         of_path = "kto"
     has_pairs = any(done.given.get(key) is not None for key in PREFERENCE_KEYS)
     adapter = done.take("use_peft")
-    if not done.recipe:
-        done.recipe = "dpo" if has_pairs or of_path else "lora" if adapter else "sft"
+    done.choose("dpo" if has_pairs or of_path else "lora" if adapter else "sft", "use_peft")
     if done.recipe == "dpo":
         _preference(done, of_path)
+    elif done.given.get("loss_type") == "chunked_nll":
+        done.keep("loss_type")  # as fused_loss does
     if adapter:
         _adapter(done)
-    rate = done.take("learning_rate")
-    done.put("learning_rate", rate or (1e-6 if done.recipe == "dpo" else 2e-5), "learning_rate" if rate else None)
+    key, rate, default = done.named("learning_rate", 1e-6 if done.recipe == "dpo" else 2e-5)
+    done.put("learning_rate", default if rate is None else rate, key)
 
 
 def _preference(done: Conversion, of_path: str | None) -> None:
@@ -89,7 +90,9 @@ def _adapter(done: Conversion) -> None:
 def _data(done: Conversion) -> None:
     """Convert dataset_name, TRL's `datasets` and the handbook's dataset_mixture and dataset_mixer."""
     key, sources = _listed(done)
-    shared.data(done, sources, key)
+    split_key = "dataset_splits" if key == "dataset_mixer" else done.first("dataset_train_split", "train_split")[0]
+    config_key = "dataset_config" if done.given.get("dataset_config") else "dataset_configs"
+    shared.data(done, sources, key, split_key=split_key or "", config_key=config_key)
     if done.take("dataset_text_field", "text") != "text":
         done.put("columns", [f"text={done.given['dataset_text_field']}"], "dataset_text_field")
     share = number((as_object(done.given.get("dataset_mixture")) or {}).get("test_split_size", 0))
@@ -106,7 +109,7 @@ def _listed(done: Conversion) -> tuple[str, list[shared.Source]]:
     listed = done.take("datasets") or (mixture.get("datasets") if isinstance(mixture, dict) else None)
     if listed:
         key = "datasets" if done.given.get("datasets") else "dataset_mixture"
-        return key, [_entry(one, done) for one in listed]
+        return key, [source for one in listed for source in _entries(one, done)]
     mixer = mixture if isinstance(mixture, dict) and mixture else done.take("dataset_mixer")
     if isinstance(mixer, dict):
         splits = [one for one in words(done.take("dataset_splits", ["train"])) if not one.startswith("test")]
@@ -122,20 +125,22 @@ def _listed(done: Conversion) -> tuple[str, list[shared.Source]]:
     split, config = done.first("dataset_train_split", "train_split")[1], done.take("dataset_config")
     if name and not config:  # the handbook's and open-r1's spelling, a list
         config = next(iter(words(done.take("dataset_configs", []))), None)
-    done.unread -= {"dataset_test_split"}  # a hub set's own eval split is used by itself
+    if done.take("dataset_test_split", "test") in EVAL_SPLITS:
+        done.keep("dataset_test_split")  # a hub set's own eval split is used by itself
     return "dataset_name", [shared.Source(name, split, config)] if name else []
 
 
-def _entry(one: dict[str, Any], done: Conversion) -> shared.Source:
+def _entries(one: dict[str, Any], done: Conversion) -> list[shared.Source]:
     path = one.get("id") or one.get("path") or ""
-    if one.get("data_files"):
-        path = words(one["data_files"])[0]
     known = {"messages", "prompt", "completion", "chosen", "rejected", "text"}
     for column in set(words(one.get("columns") or [])) - known:
         done.lose(f"dataset_mixture: {column}", "columns beside those of a format are not used (docs/data.md)")
-    return shared.Source(
-        path, one.get("split"), one.get("config") or one.get("name"), weight=float(one.get("weight") or 1)
-    )
+    of = one.get("split"), one.get("config") or one.get("name")
+    weight = number(one.get("weight"))
+    return [
+        shared.Source(file, *of, weight=1.0 if weight is None else float(weight))
+        for file in shared.files(one.get("data_files")) or [path]
+    ]
 
 
 def _mask(done: Conversion) -> None:
@@ -167,9 +172,12 @@ def _training(done: Conversion) -> None:
 
 def _length(done: Conversion) -> None:
     key, length = done.first("max_length", "max_seq_length")
-    done.put("max_length", length or 1024, key)
+    uncut = next((name for name in ("max_length", "max_seq_length") if key is None and done.is_null(name)), None)
+    if uncut:
+        shared.uncut(done, "TRL cuts no row", uncut)
+    else:
+        done.put("max_length", 1024 if length is None else length, key)
     if done.recipe == "dpo":
-        done.unread -= {"truncation_mode"}
         return
     packing = done.take("packing", bool(done.given.get("dataset_mixer")))
     done.put("packing", packing, "packing" if "packing" in done.given else None)
@@ -179,8 +187,9 @@ def _length(done: Conversion) -> None:
     if packing and strategy == "wrapped":
         done.differ("packing_strategy: wrapped cuts rows at max_length there; here rows are packed whole.")
     mode = done.take("truncation_mode", "keep_start")
-    done.put("truncation", "truncate_left" if mode == "keep_end" else "truncate_right",
-             "truncation_mode" if "truncation_mode" in done.given else None)  # fmt: skip
+    if not uncut:
+        done.put("truncation", "truncate_left" if mode == "keep_end" else "truncate_right",
+                 "truncation_mode" if "truncation_mode" in done.given else None)  # fmt: skip
     if done.take("padding_free"):
         done.put("padding_free", True, "padding_free")
 
@@ -222,7 +231,14 @@ KEYS = {key: value for key, value in shared.TRAINING.items() if key != "learning
     "gradient_checkpointing": Key("gradient_checkpointing"),
 }
 
+DEFAULTS = shared.DEFAULTS | {
+    "disable_dropout": True, "auto_insert_empty_system_msg": True, "use_logits_to_keep": False, "eval_packing": None,
+    "lora_task_type": "CAUSAL_LM", "gradient_checkpointing": True, "datasets.split": "train", "loss_type": "nll",
+    "dataset_train_split": "train", "attn_implementation": "sdpa",
+}  # fmt: skip
+
 LOST = shared.NO_COUNTERPART | {
+    "rows are read by their columns (docs/data.md)": "datasets.* dataset_mixture.*",
     "the reference is the model before training": "ref_model* sync_ref_model model_init_kwargs_of_reference",
     "the weights' type follows from the precision; pure_bf16: true keeps them in bf16": (
         "torch_dtype dtype model_init_kwargs bnb_4bit_* use_bnb_nested_quant"
@@ -238,7 +254,7 @@ LOST = shared.NO_COUNTERPART | {
         "average_tokens_across_devices use_logits_to_keep num_completions log_completions"
     ),
     "no such loss here": (
-        "ld_alpha f_divergence_type f_alpha_divergence_coef use_weighting loss_weights discopop_tau loss_type "
+        "ld_alpha f_divergence_type f_alpha_divergence_coef use_weighting loss_weights discopop_tau "
         "router_aux_loss_coef"
     ),
     "the adapter is for all ranks and layers alike": "lora_task_type lora_bias",
@@ -266,6 +282,8 @@ RULES = (
     Rule(shared.SAME, "the same"),
 )  # fmt: skip
 
+REFUSED = {shared.OTHER_LOSS: "loss_type"}
+
 MEANING = ("loss: mean over the trained tokens of the whole step on all GPUs, as in TRL.",)
 
 TRL = Kit(
@@ -276,7 +294,7 @@ TRL = Kit(
         "dataset_test_split", "assistant_only_loss", "torch_dtype", "dataset_text_field", "packing_strategy",
         "dataset_config", "dataset_num_proc", "lora_modules_to_save", "max_prompt_length", "chat_template_path",
     ),
-    keys=KEYS, rules=RULES, lost=LOST, meaning=MEANING, same_names=True,
+    keys=KEYS, rules=RULES, lost=LOST, refused=REFUSED, meaning=MEANING, same_names=True, defaults=DEFAULTS,
 )  # fmt: skip
 
 HANDBOOK = Kit(
@@ -292,5 +310,5 @@ HANDBOOK = Kit(
              note="sets that differ have path, config, split and weight each"),
         *RULES,
     ),
-    lost=LOST, meaning=MEANING, same_names=True, like=TRL,
+    lost=LOST, refused=REFUSED, meaning=MEANING, same_names=True, defaults=DEFAULTS, like=TRL,
 )  # fmt: skip

@@ -9,13 +9,13 @@ def _recipe(done: Conversion) -> None:
     kind = done.take("training.training_type", "lora")
     if kind not in ("lora", "qlora", "full"):
         done.refuse(f"training_type: {kind}", "has no counterpart: zerofit trains lora, qlora and full")
-    done.recipe = done.recipe or ("sft" if kind == "full" else "lora")
-    in_4bit = done.take("training.load_in_4bit", True)
+    done.choose("sft" if kind == "full" else "lora", "training.training_type")
+    key, in_4bit, default = done.named("training.load_in_4bit", True)
     if done.recipe == "sft":
-        done.unread = {key for key in done.unread if not key.startswith("lora.")}
+        for key in [key for key in done.unread if key.startswith("lora.")]:
+            done.lose(key, "the file has no adapter, so all weights train")
         return
-    if in_4bit:
-        done.put("load_in_4bit", True, "training.load_in_4bit" if "training.load_in_4bit" in done.given else None)
+    done.put("load_in_4bit", default if in_4bit is None else in_4bit, key)
     shared.lora(done, {
         "lora_r": done.named("lora.lora_r", 64),
         "lora_alpha": done.named("lora.lora_alpha", 16),
@@ -31,12 +31,9 @@ def _recipe(done: Conversion) -> None:
 
 def _data(done: Conversion) -> None:
     key, value = done.first("data.dataset", "data.local_dataset")
-    shared.data(done, [shared.Source(path) for path in words(value or [])], str(key))
-    split, config = done.take("data.split"), done.take("data.subset")
-    if split and split != "train":
-        done.put("data_split", split, "data.split")
-    if config:
-        done.put("data_config", config, "data.subset")
+    of = done.take("data.split", "train"), done.take("data.subset")
+    shared.data(done, [shared.Source(path, *of) for path in words(value or [])], str(key), split_key="data.split",
+                config_key="data.subset")  # fmt: skip
     kind = done.take("data.format_type", "auto")
     if kind not in ("auto", None):
         done.differ(f"format_type: {kind}: formats are detected from the columns (docs/data.md).")
@@ -51,7 +48,10 @@ def _training(done: Conversion) -> None:
     shared.steps(done, done.named("training.num_epochs", 3), "training.max_steps")
     key, count, default = done.named("training.warmup_steps", 5)
     ratio = done.take("training.warmup_ratio")
-    done.put("warmup_steps", ratio if ratio and count is None else default if count is None else count, key)
+    if ratio and count is None:
+        done.put("warmup_steps", ratio, "training.warmup_ratio")
+    else:
+        done.put("warmup_steps", default if count is None else count, key)
     given = done.take("training.optim")
     shared.optimizer(done, "training.optim" if given else None, given, "adamw_8bit")
     every = number(done.take("training.save_steps", 0))
@@ -62,8 +62,9 @@ def _training(done: Conversion) -> None:
     checkpointing = done.take("training.gradient_checkpointing")
     if checkpointing == "unsloth":
         done.lines["activation_offload"] = Line(True, "training.gradient_checkpointing: unsloth")
-    elif checkpointing in (False, "none"):
-        done.put("gradient_checkpointing", False, "training.gradient_checkpointing")
+    elif checkpointing is not None:
+        on = checkpointing not in (False, "none", "false", "False")
+        done.put("gradient_checkpointing", on, "training.gradient_checkpointing")
     names = [name for name in ("wandb", "tensorboard") if done.take(f"logging.enable_{name}")]
     shared.report(done, "logging.enable_wandb" if "wandb" in names else "logging.enable_tensorboard", names)
     done.differ("precision: adapters and their optimizer are in fp32 here.")
@@ -113,4 +114,6 @@ KIT = Kit(
     },
     meaning=("loss: mean over the trained tokens of the whole step on all GPUs, as in TRL, on which unsloth runs.",),
     nested=True,
+    defaults={f"lora.finetune_{what}": True for what in ("language_layers", "attention_modules", "mlp_modules")}
+    | {"training.max_steps": 0},
 )  # fmt: skip
