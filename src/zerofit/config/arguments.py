@@ -267,7 +267,13 @@ class DataArguments:
     eval_fraction: float = field(
         default=0.0, metadata={"help": "Share of the rows held out for evaluation when there is no eval split."}
     )
-    data_format: str = field(default="auto", metadata={"help": "Format of a row. auto: from its columns."})
+    data_format: str = field(
+        default="auto",
+        metadata={
+            "help": "Format of a row. auto: from its columns. rendered, letters: so too, with control words in texts "
+            "as tokens or as letters (data.md)."
+        },
+    )
     columns: list[str] | None = field(
         default=None, metadata={"help": "Column names to map: prompt=question completion=answer."}
     )

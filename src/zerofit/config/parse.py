@@ -23,6 +23,7 @@ from zerofit.base.paths import read_text
 from zerofit.config import arguments, presets, synonyms
 from zerofit.convert import kits
 from zerofit.data import formats
+from zerofit.data.published import rendered
 from zerofit.job import program
 from zerofit.job.recipe import Recipe
 from zerofit.job.request import FLAG, Request
@@ -95,7 +96,7 @@ def _early_parser(recipe: Recipe) -> _Parser:
 
 def _limit_to_known_formats(parser: _Parser, recipe: Recipe) -> None:
     choice = next(action for action in parser._actions if action.dest == "data_format")
-    choice.choices = ("auto", *(entry.name for entry in formats.known_to(recipe)))
+    choice.choices = ("auto", *rendered.VALUES, *(entry.name for entry in formats.known_to(recipe)))
 
 
 @functools.cache

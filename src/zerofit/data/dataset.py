@@ -27,7 +27,7 @@ from zerofit.data.tokens import CHUNK, TokenizedDataset
 from zerofit.data.unpaired import rows as unpaired
 from zerofit.job import program
 
-CACHE_VERSION = 11  # raise it when the tokens of a row change
+CACHE_VERSION = 12  # raise it when the tokens of a row change
 
 
 def columns_of(settings) -> tuple[str, ...]:

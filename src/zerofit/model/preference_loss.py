@@ -28,6 +28,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from zerofit.base.errors import UserError
+from zerofit.data.published import rendered
 from zerofit.job.settings import UNPAIRED, decide
 from zerofit.job.technique import AllBut, Conflict, Technique
 from zerofit.model import adapters, attention
@@ -185,7 +186,12 @@ TECHNIQUE = Technique(
         Conflict("streaming", (True,), "the pairs and their reference are kept by row", "leave it out"),
         Conflict("sp_size", None, "no rank has the whole answer whose log-probability counts", "leave it out"),
         Conflict("train_on", AllBut("assistant"), "the loss is on the answers", "leave it out"),
-        Conflict("data_format", AllBut("auto"), "rows are preference pairs", "leave it out, or use --columns"),
+        Conflict(
+            "data_format",
+            AllBut("auto", *rendered.VALUES),
+            "rows are preference pairs",
+            "leave it out, or use --columns",
+        ),
         Conflict("label_smoothing_factor", None, "it smooths tokens", "for pairs use --label_smoothing"),
         Conflict("optim", ("sophia",), "it samples tokens for its Hessian", "use an AdamW"),
         Conflict("adapter", adapters.PROMPTS, "its virtual tokens shift the answers", "use --adapter lora"),
