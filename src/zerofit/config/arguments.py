@@ -218,7 +218,8 @@ class ModelArguments:
 
     _argument_group_name = "model"
     model: str | None = field(
-        default=None, metadata={"help": "Model folder or hub id. Default: the bundled tiny Llama."}
+        default=None,
+        metadata={"help": "Model folder or hub id. Default: the bundled tiny Llama; tiny: so with --data."},
     )
     model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of a hub model."})
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
