@@ -6,11 +6,13 @@ import functools
 import itertools
 import json
 import re
+import resource
 import signal
 import threading
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -621,9 +623,10 @@ def _reasoning_key(template: str) -> str:
 
 @contextlib.contextmanager
 def _template_errors(place: str) -> Iterator[None]:
-    """Context for running a chat template, in the main thread with a limit of TEMPLATE_SECONDS of processor time.
+    """Context for running a chat template, in the main thread with limits of processor time and memory.
 
-    By the clock, a process that is paused (Ctrl-Z, a suspended job) would refuse the row that it was rendering.
+    A sandbox stops long loops, but not 'x' * 10**10, which fills the memory between two looks at the time. By the
+    clock, a process that is paused (Ctrl-Z, a suspended job) would refuse the row that it was rendering.
 
     Raises: UserError naming the place for any error of the template.
     """
@@ -634,9 +637,11 @@ def _template_errors(place: str) -> Iterator[None]:
 
     timed = threading.current_thread() is threading.main_thread()  # Python runs signal handlers only there
     before = signal.signal(signal.SIGVTALRM, stop) if timed else None
+    memory = resource.getrlimit(resource.RLIMIT_AS)
     try:
         if timed:
             signal.setitimer(signal.ITIMER_VIRTUAL, conversations.TEMPLATE_SECONDS)
+            resource.setrlimit(resource.RLIMIT_AS, (_address_limit(*memory), memory[1]))
         yield
     except (RecursionError, MemoryError) as error:
         raise UserError(f"{place}: the chat template ends in a {type(error).__name__}; mend it.") from None
@@ -644,8 +649,19 @@ def _template_errors(place: str) -> Iterator[None]:
         raise UserError(f"{place}: the chat template refuses this conversation: {error}.") from None
     finally:
         if timed:
+            resource.setrlimit(resource.RLIMIT_AS, memory)
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             signal.signal(signal.SIGVTALRM, before)
+
+
+def _address_limit(soft: int, hard: int) -> int:
+    """Return the bytes of addresses that this process may have while a template runs: TEMPLATE_BYTES more than now."""
+    try:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:  # not Linux
+        return soft
+    limits = (limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)
+    return min([used + conversations.TEMPLATE_BYTES, *limits])
 
 
 def _labeled(encoding, length: int, spans: list[tuple[int, int]], special_ids: set[int]) -> tuple[list[int], list[int]]:

@@ -138,6 +138,8 @@ def _check_unused(settings) -> None:
             f"--rpo_alpha with --loss_type {settings.loss_type}: its rows are no pairs with a chosen answer; leave one "
             "of the two out."
         )
+    if settings.unpaired and not settings.desirable_weight and not settings.undesirable_weight:
+        raise UserError("--desirable_weight 0 --undesirable_weight 0: nothing would be learned; raise one of them.")
     for name in ("desirable_weight", "undesirable_weight"):
         if settings.source[name] != "default" and not settings.unpaired:
             raise UserError(
