@@ -77,9 +77,9 @@ def check(place: str, content: Any, data_format: str, control: re.Pattern) -> It
                 f"{LETTERS}."
             )
         if data_format != LETTERS and was_rendered:
-            tokens = "give the turns as `messages`"
-            if isinstance(content, str) or len(content.turns) == 2:
-                tokens += f", take the words as tokens with --data_format {TOKENS}"
+            tokens = f"take the words as tokens with --data_format {TOKENS}"
+            if not isinstance(content, str):
+                tokens += " (of a `prompt` and its answer in two columns)"
             raise UserError(
                 f"{place}: {name} has {was_rendered if isinstance(was_rendered, str) else word}, a control word of the "
                 "tokenizer, where a chat template writes it, so it seems rendered already, and would be trained as "
