@@ -625,8 +625,9 @@ def _reasoning_key(template: str) -> str:
 def _template_errors(place: str) -> Iterator[None]:
     """Context for running a chat template, in the main thread with limits of processor time and memory.
 
-    A sandbox stops long loops, but not 'x' * 10**10, which fills the memory between two looks at the time. By the
-    clock, a process that is paused (Ctrl-Z, a suspended job) would refuse the row that it was rendering.
+    The sandbox stops long loops, but not 'x' * 10**10, which fills the memory between two looks at the time. The timer
+    fires again, as Jinja drops the error of a constant that it computes. By the clock, a process that is paused (Ctrl-Z,
+    a suspended job) would refuse the row that it was rendering.
 
     Raises: UserError naming the place for any error of the template.
     """
@@ -640,7 +641,7 @@ def _template_errors(place: str) -> Iterator[None]:
     memory = resource.getrlimit(resource.RLIMIT_AS)
     try:
         if timed:
-            signal.setitimer(signal.ITIMER_VIRTUAL, conversations.TEMPLATE_SECONDS)
+            signal.setitimer(signal.ITIMER_VIRTUAL, conversations.TEMPLATE_SECONDS, 1)
             resource.setrlimit(resource.RLIMIT_AS, (_address_limit(*memory), memory[1]))
         yield
     except (RecursionError, MemoryError) as error:
