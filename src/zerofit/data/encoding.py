@@ -626,8 +626,8 @@ def _template_errors(place: str) -> Iterator[None]:
     """Context for running a chat template, in the main thread with limits of processor time and memory.
 
     The sandbox stops long loops, but not 'x' * 10**10, which fills the memory between two looks at the time. The timer
-    fires again, as Jinja drops the error of a constant that it computes. By the clock, a process that is paused (Ctrl-Z,
-    a suspended job) would refuse the row that it was rendering.
+    fires again, as Jinja drops the error of a constant that it computes. By the clock, a process that is paused
+    (Ctrl-Z, a suspended job) would refuse the row that it was rendering.
 
     Raises: UserError naming the place for any error of the template.
     """
