@@ -5,6 +5,7 @@ import importlib
 import os
 import sys
 from importlib import metadata
+from pathlib import Path
 
 from zerofit import __version__
 from zerofit.base import command_line, distributed, hardware
@@ -67,6 +68,8 @@ VERBS = {
 
 LIGHT = ("status", "cancel", "init", "convert", "report", "watch")  # verbs that must start fast and need no torch
 
+SLOW = ("launch", "resume", "data", "batch-size", "export", "chat", "eval", "doctor")  # verbs that say that they start
+
 STARTS_RANKS = ("launch", "resume")
 
 
@@ -90,6 +93,10 @@ def _main() -> None:
             from zerofit.plan.answer import quick
 
             quick.begin(argv[1:])
+        if argv[0] in SLOW and not {"--show", "--help", "-h", "--json"} & {*argv}:
+            files = [Path(word).stem for word in argv[1:] if word.endswith(".py")] if argv[0] == "launch" else []
+            said = f"zerofit {(files or argv)[0]}: starting; loading the libraries takes some seconds"
+            print(said, file=sys.stderr if argv[0] == "chat" else sys.stdout, flush=True)
         if argv[0] not in LIGHT:
             _check_and_import(*argv)
         module, _, function = VERBS[argv[0]].partition(":")

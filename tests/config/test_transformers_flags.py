@@ -485,7 +485,8 @@ def three_rows(tmp_path):
 def few_steps(file, *words) -> list[str]:
     """Return the flags of a run on the rows as they stand in the file, whose weights hardly move."""
     return [
-        "--data", str(file), "--train_sampling_strategy", "sequential", "--effective_batch_size", "2", "--zero", "0",
+        "--model", "tiny", "--data", str(file), "--train_sampling_strategy", "sequential",
+        "--effective_batch_size", "2", "--zero", "0",
         "--per_device_train_batch_size", "1", "--max_steps", "2", "--num_samples", "0", "--save_strategy", "no",
         "--logging_steps", "1", "--learning_rate", "1e-12", *words,
     ]  # fmt: skip

@@ -329,4 +329,108 @@ MORE = [
     Case("text only", [{"text": "Hello."}], [[("text", "Hello.", True)]]),
 ]  # fmt: skip
 
-CASES = LISTED + MORE
+OSLO = {"city": "Oslo"}
+CALLED = ("assistant", "", True, {"calls": [("weather", OSLO)]})
+ASKED_TOOL = [ask("Hi?"), CALLED, ("tool", "cold", False), say("Hello.")]
+SCHEMA = {"type": "object", "properties": {"city": {"type": "string"}}}
+FLAT = {"name": "weather", "arguments": OSLO}
+BARE = [{"name": "weather", "description": "Get it.", "parameters": SCHEMA}]
+LIST = {"role": "assistant", "content": "Hello."}
+
+
+def called(*turns, **row):
+    return [{"messages": [CHAT[0], *turns, CHAT[1]], **row}]
+
+
+def anthropic(result, *more):
+    return called(
+        {
+            "role": "assistant",
+            "content": [{"type": "tool_use", "id": "t1", "name": "weather", "input": OSLO}],
+        },
+        {"role": "user", "content": [{"type": "tool_result", "tool_use_id": "t1", "content": result}, *more]},
+        tools=[{"name": "weather", "input_schema": SCHEMA}],
+    )
+
+
+def gemini(call, result, system="systemInstruction"):
+    return [
+        {
+            system: {"parts": [{"text": "Be kind."}]},
+            "contents": [
+                {"role": "user", "parts": [{"text": "Hi?"}]},
+                {"role": "model", "parts": [{call: {"name": "weather", "args": OSLO}}]},
+                {"role": "user", "parts": [{result: {"name": "weather", "response": {"sky": "cold"}}}]},
+                {"role": "model", "parts": [{"text": "Hello."}]},
+            ],
+            "tools": [{"functionDeclarations": BARE}],
+        }
+    ]
+
+
+OF_APIS = [
+    Case("Anthropic: a tool's result as text", anthropic("cold"), [ASKED_TOOL], note="OpenAI's form"),
+    Case("Anthropic: a tool's result in parts", anthropic([{"type": "text", "text": "cold"}]), [ASKED_TOOL]),
+    Case("Anthropic: a question behind a tool's result", anthropic("cold", {"type": "text", "text": "And?"}),
+         [[*ASKED_TOOL[:3], ask("And?"), say("Hello.")]]),
+    Case("Anthropic: an image as a tool's result", anthropic([{"type": "image", "source": {}}]), r"turn 3.*'image'"),
+    Case("Llama 3: a flat call, ipython",
+         called({"role": "assistant", "content": "", "tool_calls": [FLAT]}, {"role": "ipython", "content": "cold"},
+                tools=BARE), [ASKED_TOOL], note="OpenAI's form"),
+    Case("Llama 3: a flat call with parameters",
+         called({"role": "assistant", "content": "", "tool_calls": [{"name": "weather", "parameters": OSLO}]},
+                {"role": "ipython", "content": "cold"}, tools=BARE), [ASKED_TOOL]),
+    *(Case(f"Gemini: contents of parts, {call}", gemini(call, result, system),
+           [[told("Be kind."), ask("Hi?"), CALLED, ("tool", '{"sky": "cold"}', False), say("Hello.")]], note="contents")
+      for call, result, system in (("functionCall", "functionResponse", "systemInstruction"),
+                                   ("function_call", "function_response", "system_instruction"))),
+    Case("Gemini: a file", [{"contents": [{"role": "user", "parts": [{"fileData": {"fileUri": "a"}}]}, LIST]}],
+         "fileData"),
+    Case("Bedrock: texts without a type, system as a list",
+         [{"system": [{"text": "Be kind."}], "messages": [{"role": "user", "content": [{"text": "Hi?"}]},
+                                                          {"role": "assistant", "content": [{"text": "Hello."}]}]}],
+         [[told("Be kind."), *HI]]),
+    Case("Bedrock: toolUse and toolResult",
+         called({"role": "assistant", "content": [
+                    {"toolUse": {"toolUseId": "t", "name": "weather", "input": OSLO}}]},
+                {"role": "user", "content": [{"toolResult": {"toolUseId": "t", "content": [{"text": "cold"}]}}]}),
+         [ASKED_TOOL]),
+    Case("OpenAI: preferences", [{"input": {"messages": [CHAT[0]], "tools": [], "parallel_tool_calls": True},
+                                  "preferred_output": [GOOD[1]], "non_preferred_output": [BAD[1]]}], [PAIR],
+         recipe="dpo"),
+    Case("OpenAI: preferences in SFT", [{"input": {"messages": [CHAT[0]]}, "preferred_output": [GOOD[1]],
+                                         "non_preferred_output": [BAD[1]]}], "preference data.*make dpo"),
+    Case("OpenAI: a batch's requests", [{"custom_id": "a", "method": "POST", "url": "/v1/chat/completions",
+                                         "body": {"model": "m", "messages": [CHAT[0]]}}],
+         "batch API without its answer"),
+    Case("OpenAI: a batch's answers", [{"id": "b", "custom_id": "a", "response": {"body": {"choices": [
+        {"message": CHAT[1]}]}}, "error": None}], "batch API without its question"),
+    Case("a log of requests", [{"request": {"messages": [CHAT[0]]},
+                                   "response": {"choices": [{"message": CHAT[1]}]}}] * 2,
+         "a log of requests: write `messages`"),
+    Case("several rejected answers", [{"prompt": "Hi?", "chosen": "Good.", "rejected": ["Bad.", "Worse."]}],
+         "'rejected' holds 2 answers.*write a row for each", recipe="dpo"),
+    Case("one rejected answer in a list", [{"prompt": "Hi?", "chosen": "Good.", "rejected": ["Bad."]}], [PAIR],
+         recipe="dpo"),
+    Case("ms-swift: several rejected answers", [{"messages": GOOD, "rejected_response": ["Bad.", "Worse."]}],
+         "'rejected_response' holds 2 answers", recipe="dpo"),
+    Case("several rejected conversations", [{"prompt": "Hi?", "chosen": [GOOD[1]], "rejected": [[BAD[1]], [BAD[1]]]}],
+         "'rejected' holds 2 answers", recipe="dpo"),
+    Case("xLAM: query, answers, tools", [{"query": "Hi?", "answers": json.dumps([FLAT]), "tools": json.dumps(BARE)}],
+         "`answers` are tool calls"),
+    Case("rows under keys", [{"0": {"prompt": "a", "completion": "b"}, "1": {"prompt": "c", "completion": "d"}}],
+         "the rows under its keys"),
+    Case("splits in an object", [{"train": [{"prompt": "a", "completion": "b"}],
+                                  "test": [{"prompt": "c", "completion": "d"}]}],
+         "lists of rows: write each to a file of its own .train, test"),
+    Case("a row under a key", [{"data": {"messages": CHAT}}], "the row is under the key 'data'"),
+    Case("an answer that is null", [{"messages": [CHAT[0], {"role": "assistant", "content": None}]}],
+         "the content of turn 2 must be a string, found null"),
+    Case("an answer that is a number", [{"question": "2+2?", "answer": 4}],
+         "'answer' must be a string, found a number"),
+    Case("an answer that is true", [{"question": "2+2?", "answer": True}], "must be a string, found true"),
+    Case("an answer that is an object", [{"question": "2+2?", "answer": {"a": 1}}],
+         "must be a string, found an object"),
+]  # fmt: skip
+
+CASES = LISTED + MORE + OF_APIS

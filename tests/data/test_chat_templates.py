@@ -2,6 +2,7 @@
 
 import copy
 import functools
+import time
 from collections import Counter
 from datetime import datetime
 from types import SimpleNamespace
@@ -489,3 +490,30 @@ def test_control_words_that_were_added_as_ordinary_tokens_stay_text(tokenizer):
     start, end = tokenizer.convert_tokens_to_ids(["<|im_start|>", "<|im_end|>"])
     assert (ids.count(start), ids.count(end)) == (2, 2)
     assert evil in tokenizer.decode(ids)
+
+
+@pytest.mark.injection
+@pytest.mark.parametrize(
+    ("template", "says"),
+    [
+        ("{{ 'x' * 10**10 }}", "MemoryError"),
+        ("{{ 'x'.ljust(10**10) }}", "MemoryError"),
+        ("{{ '%10000000000d' % 1 }}", "MemoryError"),
+        ("{{ messages[0].content | center(10**10) }}", "MemoryError"),
+        ("{{ 10**(10**10) }}", "was not done after 1 seconds|MemoryError"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "not done after 1 seconds"),
+    ],
+)
+def test_a_template_ends_within_bounds_of_time_and_memory(tokenizer, monkeypatch, template, says):
+    import resource
+
+    monkeypatch.setattr(conversations, "TEMPLATE_SECONDS", 1)
+    before = resource.getrlimit(resource.RLIMIT_AS)
+    tokenizer.chat_template = template
+    row = conversations.Conversation(
+        [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}], [False, True]
+    )
+    began = time.process_time()
+    with pytest.raises(UserError, match=says):
+        encoding.Encoder(tokenizer).encode([("here", row)])
+    assert time.process_time() - began < 30 and resource.getrlimit(resource.RLIMIT_AS) == before

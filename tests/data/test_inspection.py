@@ -361,7 +361,7 @@ def test_bad_rows_are_all_counted_before_the_end(tmp_path, zerofit):
     flags = ["data", "--data", file, "--model", TINY / "model", "--output_dir"]
     done = zerofit(*flags, tmp_path / "out")
     assert done.returncode == 2 and "2 of 4 training rows cannot be used (see above)" in done.stderr
-    assert f"1 row cannot be used: column 'answer' must be a string, found a int (first: {file}:2)" in done.stdout
+    assert f"1 row cannot be used: column 'answer' must be a string, found a number (first: {file}:2)" in done.stdout
     assert f"(first: {file}:4)" in done.stdout and "dropped, bad" in done.stdout
     assert json.loads((tmp_path / "out" / "data.json").read_text())["training"]["dropped_bad"] == 2
     assert zerofit(*flags, tmp_path / "other", "--bad_rows", "drop").returncode == 0

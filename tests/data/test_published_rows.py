@@ -81,6 +81,15 @@ def loaded(tmp_path, tokenizer, recipe, rows, *flags):
     return load_datasets(resolve.resolve_settings(recipe, flags, 1), tokenizer)[0]
 
 
+def test_a_counted_reason_keeps_the_numbers_of_its_first_row(tmp_path, tokenizer):
+    asked = {"role": "user", "content": "Hi?"}
+    wrong = {"messages": [asked, asked, {"role": "assistant", "content": "x"}]}
+    rows = [wrong, wrong, {"messages": wrong["messages"][1:]}]
+    train = loaded(tmp_path, tokenizer, "sft", rows, "--bad_rows", "drop")
+    (line,) = [line for line in dataset.notes({"training": train}) if "cannot be used" in line and "user's" in line]
+    assert "2 rows cannot be used: turns 1 and 2 are both the user's" in line
+
+
 def test_ties_are_dropped_and_counted(tmp_path, tokenizer):
     row = {"context": "Hi?", "response1": "Good.", "response2": "Bad."}
     rows = [row | {"overall_preference": score} for score in (-1, 0, 2)]

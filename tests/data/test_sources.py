@@ -17,6 +17,7 @@ from zerofit.data import dataset, encoding, formats, sources
 from zerofit.data.batches import EpochSampler
 from zerofit.data.chat_templates import built_in
 from zerofit.data.load import load_datasets
+from zerofit.job import data_entry
 
 FORK = multiprocessing.get_context("fork")
 
@@ -275,7 +276,7 @@ def test_a_real_line_of_100_megabytes(tmp_path, tokenizer):
         ('{"messages": [{"role": "user", "content": [null]}]}', "content other than text"),
         ('{"messages": [{"role": "user", "content": [{"type": "text", "text": null}]}]}', "must be a string"),
         ('{"instruction": "a", "output": "b", "history": [null]}', "must be a list of [instruction, response]"),
-        ('{"instruction": "a", "output": "b", "history": [["x", null]]}', "must be a string, found a NoneType"),
+        ('{"instruction": "a", "output": "b", "history": [["x", null]]}', "must be a string, found null"),
         ('{"input_ids": [1, null]}', "must be a list of whole numbers"),
         ('{"input_ids": [[1, 2]]}', "must be a list of whole numbers"),
         ('{"input_ids": [1, -2]}', "outside 0 to"),
@@ -353,3 +354,36 @@ def test_the_order_and_where_it_resumes_ignore_ranks_and_micro_batch(epoch):
         assert steps(ranks, micro, effective, epoch) == whole, (ranks, micro)
         for step in (1, 3, 6):  # the next row is number step * effective
             assert steps(ranks, micro, effective, epoch, step) == whole[step:], (ranks, micro, step)
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("text", "place"),
+    [
+        ('{"question": "a", "answer": "RIGHT", "answer": "WRONG"}\n', "rows.jsonl:1: "),
+        (
+            '{"question": "a", "answer": "b"}\n{"messages": [{"role": "user", "role": "user", "content": "c"}]}\n',
+            "rows.jsonl:2: ",
+        ),
+        ('[{"question": "a", "question": "b", "answer": "c"}]', "rows.json: "),
+    ],
+)
+def test_a_key_that_stands_twice_is_not_lost(tmp_path, tokenizer, text, place):
+    file = tmp_path / place.partition(":")[0]
+    file.write_text(text)
+    settings = resolve.resolve_settings("sft", ["--data", str(file)], 1)
+    with pytest.raises(UserError, match=r"the key '(answer|role|question)' stands twice") as refused:
+        load_datasets(settings, tokenizer)
+    assert place in str(refused.value)
+    entry = json.dumps({"path": str(file)})[:-1] + ', "weight": 1, "weight": 2}'
+    with pytest.raises(UserError, match="the key 'weight' stands twice"):
+        data_entry.parse(entry)
+
+
+@pytest.mark.bad_input
+def test_a_number_of_many_digits_is_refused_without_pythons_advice(tmp_path, tokenizer):
+    file = tmp_path / "rows.jsonl"
+    file.write_text('{"question": "a", "answer": ' + "9" * 5000 + "}\n")
+    with pytest.raises(UserError, match=r"rows\.jsonl:1: not valid JSON: Exceeds the limit") as refused:
+        load_datasets(resolve.resolve_settings("sft", ["--data", str(file)], 1), tokenizer)
+    assert "set_int_max_str_digits" not in str(refused.value)

@@ -246,7 +246,8 @@ def test_a_broken_row_met_while_training_is_one_sentence(tmp_path, workers):
     file = tmp_path / "rows.jsonl"
     lines = (TINY / "train.jsonl").read_text().splitlines()[:600]
     file.write_text("\n".join([*lines, "{broken"]))
-    flags = [*FLAGS, "--data", str(file), "--max_samples", "900", "--max_steps", "90", "--shuffle_buffer_size", "400",
+    flags = [*FLAGS, "--model", "tiny", "--data", str(file), "--max_samples", "900", "--max_steps", "90",
+             "--shuffle_buffer_size", "400",
              "--effective_batch_size", "30", "--per_device_train_batch_size", "30",
              "--dataloader_num_workers", workers, "--output_dir", str(tmp_path / "run")]  # fmt: skip
     done = recipe_process("sft", *flags)

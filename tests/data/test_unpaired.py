@@ -82,3 +82,18 @@ def test_labels_of_one_kind_are_refused(tmp_path, tokenizer, label, mend):
     with pytest.raises(UserError, match="each of the 3 training answers is") as refused:
         checks.check_data(settings, train, None, tokenizer)
     assert mend in str(refused.value)
+
+
+@pytest.mark.bad_input
+def test_two_labels_that_contradict_each_other_are_refused():
+    row = {"prompt": "a", "completion": "b", "label": True, "kto_tag": "false"}
+    with pytest.raises(UserError, match="'label' is True and 'kto_tag' is 'false', so whether the answer is wanted"):
+        rows.parse("here", row, formats.FORMATS)
+    assert rows.parse("here", row | {"kto_tag": "true"}, formats.FORMATS)[1][0][2]
+
+
+@pytest.mark.bad_input
+def test_a_kto_run_in_which_no_answer_counts_is_refused():
+    flags = ["--loss_type", "kto", "--desirable_weight", "0", "--undesirable_weight", "0", "--use_cpu", "true"]
+    with pytest.raises(UserError, match="nothing would be learned"):
+        resolve.resolve_settings("dpo", flags, 1)

@@ -50,9 +50,9 @@ def ended(recipe, folder):
     (folder / "hello.jsonl").write_text("\n".join(map(json.dumps, rows)))
     rate = {"sft": "3e-3", "lora": "1e-2"}[recipe]
     return recipe, [
-        "--data", str(folder / "hello.jsonl"), "--chat_template", "chatml", "--new_tokens", "<|im_start|>",
-        "<|im_end|>", "--effective_batch_size", "4", "--max_steps", "30", "--learning_rate", rate, "--zero", "0",
-        "--save_strategy", "steps", "--save_steps", "30", "--num_samples", "1",
+        "--model", "tiny", "--data", str(folder / "hello.jsonl"), "--chat_template", "chatml",
+        "--new_tokens", "<|im_start|>", "<|im_end|>", "--effective_batch_size", "4", "--max_steps", "30",
+        "--learning_rate", rate, "--zero", "0", "--save_strategy", "steps", "--save_steps", "30", "--num_samples", "1",
     ]  # fmt: skip
 
 
@@ -605,6 +605,7 @@ def test_chat_from_a_pipe(runs, monkeypatch, capsys, name):
     )
     assert said[1] == said[-1]  # greedy, and nothing of the first talk in the second
     assert "FutureWarning" not in err
+    assert err.count("all lines are one conversation (/new starts over") == 1
 
 
 @pytest.mark.fault

@@ -304,7 +304,7 @@ def trained(tmp_path_factory):
     flags = ["--data", str(folder / "hello.jsonl"), "--effective_batch_size", "4", "--max_steps", "40", "--zero", "0",
              "--num_samples", "0"]  # fmt: skip
     runs = run_world(1, {
-        "llama": ("lora", [*flags, "--learning_rate", "1e-2"]),
+        "llama": ("lora", ["--model", "tiny", *flags, "--learning_rate", "1e-2"]),
         "qwen": ("sft", [*flags, "--model", str(qwen), "--learning_rate", "1e-2"]),
     }, folder)  # fmt: skip
     return {name: run.folder for name, run in runs.items()}

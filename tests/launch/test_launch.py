@@ -291,7 +291,7 @@ def test_threads_that_accelerate_cannot_read_are_named(monkeypatch):
 @pytest.mark.parametrize(
     ("recipe", "flags", "says"),
     [
-        ("sft", ["--data", "bad.jsonl"], "bad.jsonl:2: column 'answer'"),
+        ("sft", ["--model", "tiny", "--data", "bad.jsonl"], "bad.jsonl:2: column 'answer'"),
         ("sft", ["--load_best_model_at_end", "--save_strategy", "steps"], "transformers refuses"),
         *(
             pytest.param(*case, marks=pytest.mark.slow)  # seven seconds each

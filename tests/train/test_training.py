@@ -279,8 +279,8 @@ def text_rows(folder: Path, words: list[str]) -> tuple[list[str], list[list[int]
     file = folder / "rows.jsonl"
     file.write_text("".join(f'{{"text": "{text}"}}\n' for text in ("abc", "de", "f gh ij", "k")))
     words = [
-        *COMMON, "--data", str(file), "--max_steps", "1", "--zero", "0", "--effective_batch_size", "4",
-        "--per_device_train_batch_size", "2", *words,
+        *COMMON, "--model", "tiny", "--data", str(file), "--max_steps", "1", "--zero", "0",
+        "--effective_batch_size", "4", "--per_device_train_batch_size", "2", *words,
     ]  # fmt: skip
     settings = resolve.resolve_settings("sft", words, 1)
     rows = [

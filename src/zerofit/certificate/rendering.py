@@ -85,7 +85,7 @@ def _dated(template: str, day: datetime) -> str:
 def _conversations(trainer, tokenizer) -> Iterator[tuple[str, Conversation]]:
     """Yield (place, conversation) of the first rows that are in the data set whole and as they are."""
     settings = trainer.settings
-    encoder = encoding.Encoder(tokenizer, settings.train_on, settings.mask_generation_prompt)
+    encoder = encoding.Encoder(tokenizer, settings.train_on, settings.mask_generation_prompt, settings.data_format)
     if trainer.tokens.stream is not None:
         rows = trainer.tokens.stream.rows()  # the first of which are in the data set
     else:

@@ -41,8 +41,9 @@ def talk(given, saved) -> None:
     model = source.load(saved, device)
     model.config.use_cache = True
     terminal = sys.stdin.isatty()
-    if terminal:
-        print(f"{saved.folder}  ({HELP})", flush=True)
+    # The output of a pipe holds questions and answers alone.
+    out = sys.stdout if terminal else sys.stderr
+    print(f"{saved.folder}: all lines are one conversation ({HELP})", file=out, flush=True)
     start = [{"role": "system", "content": given.system}] if given.system else []
     turns = list(start)
     for line in _lines("> " if terminal else ""):

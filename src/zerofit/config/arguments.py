@@ -218,7 +218,8 @@ class ModelArguments:
 
     _argument_group_name = "model"
     model: str | None = field(
-        default=None, metadata={"help": "Model folder or hub id. Default: the bundled tiny Llama."}
+        default=None,
+        metadata={"help": "Model folder or hub id. Default: the bundled tiny Llama; tiny: so with --data."},
     )
     model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of a hub model."})
     dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
@@ -267,7 +268,13 @@ class DataArguments:
     eval_fraction: float = field(
         default=0.0, metadata={"help": "Share of the rows held out for evaluation when there is no eval split."}
     )
-    data_format: str = field(default="auto", metadata={"help": "Format of a row. auto: from its columns."})
+    data_format: str = field(
+        default="auto",
+        metadata={
+            "help": "Format of a row. auto: from its columns. rendered, letters: so too, with control words in texts "
+            "as tokens or as letters (data.md)."
+        },
+    )
     columns: list[str] | None = field(
         default=None, metadata={"help": "Column names to map: prompt=question completion=answer."}
     )

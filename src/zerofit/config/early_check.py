@@ -4,10 +4,11 @@ import shlex
 from pathlib import Path
 
 from zerofit.base import command_line, hub
+from zerofit.base.errors import UserError
 from zerofit.config import help, parse, presets
 from zerofit.data import sources
-from zerofit.job import program, run_folder
-from zerofit.job.recipe import Recipe
+from zerofit.job import data_entry, program, run_folder
+from zerofit.job.recipe import BUNDLED_MODEL, Recipe
 
 OF_A_FILE = ("launch", "slurm", "hosts", "kubernetes")  # verbs that take a recipe's file and its flags
 
@@ -57,8 +58,21 @@ def check(recipe: Recipe, argv: list[str], here: bool, own_folder: bool, strict:
     if here and not values.get("show"):  # config/show.py lists missing files itself
         for entry in [*(values.get("data") or []), *(values.get("eval_data") or [])]:
             sources.find_local(entry, values.get("data_split") or "train")
-        if values.get("model"):
+        if values.get("model", BUNDLED_MODEL) != BUNDLED_MODEL:
             hub.model_folder(values["model"])
+    _refuse_default_model(recipe, values)
     if own_folder and values.get("output_dir"):
         resumes = values.get("resume_from_checkpoint") or ["false"]
         run_folder.check_folder(Path(values["output_dir"][0]).expanduser(), resumes[0].lower() != "false")
+
+
+def _refuse_default_model(recipe: Recipe, values: dict) -> None:
+    """Raise UserError for rows of the user without a model: the bundled one, which knows 512 words, would train."""
+    bundled = recipe.bundled_file.parent.resolve()
+    paths = [data_entry.parse(entry).path for entry in values.get("data") or []]
+    others = [path for path in paths if not Path(path).expanduser().resolve().is_relative_to(bundled)]
+    if others and not values.get("model") and "model" not in recipe.defaults:
+        raise UserError(
+            f"--data {others[0]}: no model is named to train on these rows; add --model (MODEL=), such as "
+            f"Qwen/Qwen3-0.6B, or --model {BUNDLED_MODEL} for the bundled toy model."
+        )

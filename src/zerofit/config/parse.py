@@ -21,8 +21,9 @@ from zerofit.base.errors import UserError
 from zerofit.config import arguments, presets, synonyms
 from zerofit.convert import kits
 from zerofit.data import formats
+from zerofit.data.published import rendered
 from zerofit.job import program, settings_file
-from zerofit.job.recipe import Recipe
+from zerofit.job.recipe import BUNDLED_MODEL, Recipe
 from zerofit.job.request import FLAG, Request
 from zerofit.job.settings import Settings, as_typed
 
@@ -93,7 +94,7 @@ def _early_parser(recipe: Recipe) -> _Parser:
 
 def _limit_to_known_formats(parser: _Parser, recipe: Recipe) -> None:
     choice = next(action for action in parser._actions if action.dest == "data_format")
-    choice.choices = ("auto", *(entry.name for entry in formats.known_to(recipe)))
+    choice.choices = ("auto", *rendered.VALUES, *(entry.name for entry in formats.known_to(recipe)))
 
 
 @functools.cache
@@ -342,7 +343,9 @@ def settings_of(asked: Request, world_size: int, gpu=None) -> Settings:
     """
     from zerofit.parallel import ways  # noqa: F401  # Settings ask them how ranks share rows; they bring torch
 
-    recipe, given = asked.recipe, dict(asked.values)
+    recipe, given, origins = asked.recipe, dict(asked.values), dict(asked.source)
+    if given.get("model") == BUNDLED_MODEL:
+        del given["model"], origins["model"]
     bundled = {}
     if not given.get("model") and not given.get("data"):
         bundled, folder = read_yaml(str(recipe.bundled_file), recipe), recipe.bundled_file.parent
@@ -364,7 +367,7 @@ def settings_of(asked: Request, world_size: int, gpu=None) -> Settings:
     ):
         values |= layer
         source |= dict.fromkeys(layer, origin)
-    values, source = values | copy.deepcopy(given), source | dict(asked.source)
+    values, source = values | copy.deepcopy(given), source | origins
     kit = {f.name for group in arguments.kit_groups(recipe) for f in fields(group)}
     source |= {name: "default" for name in kit if source[name] == "transformers default"}
     settings = Settings(recipe, values, source, world_size, planned_gpu=gpu, defaults=defaults, request=asked)

@@ -18,11 +18,15 @@ REASONING = ("reasoning_content", "reasoning", "thinking")
 
 TURN_KEYS = {"role", "from", *published.CONTENT_KEYS, "tool_calls", "tool_call_id", "name", *meaning.TURN_MARKS}
 
+FLAT_CALL = ("name", "arguments", "parameters")  # keys of a call that stands without its `function`
+
 SWITCHES = ("/no_think", "/think", "/system_override")  # words of a system text that SmolLM3's template obeys
 
 TRAIN_ON = ("assistant", "last_turn", "all", "prompt")
 
 TEMPLATE_SECONDS = 20  # per conversation; a template that takes longer is taken to loop forever
+
+TEMPLATE_BYTES = 4 << 30  # that rendering a conversation may take
 
 PRIVATE_USE = (*range(0xE000, 0xF900), *range(0xF0000, 0xFFFFE))  # code points without a character
 
@@ -33,6 +37,8 @@ EMPTY_ANSWER = "an empty answer is not trained on"
 GREETING = "the first turn is the assistant's, before anything is asked; it is trained on as any answer"
 
 LATER_SYSTEM = "a system turn stands behind other turns, where the chat template writes it"
+
+WRAPPED_TOOLS = 'tools are written in OpenAI\'s form, {"type": "function", "function": ...}, as servers give them'
 
 UNANSWERED = "the last turn is the user's, without an answer; it is left out"
 
@@ -88,12 +94,14 @@ def with_input(place: str, instruction: str, row: dict[str, Any]) -> str:
 
 
 def string(place: str, column: str, value: Any) -> str:
+    """Return a value that is a string. column: its name, or "content of turn 1"."""
+    what = f"the {column}" if " of turn " in column else f"column {column!r}"
     if not isinstance(value, str):
-        raise UserError(f"{place}: column {column!r} must be a string, found a {type(value).__name__}.")
+        raise UserError(f"{place}: {what} must be a string, found {published.found(value)}.")
     try:
         value.encode()
     except UnicodeEncodeError:
-        raise UserError(f"{place}: column {column!r} has half a unicode character (a lone surrogate).") from None
+        raise UserError(f"{place}: {what} has half a unicode character (a lone surrogate).") from None
     return value
 
 
@@ -115,7 +123,7 @@ def turns_of(place: str, messages: Any, row: dict, drop_unanswered: bool = False
     messages, said = published.with_roles(place, messages)
     if drop_unanswered:
         messages, said = _without_unanswered(messages, said)
-    system = row.get("system")
+    system = published.joined_text(place, "system", row.get("system"))
     turns = [{"role": "system", "content": string(place, "system", system)}] if system else []
     trained, has_empty = [False] * len(turns), False
     for i, message in enumerate(messages, 1):
@@ -135,7 +143,28 @@ def turns_of(place: str, messages: Any, row: dict, drop_unanswered: bool = False
         for message, turn in zip(messages, turns[-len(messages) :], strict=True)
     )
     said += tuple(note for note, is_true in ((EMPTY_ANSWER, has_empty), (CALL_AS_TEXT, as_text)) if is_true)
+    tools, wrapped = _tools(tools)
+    said += (WRAPPED_TOOLS,) if wrapped else ()
     return Conversation(turns, trained, tools or None, said, arguments.of_row(place, row))
+
+
+def _tools(tools: Any) -> tuple[Any, bool]:
+    """Return the tools in OpenAI's form, which servers give a template, and whether some had another.
+
+    Bare functions are wrapped, Anthropic's `input_schema` becomes `parameters`, Gemini's declarations a tool each.
+    """
+    if not isinstance(tools, list):
+        return tools, False
+    made: list = []
+    for tool in tools:
+        declared = isinstance(tool, dict) and (tool.get("functionDeclarations") or tool.get("function_declarations"))
+        for one in declared if isinstance(declared, list) else [tool]:
+            is_bare = isinstance(one, dict) and isinstance(one.get("name"), str) and "function" not in one
+            if is_bare and one.get("type", "function") == "function" and {"parameters", "input_schema"} & one.keys():
+                function = {"parameters" if key == "input_schema" else key: value for key, value in one.items()}
+                one = {"type": "function", "function": {k: v for k, v in function.items() if k != "type"}}
+            made.append(one)
+    return made, made != tools
 
 
 def _without_unanswered(messages: list, said: tuple[str, ...]) -> tuple[list, tuple[str, ...]]:
@@ -194,6 +223,17 @@ def _calls(place: str, i: int, calls: Any) -> list[dict]:
         json.dumps(calls, ensure_ascii=False).encode()
         parsed = []
         for call in calls:
+            if "function" not in call and "name" in call:  # flat, as Llama 3 writes them
+                call = (
+                    {"type": "function"}
+                    | {k: v for k, v in call.items() if k not in FLAT_CALL}
+                    | {
+                        "function": {
+                            "name": call["name"],
+                            "arguments": call.get("arguments", call.get("parameters", {})),
+                        }
+                    }
+                )
             function = call.get("function", call)
             arguments = function.get("arguments")
             if isinstance(arguments, str):

@@ -27,7 +27,7 @@ from zerofit.data.tokens import CHUNK, TokenizedDataset
 from zerofit.data.unpaired import rows as unpaired
 from zerofit.job import program
 
-CACHE_VERSION = 11  # raise it when the tokens of a row change
+CACHE_VERSION = 12  # raise it when the tokens of a row change
 
 
 def columns_of(settings) -> tuple[str, ...]:
@@ -395,7 +395,8 @@ def notes(sets: dict[str, TokenizedDataset]) -> list[str]:
         for reason, entry in bad[: reading.MOST_REASONS]:
             places = ", ".join(entry["first"])
             rows_of = f"{entry['rows']:,} row{'s' * (entry['rows'] > 1)}"
-            lines.append(f"{name}: {rows_of} cannot be used: {reason.rstrip('.')} (first: {places})")
+            said = entry.get("exact") or reason
+            lines.append(f"{name}: {rows_of} cannot be used: {said.rstrip('.')} (first: {places})")
         if len(bad) > reading.MOST_REASONS:
             rows = sum(entry["rows"] for _, entry in bad[reading.MOST_REASONS :])
             lines.append(f"{name}: {rows:,} rows cannot be used for {len(bad) - reading.MOST_REASONS} more reasons")

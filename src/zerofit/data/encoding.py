@@ -6,11 +6,13 @@ import functools
 import itertools
 import json
 import re
+import resource
 import signal
 import threading
 import unicodedata
 from collections import Counter
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import Any
 
 import numpy as np
@@ -19,6 +21,7 @@ from zerofit.base.errors import UserError
 from zerofit.data import conversations, end_tokens, template_text
 from zerofit.data.chat_templates import arguments as template_arguments
 from zerofit.data.chat_templates import built_in
+from zerofit.data.published import rendered
 
 PROBE = "Größe\n\n 東京 🙂\t3.14 'll  x\n"  # text on which a tokenizer shows whether its tokens are its bytes
 
@@ -30,12 +33,19 @@ class Encoder:
 
     Answers are located by the template's {% generation %} marks if it has them, else by prefixes: an answer starts
     where the generation prompt before it ends, and ends where the text rendered up to its turn ends. Control words in a
-    turn's own text are encoded as plain text, never as special tokens. mask_generation_prompt: leave out of the loss
-    what the template itself writes at the start of an answer (template_text.openings).
+    turn's own text are encoded as plain text, never as special tokens; what seems rendered already is refused unless
+    data_format is "letters". mask_generation_prompt: leave out of the loss what the template itself writes at the start
+    of an answer (template_text.openings).
     """
 
-    def __init__(self, tokenizer, train_on: str = "assistant", mask_generation_prompt: bool = False):
-        self.tokenizer, self.train_on = tokenizer, train_on
+    def __init__(
+        self,
+        tokenizer,
+        train_on: str = "assistant",
+        mask_generation_prompt: bool = False,
+        data_format: str = rendered.LETTERS,
+    ):
+        self.tokenizer, self.train_on, self.data_format = tokenizer, train_on, data_format
         self.mask_generation_prompt = mask_generation_prompt
         self.notes: Counter = Counter()  # warning -> number of rows
         self.special_tokens = tokenizer.special_tokens_map  # made anew at each use
@@ -67,6 +77,16 @@ class Encoder:
         return _token_bytes(self.tokenizer)
 
     @functools.cached_property
+    def header(self) -> int:
+        """Return how many tokens the template writes between a question and its answer; 0 if that is not certain."""
+        conversation = conversations.Conversation([{"role": "user", "content": "?"}], [False])
+        try:
+            before, prompt = (self._text("", conversation, prompt=p) for p in (False, True))
+        except UserError:
+            return 0
+        return len(self._tokens(prompt.removeprefix(before))) if prompt.startswith(before) else 0
+
+    @functools.cached_property
     def openings(self) -> tuple[str, ...]:
         """Return what the template itself writes at the start of answers."""
         return template_text.openings(self)
@@ -89,14 +109,18 @@ class Encoder:
         texts, spans, slots = [], [], []
         for i, (place, content) in enumerate(rows):
             try:
-                if isinstance(content, conversations.Conversation) and not self._has_control_words(content):
-                    text, row_spans = self._render(place, content)
+                said = list(rendered.check(place, content, self.data_format, self.control))
+                if isinstance(content, rendered.Rendered) or (
+                    isinstance(content, conversations.Conversation) and not self._has_control_words(content)
+                ):
+                    is_rendered = isinstance(content, rendered.Rendered)
+                    text, row_spans = (self._as_it_is if is_rendered else self._render)(place, content)
                     texts.append(text)
                     spans.append(row_spans)
                     slots.append(i)
                 else:
                     encoded[i] = self._ids(place, content)
-                self.notes.update(getattr(content, "notes", ()))
+                self.notes.update({*getattr(content, "notes", ()), *said})
                 self._note_arguments(content)
             except (UserError, RecursionError) as error:
                 if isinstance(error, RecursionError):
@@ -155,6 +179,23 @@ class Encoder:
             raise UserError(
                 f"{place}: input_ids has a number outside 0 to {len(self.tokenizer) - 1}, the tokenizer's range."
             )
+
+    def _as_it_is(self, place: str, content: rendered.Rendered) -> tuple[str, list[tuple[int, int]]]:
+        """Return a text that was rendered before, with its first and its last token once, and the span to train on."""
+        rendered.check_tokens(place, content, self.control)
+        text, bos = content.prompt + content.text, self.tokenizer.bos_token
+        first = self.tokenizer("a")["input_ids"][:1]
+        if bos and first == [self.tokenizer.bos_token_id] and not text.startswith(bos):
+            text = bos + text
+        start, stripped = len(text) - len(content.text), len(text.rstrip())
+        word = self.ended.at_end(text, stripped)
+        # The white space that a template writes behind the end token is not the model's to write.
+        text = text[:stripped] if word else text + self.tokenizer.eos_token
+        kind = end_tokens.ANSWER if content.prompt else end_tokens.TEXT
+        self.ended.note(place, word or self.tokenizer.eos_token, kind)
+        if self.train_on == "all" or not content.prompt:
+            start = 0
+        return text, [(start, len(text))] if content.is_trained else []
 
     def _plain(self, text: str) -> tuple[list[int], list[int]]:
         ids = self.tokenizer(text, split_special_tokens=True, verbose=False)["input_ids"]  # truncated later
@@ -303,7 +344,7 @@ class Encoder:
         keeper = keeper if keeper in built_in.WITH_REASONING else ""
         if any(i > last_question for i in lost):
             self.notes[conversations.reasoning_lost("the last answer", keeper)] += 1
-        if keeper and any(i < last_question for i in lost):
+        if any(i < last_question for i in lost):
             self.notes[conversations.reasoning_lost("earlier answers", keeper)] += 1
 
     def _check_tools(
@@ -582,9 +623,11 @@ def _reasoning_key(template: str) -> str:
 
 @contextlib.contextmanager
 def _template_errors(place: str) -> Iterator[None]:
-    """Context for running a chat template, in the main thread with a limit of TEMPLATE_SECONDS of processor time.
+    """Context for running a chat template, in the main thread with limits of processor time and memory.
 
-    By the clock, a process that is paused (Ctrl-Z, a suspended job) would refuse the row that it was rendering.
+    The sandbox stops long loops, but not 'x' * 10**10, which fills the memory between two looks at the time. The timer
+    fires again, as Jinja drops the error of a constant that it computes. By the clock, a process that is paused
+    (Ctrl-Z, a suspended job) would refuse the row that it was rendering.
 
     Raises: UserError naming the place for any error of the template.
     """
@@ -595,9 +638,11 @@ def _template_errors(place: str) -> Iterator[None]:
 
     timed = threading.current_thread() is threading.main_thread()  # Python runs signal handlers only there
     before = signal.signal(signal.SIGVTALRM, stop) if timed else None
+    memory = resource.getrlimit(resource.RLIMIT_AS)
     try:
         if timed:
-            signal.setitimer(signal.ITIMER_VIRTUAL, conversations.TEMPLATE_SECONDS)
+            signal.setitimer(signal.ITIMER_VIRTUAL, conversations.TEMPLATE_SECONDS, 1)
+            resource.setrlimit(resource.RLIMIT_AS, (_address_limit(*memory), memory[1]))
         yield
     except (RecursionError, MemoryError) as error:
         raise UserError(f"{place}: the chat template ends in a {type(error).__name__}; mend it.") from None
@@ -605,8 +650,19 @@ def _template_errors(place: str) -> Iterator[None]:
         raise UserError(f"{place}: the chat template refuses this conversation: {error}.") from None
     finally:
         if timed:
+            resource.setrlimit(resource.RLIMIT_AS, memory)
             signal.setitimer(signal.ITIMER_VIRTUAL, 0)
             signal.signal(signal.SIGVTALRM, before)
+
+
+def _address_limit(soft: int, hard: int) -> int:
+    """Return the bytes of addresses that this process may have while a template runs: TEMPLATE_BYTES more than now."""
+    try:
+        used = int(Path("/proc/self/statm").read_text().split()[0]) * resource.getpagesize()
+    except OSError:  # not Linux
+        return soft
+    limits = (limit for limit in (soft, hard) if limit != resource.RLIM_INFINITY)
+    return min([used + conversations.TEMPLATE_BYTES, *limits])
 
 
 def _labeled(encoding, length: int, spans: list[tuple[int, int]], special_ids: set[int]) -> tuple[list[int], list[int]]:

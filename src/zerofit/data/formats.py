@@ -191,14 +191,38 @@ def renamed(row: Row, names: dict[str, str]) -> Row:
 
 def _mend(row: Row) -> str:
     """Return what to type for a row whose columns do not say what is asked and what is answered."""
-    if len(row) > 1 and all(isinstance(value, dict) for value in row.values()):
+    values = list(row.values())
+    if "custom_id" in row and ("body" in row or "response" in row):
+        of = "request" if "body" in row else "answer"
+        other = "answer" if "body" in row else "question"
+        return (
+            f"this is a {of} of OpenAI's batch API without its {other}: write the `messages` of each request with the "
+            "message of the response that has its custom_id behind them"
+        )
+    if {"request", "response"} <= row.keys():
+        return "this is a log of requests: write `messages` of the request's messages and the response's message"
+    if values and all(isinstance(value, dict) and value and all(map(str.isdigit, value)) for value in values):
+        return "this is a table by columns, as pandas writes it: write it with to_json(orient='records', lines=True)"
+    if len(row) > 1 and all(isinstance(value, dict) and _is_row(value) for value in values):
         return "this is one object with the rows under its keys: write its values as a list"
+    if len(row) == 1 and isinstance(values[0], dict) and _is_row(values[0]):
+        return f"the row is under the key {next(iter(row))!r}: write its value alone"
+    if {"query", "answers", "tools"} <= row.keys():
+        return "`answers` are tool calls: write `messages`, the question and an assistant turn with `tool_calls`"
+    lists = {name: value[0] for name, value in row.items() if isinstance(value, list) and value}
+    if lists and len(lists) == len(row) and all(isinstance(one, dict) and _is_row(one) for one in lists.values()):
+        return f"this is one object with lists of rows: write each to a file of its own ({', '.join(lists)})"
     text, (asked, answered) = columns.whole_text(row), columns.candidates(row)
     if text:
         return f"map them: --columns text={text}"
     several = [f"{', '.join(names)} ({role})" for names, role in ((asked, "asked"), (answered, "answered")) if names]
     which = f"; here could be meant: {'; '.join(several)}" if len(asked) > 1 or len(answered) > 1 else ""
     return f"name columns with --columns prompt=... completion=...{which}"
+
+
+def _is_row(value: Row) -> bool:
+    known = {column for entry in FORMATS for column in entry.columns}
+    return not known.isdisjoint(value) or bool(columns.guess(value) or comparisons.columns_of(value))
 
 
 def _check_preference(place: str, row: Row) -> None:

@@ -16,12 +16,14 @@ from dataclasses import dataclass
 import numpy as np
 
 from zerofit.base.errors import UserError, printable
-from zerofit.data import end_tokens
+from zerofit.data import encoding, end_tokens
 from zerofit.data.batches import documents
 from zerofit.data.conversations import IGNORE
 from zerofit.job.settings import order_seed
 
 LONG_ROWS = "rows have up to"  # start of the decision about rows that are too long
+
+LETTERS = "[as letters]"  # behind a control word in a shown row that is no token
 
 FEW = 2  # supervised tokens: a one-token answer and its end token
 
@@ -421,17 +423,26 @@ def render_rows(dataset, tokenizer, colored: bool) -> list[str]:
 
 
 def render(ids: list[int], labels: list[int], tokenizer, colored: bool) -> str:
-    """Return a row's text with its supervised spans marked; the middle of long spans is left out."""
+    """Return a row's text with its supervised spans marked; the middle of long spans is left out.
+
+    LETTERS follows a control word that is encoded as its letters.
+    """
     inside = [i > 0 and label != IGNORE for i, label in enumerate(labels)]
-    edges = [i for i in range(1, len(ids)) if inside[i] != inside[i - 1]]
-    text, previous = "", ""
+    encoder = encoding.Encoder(tokenizer)
+    is_token = [i in encoder.added for i in ids]
+    edges = [i for i in range(1, len(ids)) if (inside[i], is_token[i]) != (inside[i - 1], is_token[i - 1])]
+    text, previous, piece = "", "", ""
     for start, end in zip([0, *edges], [*edges, len(ids)], strict=True):
         # The difference of two prefixes: some tokenizers drop the leading space of a span decoded on its own.
         prefix = tokenizer.decode(ids[:end])
-        piece = prefix[len(previous) :] if prefix.startswith(previous) else tokenizer.decode(ids[start:end])
+        part = prefix[len(previous) :] if prefix.startswith(previous) else tokenizer.decode(ids[start:end])
         previous = prefix
+        piece += part if is_token[start] else encoder.control.sub(rf"\g<0>{LETTERS}", part)
+        if end < len(ids) and inside[end] == inside[start]:
+            continue
         piece = printable(piece if len(piece) <= 700 else f"{piece[:450]} ... {len(piece) - 650:,} ... {piece[-200:]}")
         if inside[start] and colored:
             piece = "\n".join(f"\033[32m{line}\033[0m" for line in piece.split("\n"))
         text += f"«{piece}»" if inside[start] and not colored else piece
+        piece = ""
     return text

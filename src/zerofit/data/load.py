@@ -22,7 +22,7 @@ def load_datasets(settings, tokenizer) -> tuple[TokenizedDataset, TokenizedDatas
     if not held_out and not settings.eval_fraction:
         _refuse_evaluation(settings)
     _check_names(settings, train + held_out)
-    encoder = encoding.Encoder(tokenizer, settings.train_on, settings.mask_generation_prompt)
+    encoder = encoding.Encoder(tokenizer, settings.train_on, settings.mask_generation_prompt, settings.data_format)
     if settings.streaming:
         from zerofit.data import streaming
 

@@ -66,6 +66,14 @@ def label_of(row: dict[str, Any]) -> str | None:
     return next((name for name in LABELS if str(row.get(name)).lower() in VERDICTS), None)
 
 
+def check_labels(place: str, row: dict[str, Any]) -> None:
+    """Raise UserError for two columns that mark the answer, and contradict each other."""
+    marks = {name: str(row[name]).lower() in ("true", "1") for name in LABELS if str(row.get(name)).lower() in VERDICTS}
+    if len(set(marks.values())) > 1:
+        said = " and ".join(f"{name!r} is {row[name]!r}" for name in marks)
+        raise UserError(f"{place}: {said}, so whether the answer is wanted is not certain; keep one of them.")
+
+
 def refuse_label(place: str, row: dict[str, Any]) -> None:
     """Raise UserError for a row whose answer is marked as good or bad."""
     label = label_of(row)

@@ -10,7 +10,7 @@ from zerofit.base.errors import UserError
 from zerofit.data import conversations, meaning
 from zerofit.data.chat_templates import arguments
 from zerofit.data.conversations import Conversation
-from zerofit.data.published import comparisons
+from zerofit.data.published import comparisons, rendered
 
 KIND = "preference"
 
@@ -109,8 +109,10 @@ def _shared(chosen: list[dict], rejected: list[dict]) -> int:
     return next((i for i in range(most) if chosen[i] != rejected[i]), most)
 
 
-def is_empty(side: Conversation) -> bool:
+def is_empty(side: Conversation | rendered.Rendered) -> bool:
     """Return whether no turn that is trained has a text or a tool call."""
+    if isinstance(side, rendered.Rendered):
+        return not side.text.strip()
     answers = [turn for turn, trained in zip(side.turns, side.trained, strict=True) if trained]
     return all(map(conversations.is_empty, answers))
 

@@ -13,7 +13,7 @@ import numpy as np
 from zerofit.base.errors import UserError
 from zerofit.data import conversations, encoding, end_tokens, formats, pairs, template_text
 from zerofit.data.published import columns as published_columns
-from zerofit.data.published import comparisons, trees
+from zerofit.data.published import comparisons, rendered, trees
 from zerofit.data.sources import Source, json_object, read_rows
 from zerofit.data.unpaired import rows as unpaired
 
@@ -24,6 +24,8 @@ MOST_REASONS = 10  # reasons printed, one line each
 MOST_COLUMNS = 20  # unused columns printed, in one line
 
 LOOKED_AT = 100  # rows searched for the format under --bad_rows drop
+
+LOST_QUESTION = "the cut at --max_length removed the question of the row's first answer (--truncation truncate_left)"
 
 FIRST_PLACES = 3  # places kept for each reason
 
@@ -93,6 +95,7 @@ class Form:
     names: dict[str, str] = field(default_factory=dict)  # --columns: name in the data -> our name
     guessed: dict[str, str] = field(default_factory=dict)  # the same for columns that are taken by their names
     note: str = ""  # what was taken for granted for all of them
+    is_rendered: bool = False  # control words in their texts are tokens
 
 
 def parsed(place: str, row: dict | str | UserError, form: Form, settings, report: ReadingReport | None = None) -> tuple:
@@ -118,7 +121,7 @@ def _entries(
         report.formats[found] += 1
         report.columns_not_used.update(not_used)
         report.notes.update([*said, *notes])
-        return [(place, (side,), wanted) for place, side, wanted in answers]
+        return [(place, _as_meant(place, columns, (side,), form), wanted) for place, side, wanted in answers]
     if settings.documents_per_row == 2:
         columns, notes = comparisons.standard(place, columns)
         kind, sides = pairs.KIND, pairs.parse(place, columns)
@@ -136,7 +139,12 @@ def _entries(
     report.formats[kind] += 1
     report.columns_not_used.update(not_used)
     report.notes.update(said)
-    return [(place, sides, None)]
+    return [(place, _as_meant(place, columns, sides, form), None)]
+
+
+def _as_meant(place: str, row: dict, sides: tuple, form: Form) -> tuple:
+    """Return what is trained of a row, with the control words in its texts as tokens where they were rendered."""
+    return tuple(rendered.of(place, row, side) for side in sides) if form.is_rendered else sides
 
 
 def tokenized(
@@ -175,7 +183,7 @@ def tokenized(
         of_row = list(itertools.islice(encoded, len(sides)))
         if None in of_row:
             _refuse(place, errors[place], settings, report)
-        row = _cut(place, of_row, settings, report) if of_row and None not in of_row else None
+        row = _cut(place, of_row, settings, report, encoder) if of_row and None not in of_row else None
         if row is not None and wanted is not None:
             row = (*row, [int(wanted)])
             report.wanted += wanted
@@ -186,7 +194,7 @@ def tokenized(
     return rows
 
 
-def _cut(place: str, sides: list[tuple], settings, report: ReadingReport) -> tuple | None:
+def _cut(place: str, sides: list[tuple], settings, report: ReadingReport, encoder: encoding.Encoder) -> tuple | None:
     """Truncate the sides of a row to --max_length by --truncation, and join them; return None for a dropped row.
 
     Raises: UserError for a long row under --truncation error.
@@ -201,6 +209,8 @@ def _cut(place: str, sides: list[tuple], settings, report: ReadingReport) -> tup
             return None
         report.truncated += 1
         kept = slice(-longest, None) if settings.truncation == "truncate_left" else slice(longest)
+        if kept.start and any(_lost_question(labels, longest, encoder) for _, labels in sides):
+            report.notes[LOST_QUESTION] += 1
         sides = [(ids[kept], labels[kept]) for ids, labels in sides]
     supervised = [_supervised(labels) for _, labels in sides]
     if 0 in supervised:
@@ -219,6 +229,14 @@ def _cut(place: str, sides: list[tuple], settings, report: ReadingReport) -> tup
         return sides[0]
     (ids, labels), (other_ids, other_labels) = sides
     return [*ids, *other_ids], [*labels, *other_labels], [len(ids), len(other_ids)]
+
+
+def _lost_question(labels: list[int] | np.ndarray, longest: int, encoder: encoding.Encoder) -> bool:
+    """Return whether the last `longest` tokens begin with an answer, or its header, whose question is cut off."""
+    trained = np.asarray(labels) != conversations.IGNORE
+    before, after = trained[:-longest], trained[-longest:]
+    first = int(after.argmax())  # of the trained ones
+    return bool(len(before)) and not before.all() and bool(after[first]) and first <= encoder.header
 
 
 def _supervised(labels: list[int] | np.ndarray) -> int:
@@ -281,13 +299,13 @@ def form_of(rows: Iterator, settings, source: Source) -> tuple[Form, Iterator]:
     stand in a row each, are joined; all of them are in memory then.
     Raises: UserError when the first row has no known format, under --bad_rows error; for trees under --streaming.
     """
-    own = source.entry.columns
+    own, is_rendered = source.entry.columns, settings.data_format == rendered.TOKENS
     names, known = _names(settings.columns if own is None else own), formats.known_to(settings.recipe)
     if settings.documents_per_row == 2:
-        return Form(pairs.KIND, names), rows
+        return Form(pairs.KIND, names, is_rendered=is_rendered), rows
     if settings.unpaired:
-        return Form(unpaired.KIND, names), rows
-    if settings.data_format != "auto":
+        return Form(unpaired.KIND, names, is_rendered=is_rendered), rows
+    if settings.data_format not in ("auto", *rendered.VALUES):
         return Form(settings.data_format, names), rows
     rows, note = trees.take(rows, lambda place, row: _renamed(place, row, names))
     if note and getattr(settings, "streaming", False):
@@ -301,8 +319,8 @@ def form_of(rows: Iterator, settings, source: Source) -> tuple[Form, Iterator]:
             if settings.bad_rows == "error":
                 raise
         else:
-            return Form(kind, names, guessed, note), itertools.chain(looked_at, rows)
-    return Form("", names, note=note), itertools.chain(looked_at, rows)
+            return Form(kind, names, guessed, note, is_rendered), itertools.chain(looked_at, rows)
+    return Form("", names, note=note, is_rendered=is_rendered), itertools.chain(looked_at, rows)
 
 
 def _names(columns: Iterable[str] | None) -> dict[str, str]:

@@ -15,6 +15,7 @@ from pathlib import Path
 
 from zerofit.base.errors import UserError, first_line
 from zerofit.base.hub import check_reachable
+from zerofit.data.published.turns import found
 from zerofit.job import data_entry
 from zerofit.job.data_entry import DataEntry
 
@@ -289,6 +290,14 @@ def _no_constant(text: str):
     raise ValueError(f"{text} is no JSON value")
 
 
+def _reason(error: Exception) -> str:
+    return str(error).partition("; use sys.")[0]  # Python's advice on numbers of many digits
+
+
+def _parsed(text: str) -> object:
+    return json.loads(text, parse_constant=_no_constant, object_pairs_hook=data_entry.without_repeated_keys)
+
+
 def _read_json(path: Path, file, lines: bool) -> Iterator[Row]:
     """Yield rows of JSON lines, of one array, which starts with `[`, or of an object that holds one (LIST_KEYS)."""
     number, line = 0, "\n"
@@ -377,13 +386,13 @@ def json_object(place: str, text: str) -> dict:
     Raises: UserError with file:line for invalid JSON or a value that is no object.
     """
     try:
-        row = json.loads(text, parse_constant=_no_constant)
+        row = _parsed(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{place}: not valid JSON at column {error.colno}: {error.msg}.") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{place}: not valid JSON: {error}.") from None
+        raise UserError(f"{place}: not valid JSON: {_reason(error)}.") from None
     if not isinstance(row, dict):
-        raise UserError(f"{place}: each line must be an object {{...}}, found {type(row).__name__}.")
+        raise UserError(f"{place}: each line must be an object {{...}}, found {found(row)}.")
     return row
 
 
@@ -398,17 +407,17 @@ def _read_text(path: Path, file) -> Iterator[Row]:
 
 def _read_array(path: Path, text: str) -> Iterator[Row]:
     try:
-        rows = json.loads(text, parse_constant=_no_constant)
+        rows = _parsed(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}.") from None
     except (ValueError, RecursionError) as error:
-        raise UserError(f"{path}: not valid JSON: {error}.") from None
+        raise UserError(f"{path}: not valid JSON: {_reason(error)}.") from None
     for number, row in enumerate(rows, 1):
         place = f"{path}: element {number}"
         if isinstance(row, list):
             row = {"messages": row}
         elif not isinstance(row, dict):
-            row = UserError(f"{place}: must be an object {{...}}, found {type(row).__name__}.")
+            row = UserError(f"{place}: must be an object {{...}}, found {found(row)}.")
         yield place, row
 
 

@@ -34,7 +34,7 @@ def parse(entry: str) -> DataEntry:
             return DataEntry(entry)
         return DataEntry(match[1], weight=_weight(entry, match[2]))
     try:
-        values = json.loads(entry)
+        values = json.loads(entry, object_pairs_hook=without_repeated_keys)
     except (ValueError, RecursionError) as error:
         raise UserError(f"--data {entry}: not a valid JSON object: {error}.") from None
     unknown = next((key for key in values if key not in KEYS), None)
@@ -48,6 +48,15 @@ def parse(entry: str) -> DataEntry:
         raise UserError(f"--data {entry}: {wrong} must be a string, found {values[wrong]!r}.")
     weight = _weight(entry, values["weight"]) if values.get("weight") is not None else 1.0
     return DataEntry(**texts, weight=weight, columns=_columns(entry, values.get("columns")))
+
+
+def without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON; a key that stands in it twice is refused, as the first value would be lost."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in an object")
+    return made
 
 
 def _weight(entry: str, value: Any) -> float:

@@ -15,6 +15,8 @@ from zerofit.base.paths import ROOT
 
 KINDS = ("conversations", "pairs")  # of rows: data/conversations.py, data/pairs.py
 
+BUNDLED_MODEL = "tiny"  # value of --model: the model of the recipe's bundled task
+
 NAME = re.compile(r"[A-Za-z]\w{0,63}")  # of a recipe: it stands in the names of run folders
 
 

@@ -281,6 +281,6 @@ def advice(last: Outcome, folder: Path, settings, smaller: tuple | None) -> str:
         "lost rank": "check the kernel log of that node (dmesg -T | tail) for GPU errors (Xid) and processes that "
         "were killed for lack of memory",
         "disk full": "make room",
-        "crash": "read the traceback in report.md",
+        "crash": "read the traceback in report.md and mend what it names: the same command would end there again",
     }.get(last.kind)
     return f"{action}; {resumable.next_command(folder)}" if action else ""

@@ -28,6 +28,7 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from zerofit.base.errors import UserError
+from zerofit.data.published import rendered
 from zerofit.job.settings import UNPAIRED, decide
 from zerofit.job.technique import AllBut, Conflict, Technique
 from zerofit.model import adapters, attention
@@ -137,6 +138,8 @@ def _check_unused(settings) -> None:
             f"--rpo_alpha with --loss_type {settings.loss_type}: its rows are no pairs with a chosen answer; leave one "
             "of the two out."
         )
+    if settings.unpaired and not settings.desirable_weight and not settings.undesirable_weight:
+        raise UserError("--desirable_weight 0 --undesirable_weight 0: nothing would be learned; raise one of them.")
     for name in ("desirable_weight", "undesirable_weight"):
         if settings.source[name] != "default" and not settings.unpaired:
             raise UserError(
@@ -185,7 +188,12 @@ TECHNIQUE = Technique(
         Conflict("streaming", (True,), "the pairs and their reference are kept by row", "leave it out"),
         Conflict("sp_size", None, "no rank has the whole answer whose log-probability counts", "leave it out"),
         Conflict("train_on", AllBut("assistant"), "the loss is on the answers", "leave it out"),
-        Conflict("data_format", AllBut("auto"), "rows are preference pairs", "leave it out, or use --columns"),
+        Conflict(
+            "data_format",
+            AllBut("auto", *rendered.VALUES),
+            "rows are preference pairs",
+            "leave it out, or use --columns",
+        ),
         Conflict("label_smoothing_factor", None, "it smooths tokens", "for pairs use --label_smoothing"),
         Conflict("optim", ("sophia",), "it samples tokens for its Hessian", "use an AdamW"),
         Conflict("adapter", adapters.PROMPTS, "its virtual tokens shift the answers", "use --adapter lora"),

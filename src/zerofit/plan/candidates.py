@@ -13,7 +13,7 @@ from zerofit.config import nvme, parse, resolve
 from zerofit.config.batch_size import divisors
 from zerofit.config.offload import hpz
 from zerofit.job import groups, program
-from zerofit.job.recipe import Recipe
+from zerofit.job.recipe import BUNDLED_MODEL, Recipe
 from zerofit.job.request import FLAG, Request
 from zerofit.job.settings import as_typed
 from zerofit.model import gradient_checkpointing, preference_loss, tiled_mlp
@@ -319,7 +319,7 @@ def drop_flags(request: Request, *names: str) -> Request:
 
 def lacks_data(request: Request) -> bool:
     """Return whether the request names a model and no data."""
-    return bool(request.get("model")) and not request.get("data")
+    return request.get("model") not in (None, BUNDLED_MODEL) and not request.get("data")
 
 
 def shape_of(settings, gpu: hardware.Gpu | None = None) -> Shape:

@@ -29,6 +29,8 @@ OURS = {"instruction": ("instruction", "output"), "question": ("question", "answ
 # Other columns that mean what ours do; of an instruction, also Dolly's context.
 BESIDE = {"system": "system", "system_prompt": "system", "system_message": "system"}
 
+GEMINI_SYSTEM = ("systemInstruction", "system_instruction")  # beside `contents`
+
 OF_INSTRUCTION = {"input": "input", "context": "input"}
 
 
@@ -36,7 +38,7 @@ def guess(row: dict[str, Any]) -> dict[str, str]:
     """Guess {column of the row: our name} for a row of unknown format by its column names; {} without a guess."""
     chat = _chat(row)
     if chat:
-        return {chat: "messages"}
+        return {chat: "messages"} | {name: "system" for name in row if name in GEMINI_SYSTEM}
     folded = _folded(name for name, value in row.items() if isinstance(value, str))
     pair = _pair(folded)
     if pair is None:

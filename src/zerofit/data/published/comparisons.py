@@ -8,7 +8,8 @@ from zerofit.data.published import turns
 
 # Columns of the better and of the worse answer; some stand beside `messages`, which ends in the better one (ms-swift).
 SIDES = (
-    ("chosen", "rejected"), ("chosen_messages", "rejected_messages"), ("chosen_response", "rejected_response"),
+    ("chosen", "rejected"), ("preferred_output", "non_preferred_output"),
+    ("chosen_messages", "rejected_messages"), ("chosen_response", "rejected_response"),
     ("chosen_answer", "rejected_answer"), ("response_j", "response_k"), ("response", "rejected_response"),
     ("completion", "rejected_response"), ("messages", "rejected_messages"), ("messages", "rejected_response"),
     ("conversations", "rejected_response"),
@@ -41,7 +42,7 @@ class Tie(UserError):
 
 def columns_of(row: dict[str, Any]) -> tuple[str, str] | None:
     """Return the columns of the better and of the worse answer, where columns alone are named so."""
-    return _first_there(row, SIDES[:5])  # the others hold an answer for SFT as well
+    return _first_there(row, SIDES[:6])  # the others hold an answer for SFT as well
 
 
 def _first_there(row: dict[str, Any], pairs: tuple[tuple[str, str], ...]) -> tuple[str, str] | None:
@@ -57,9 +58,41 @@ def standard(place: str, row: dict[str, Any]) -> tuple[dict[str, Any], tuple[str
         row = {key.strip().lower() if key.strip().lower() in ("chosen", "rejected", "prompt") else key: value
                for key, value in row.items()}  # fmt: skip
     notes: tuple[str, ...] = ()
+    row = _with_input(row)
+    for name in SIDES[0] + SIDES[1] + tuple(worse for _, worse in SIDES[2:]):
+        if not _is_several(row, name):
+            continue
+        if len(row[name]) == 1:
+            row = row | {name: row[name][0]}
+        else:
+            raise UserError(
+                f"{place}: column {name!r} holds {len(row[name])} answers, but a pair has one: write a row for each "
+                "of them, with the same prompt and the same better answer."
+            )
     if row.get("chosen") is None or row.get("rejected") is None:
         row, notes = _sides(place, row)
     return _prompt(row), notes
+
+
+def _with_input(row: dict[str, Any]) -> dict[str, Any]:
+    """Return a row of OpenAI's preference files with the messages and tools of its `input` under our names."""
+    given = row.get("input")
+    if "preferred_output" not in row or not isinstance(given, dict) or "messages" not in given:
+        return row
+    found = {"prompt": given["messages"]} | ({"tools": given["tools"]} if given.get("tools") else {})
+    return {key: value for key, value in row.items() if key != "input"} | found
+
+
+def _is_several(row: dict[str, Any], name: str) -> bool:
+    """Return whether a column holds several answers; strings alone may be the turns of a conversation."""
+    answers = row.get(name)
+    if not isinstance(answers, list) or not answers:
+        return False
+    if all(isinstance(answer, list) for answer in answers):
+        return True
+    others = [value for key, value in row.items() if key != name]
+    alone = not any(isinstance(value, str) or turns.is_turns(value) for value in others)
+    return all(isinstance(answer, str) for answer in answers) and not alone
 
 
 def _sides(place: str, row: dict[str, Any]) -> tuple[dict[str, Any], tuple[str, ...]]:

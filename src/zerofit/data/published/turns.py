@@ -37,7 +37,7 @@ CALL_ROLES = ("function_call", "tool_call")  # turns that are a tool call in JSO
 EXCHANGE = {"system": "system"} | dict.fromkeys(("human", "user", "input", "question", "instruction", "prompt"), "user")
 EXCHANGE |= dict.fromkeys(("assistant", "gpt", "bot", "output", "answer", "response", "completion"), "assistant")
 
-CONTENT_KEYS = ("content", "value", "text")
+CONTENT_KEYS = ("content", "value", "text", "parts")  # the last is Gemini's
 
 TEXT_PARTS = ("text", "input_text", "output_text")
 
@@ -45,7 +45,24 @@ REASONING_PARTS = ("reasoning", "thinking")
 
 CALL_PARTS = ("tool_call", "tool_use")  # LLaMA-Factory's, Anthropic's
 
+RESULT_PART = "tool_result"  # Anthropic's, in a turn of the user
+
+# Keys of parts without a type: Gemini's in both spellings, and Bedrock's.
+CALL_KEYS = ("functionCall", "function_call", "toolUse")
+
+RESULT_KEYS = ("functionResponse", "function_response", "toolResult")
+
 ALTERNATELY = "turns without roles are taken as the user's and the assistant's, alternately"
+
+
+def found(value: Any) -> str:
+    """Return what a value of JSON is, in words."""
+    if value is None:
+        return "null"
+    if isinstance(value, bool):
+        return f"{value}".lower()
+    kinds = ((str, "a string"), (dict, "an object"), (list, "a list"), (int | float, "a number"))
+    return next((name for kind, name in kinds if isinstance(value, kind)), f"a {type(value).__name__}")
 
 
 def role_of(turn: Any) -> str | None:
@@ -81,7 +98,7 @@ def with_roles(place: str, turns: Any) -> tuple[list, tuple[str, ...]]:
     if all(isinstance(turn, str) for turn in turns):
         roles = ("user", "assistant")
         return [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)], (ALTERNATELY,)
-    return [single for turn in turns for single in _of_exchange(turn)], ()
+    return [single for turn in turns for one in _of_exchange(turn) for single in _without_results(one)], ()
 
 
 def is_exchange(turn: Any) -> bool:
@@ -113,14 +130,72 @@ def _of_exchange(turn: Any) -> list:
     return [single | rest if single["role"] == "assistant" else single for single in found]
 
 
+def _typed(part: Any) -> Any:
+    """Return a part of Gemini or Bedrock, which has no type, in Anthropic's form; any other as it is."""
+    if not isinstance(part, dict) or "type" in part:
+        return part
+    for kind, keys in (("tool_use", CALL_KEYS), (RESULT_PART, RESULT_KEYS)):
+        value = next((part[key] for key in keys if isinstance(part.get(key), dict)), None)
+        if value is not None:
+            names = {"toolUseId": "id" if kind == "tool_use" else "tool_use_id", "args": "input", "response": "content"}
+            return {"type": kind} | {names.get(key, key): inner for key, inner in value.items()}
+    if isinstance(part.get("text"), str):
+        kind = REASONING_PARTS[1] if part.get("thought") is True else TEXT_PARTS[0]
+        return {"type": kind, "text": part["text"]}
+    return {"type": RESULT_PART, "content": part["json"]} if part.keys() == {"json"} else part
+
+
+def _without_results(turn: Any) -> list:
+    """Return a turn with the results of tools in its content as turns of their own before it."""
+    parts = content_of(turn) if isinstance(turn, dict) else None
+    typed = [_typed(part) for part in parts] if isinstance(parts, list) else []
+    results = [part for part in typed if _is_one_of(part, (RESULT_PART,))]
+    if not results:
+        return [turn]
+    made = [
+        {"role": "tool", "content": _result_text(part.get("content"))}
+        | {key: part[name] for key, name in (("tool_call_id", "tool_use_id"), ("name", "name")) if part.get(name)}
+        for part in results
+    ]
+    rest = [part for part in typed if part not in results]
+    others = {key: value for key, value in turn.items() if key not in CONTENT_KEYS}
+    return made + ([others | {"content": rest}] if rest else [])
+
+
+def _result_text(content: Any) -> Any:
+    """Return the content of a tool's result: text, text parts, or an object as JSON."""
+    parts = [_typed(part) for part in content] if isinstance(content, list) else []
+    if parts and all(_is_one_of(part, (*TEXT_PARTS, RESULT_PART)) for part in parts):
+        return "".join(_text("", 0, p) if p["type"] in TEXT_PARTS else _result_text(p["content"]) for p in parts)
+    if content is None or isinstance(content, str):
+        return content or ""
+    is_media = any(isinstance(part, dict) and "type" in part for part in parts)  # which is refused with its type
+    return content if is_media else json.dumps(content, ensure_ascii=False)
+
+
+def joined_text(place: str, name: str, value: Any) -> Any:
+    """Return the text of a system prompt in parts, Gemini's, Anthropic's or Bedrock's; any other value as it is.
+
+    Raises: UserError for a part that is no text.
+    """
+    parts = value.get("parts") if isinstance(value, dict) else value
+    if not isinstance(parts, list):
+        return value
+    typed = [_typed(part) for part in parts]
+    if not all(_is_one_of(part, TEXT_PARTS) for part in typed):
+        raise UserError(f"{place}: column {name!r} must be a string or a list of text parts.")
+    return "\n\n".join(_text(place, 0, part) for part in typed)
+
+
 def from_parts(place: str, i: int, turn: dict[str, Any], parts: list) -> tuple[dict[str, Any], str]:
     """Return turn `i` with the reasoning and the calls of its content's parts, and its text.
 
     Parts are OpenAI's ({"type": "text", "text": ...}), LLaMA-Factory's (`value`), Anthropic's and Mistral's.
     Raises: UserError for a part that is neither text, reasoning nor a tool call.
     """
+    parts = [_typed(part) for part in parts]
     kinds = (*TEXT_PARTS, *REASONING_PARTS, *CALL_PARTS) if role_of(turn) == "assistant" else TEXT_PARTS
-    other = [part.get("type") if isinstance(part, dict) else part for part in parts if not _is_one_of(part, kinds)]
+    other = [_kind(part) for part in parts if not _is_one_of(part, kinds)]
     if other:
         raise UserError(
             f"{place}: turn {i} has content other than text ({', '.join(map(repr, other[:3]))}); this recipe "
@@ -131,6 +206,11 @@ def from_parts(place: str, i: int, turn: dict[str, Any], parts: list) -> tuple[d
     text = "".join(_text(place, i, part) for part in parts if part["type"] in TEXT_PARTS)
     turn = turn | ({"reasoning_content": reasoning} if reasoning else {})
     return turn | ({"tool_calls": [*(turn.get("tool_calls") or []), *calls]} if calls else {}), text
+
+
+def _kind(part: Any) -> Any:
+    """Return what names the kind of a part that is not known: its type, or else its keys."""
+    return part.get("type") or ", ".join(map(str, part)) if isinstance(part, dict) else part
 
 
 def _is_one_of(part: Any, kinds: tuple[str, ...]) -> bool:
@@ -145,7 +225,7 @@ def _text(place: str, i: int, part: dict[str, Any]) -> str:
     ):  # Mistral's thinking is a list of text parts
         return "".join(_text(place, i, inner) for inner in value)
     if not isinstance(value, str):
-        raise UserError(f"{place}: column 'content of turn {i}' must be a string, found a {type(value).__name__}.")
+        raise UserError(f"{place}: the content of turn {i} must be a string, found {found(value)}.")
     return value
 
 

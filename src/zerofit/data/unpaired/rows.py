@@ -51,6 +51,7 @@ def parse(
 
 def _label(place: str, row: dict[str, Any]) -> bool:
     """Return whether the row's answer is wanted."""
+    meaning.check_labels(place, row)
     value = next((row[name] for name in meaning.LABELS if row.get(name) is not None), None)
     if value is None:
         present = ", ".join(k for k, v in row.items() if v is not None) or "none"
@@ -80,7 +81,7 @@ def check(settings, rows) -> list[str]:
         mend = "train on them with recipes/sft.py" if wanted else "add answers that are wanted"
         raise UserError(
             f"--loss_type {settings.loss_type}: each of the {len(rows):,} training answers is {which}, so there is "
-            f"nothing to tell apart; {mend}."
+            f"nothing to tell apart; {mend}{_not_used(rows.statistics)}."
         )
     said = [f"labels: {wanted:,} answers are wanted, {unwanted:,} are not"]
     if FROM_PAIRS in rows.statistics["format"]:
@@ -93,6 +94,12 @@ def check(settings, rows) -> list[str]:
             f"1.33 (arXiv 2402.01306, equation 8): --desirable_weight {weight:.3g} to {4 / 3 * weight:.3g} would be so"
         )
     return said
+
+
+def _not_used(statistics: dict) -> str:
+    """Return why the commonest of the rows that cannot be used are not among the answers; "" if all are."""
+    bad = max(statistics.get("bad_rows", {}).values(), key=lambda entry: entry["rows"], default=None)
+    return f"; {bad['rows']:,} rows cannot be used ({bad['first'][0]}: {bad['exact'].rstrip('.')})" if bad else ""
 
 
 def count_wanted(dataset) -> int:
