@@ -22,14 +22,14 @@ COPY --chown=zerofit src/zerofit/__init__.py /opt/zerofit/src/zerofit/
 FROM base AS cpu
 ARG TORCH_INDEX=
 RUN pip install ${TORCH_INDEX:+--index-url "$TORCH_INDEX"} --constraint /opt/zerofit/constraints.txt torch \
-    && make -C /opt/zerofit install ENV=active PYTHON=python
+    && PIP_CONSTRAINT=/opt/zerofit/constraints.txt make -C /opt/zerofit install ENV=active PYTHON=python
 COPY --chown=zerofit . /opt/zerofit
 WORKDIR /workspace
 ENTRYPOINT ["zerofit"]
 CMD ["doctor"]
 
 FROM base AS cuda
-RUN make -C /opt/zerofit install ENV=active PYTHON=python
+RUN PIP_CONSTRAINT=/opt/zerofit/constraints.txt make -C /opt/zerofit install ENV=active PYTHON=python
 COPY --chown=zerofit . /opt/zerofit
 WORKDIR /workspace
 ENTRYPOINT ["zerofit"]

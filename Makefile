@@ -329,13 +329,14 @@ VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/zerofit/__init__.p
 # DeepSpeed's sdist is pure Python here, but its setup.py would look for the CUDA toolkit wherever a GPU is visible and end
 # in MissingCUDAException on a machine that has a driver only.
 WHEEL = DS_IGNORE_CUDA_DETECTION=1 $(PY) -m pip wheel --quiet --disable-pip-version-check -c constraints.txt --wheel-dir wheelhouse
-PIP = DS_IGNORE_CUDA_DETECTION=1 $(PY) -m pip install --quiet --disable-pip-version-check -c constraints.txt
+# into the active environment without pins: what is there and above the floors stays
+PIP = DS_IGNORE_CUDA_DETECTION=1 $(PY) -m pip install --quiet --disable-pip-version-check $(if $(filter active,$(ENV)),,-c constraints.txt)
 
 $(STAMP): pyproject.toml constraints.txt
 	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
 		|| { echo 'zerofit: error: Python 3.11 or newer is needed; name one with PYTHON=...' >&2; exit 2; }
 	@test "$(ENV)" = active || test -x "$(PY)" || $(PYTHON) -m venv "$(ENV)"
-	@echo 'installing the tested set from constraints.txt into $(PREFIX) (2.4 GB, more with CUDA; a few minutes, once)'
+	@echo 'installing $(if $(filter active,$(ENV)),what is missing or below its floor,the tested set from constraints.txt) into $(PREFIX) (2.4 GB at most, more with CUDA; a few minutes, once)'
 	@# torch first: DeepSpeed's build looks for it, and a pinned torch keeps the resolver from fetching another
 	@echo '  1 of 2: torch, the largest part'
 	@$(PIP) torch setuptools wheel
