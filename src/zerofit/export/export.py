@@ -21,7 +21,7 @@ from zerofit.job import run_folder
 from zerofit.model import generation
 from zerofit.model.image_text import classes
 from zerofit.model.image_text import saved as saved_towers
-from zerofit.model.weights import stored
+from zerofit.model.weights import config_json, stored
 
 DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
           "fp16": torch.float16, "float16": torch.float16}  # fmt: skip
@@ -281,6 +281,10 @@ def _write_small(saved, out: Path, report: dict) -> None:
     if report["merged"] and tokenizer is not None and tokenizer.eos_token_id not in eos:
         config["eos_token_id"] = [tokenizer.eos_token_id, *eos] if len(eos) > 1 else tokenizer.eos_token_id
     run_folder.write_json(out / "config.json", config)
+    if not _config(out, saved.remote).get_text_config().tie_word_embeddings:  # as the weights in `out` are
+        for part in (config, config.get("text_config", config)):
+            part["tie_word_embeddings"] = False
+        run_folder.write_json(out / "config.json", config)
     if not (out / "generation_config.json").exists():
         from transformers import AutoConfig, GenerationConfig
 
@@ -336,9 +340,7 @@ def _dtype_of_config(folder: Path) -> torch.dtype:
 
 
 def _config(folder: Path, remote: bool):
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(folder, trust_remote_code=remote)
+    return config_json.config_of(folder, remote)
 
 
 def _skeleton(folder: Path, remote: bool):
@@ -350,10 +352,10 @@ def _skeleton(folder: Path, remote: bool):
 
 def _tied_twins(saved, held: stored.Weights) -> dict[str, str]:
     """Return {tied weight saved a second time (ZeRO does): the first one}, where they are bit-equal."""
-    tied = getattr(_skeleton(saved.folder, saved.remote), "all_tied_weights_keys", {})
+    ties = getattr(_skeleton(saved.folder, saved.remote), "all_tied_weights_keys", {})
     return {
         name: first
-        for name, first in tied.items()
+        for name, first in ties.items()
         if name in held.where and first in held.where and torch.equal(held.get(name), held.get(first))
     }
 

@@ -10,7 +10,7 @@ import torch
 from zerofit.base.errors import UserError
 from zerofit.export.source import Saved, load_base, with_wrong_base_named
 from zerofit.model.image_text import classes
-from zerofit.model.weights import complete, stored
+from zerofit.model.weights import complete, config_json, stored
 
 # Fields of peft's LoraConfig that do not change what A and B mean once they are trained.
 _PLAIN = {"base_model_name_or_path", "exclude_modules", "inference_mode", "init_lora_weights", "layers_pattern",
@@ -33,20 +33,18 @@ def reason_for_full_merge(saved: Saved) -> str:
     other = [key for key, value in config.items() if key not in _PLAIN and value != plain.get(key)]
     if other or config.get("init_lora_weights") not in (True, False, "gaussian", "orthogonal"):
         return f"it has {', '.join(other) or config['init_lora_weights']}"
-    own, tied = BaseNames(saved).own, _is_tied(saved)
+    own, is_tied = BaseNames(saved).own, _is_tied(saved)
     for name in stored.Weights(saved.folder).where:
         match = re.fullmatch(r"base_model\.model\.(.+)\.lora_[AB]\.weight", name)
         if not match or f"{match[1]}.weight" not in own:
             return f"{name} has no separate weight in the base's files"
-        if tied and not re.search(r"\.\d+\.", match[1]):
+        if is_tied and not re.search(r"\.\d+\.", match[1]):
             return f"{match[1]} is tied"
     return ""
 
 
 def _base_config(saved: Saved):
-    from transformers import AutoConfig
-
-    return AutoConfig.from_pretrained(saved.base, trust_remote_code=saved.remote)
+    return config_json.config_of(Path(saved.base), saved.remote)
 
 
 class BaseNames:

@@ -17,7 +17,7 @@ from zerofit.model import adapters, quantization
 from zerofit.model.image_text import classes, towers
 from zerofit.model.kernels import linear_attention
 from zerofit.model.load import model_fingerprint
-from zerofit.model.weights import adapter, complete, files, stored
+from zerofit.model.weights import adapter, complete, config_json, files, stored
 
 MODEL, ADAPTER = "model*.safetensors", "adapter_model.safetensors"
 
@@ -322,12 +322,13 @@ def _model(folder: Path, saved: Saved, dtype, device: str, **more):
 
     if device != "cpu":
         more["device_map"] = {"": device}
-    config = AutoConfig.from_pretrained(folder, trust_remote_code=saved.remote)
+    config = config_json.config_of(folder, saved.remote)
     unpacked = complete.unpacked(config)
     more |= unpacked
     with complete.without_report():
         model, info = towers.class_of_saved(config).from_pretrained(
             folder,
+            config=config,
             dtype=dtype,
             trust_remote_code=saved.remote,
             use_safetensors=True,

@@ -17,7 +17,9 @@ from zerofit.model import adapters, attention, generation, patches, quantization
 from zerofit.model.image_text import classes, towers
 from zerofit.model.kernels import linear_attention
 from zerofit.model.mixtures import weights as mixtures
-from zerofit.model.weights import complete, files, finite
+from zerofit.model.weights import complete, config_json, files, finite
+
+MOST_NUMBERS = 10**14  # parameters of a model
 
 
 def fingerprints(settings, train_set) -> dict[str, str]:
@@ -91,6 +93,15 @@ def load_config(settings):
     from transformers import AutoConfig
 
     config = _load(AutoConfig.from_pretrained, settings, "config.json")
+    place = f"--model {settings.model}"
+    folder = hub.model_folder(settings.model) or hub.fetch(settings.model, place, settings.model_revision)
+    config_json.check(config, folder / "config.json", place)
+    if found := config_json.without_outputs(config):
+        said = f"config.json: {' and '.join(found)} as training needs them, and saved so"
+        if said not in settings.decisions:
+            settings.decisions.append(said)
+    if not settings.random_init:
+        config_json.untie(config, folder)
     method = (getattr(config, "quantization_config", None) or {}).get("quant_method")
     if method is not None and not complete.is_mxfp4(config):  # gpt-oss's own format, which transformers can unpack
         why = "no adapter of them could be merged or compared" if settings.trains_adapter else "these cannot be trained"
@@ -156,11 +167,16 @@ def _load(load, settings, part: str, **kwargs):
             trust_remote_code=settings.trust_remote_code,
             **kwargs,
         )
-    except (OSError, ValueError) as error:
-        if part == "weights" and not isinstance(error, OSError):
+    except Exception as error:  # of any file: what libraries do with values that they do not expect
+        if isinstance(error, UserError) or (part == "weights" and not isinstance(error, OSError)):
             raise
-        first = first_line(error)
-        raise UserError(f"--model {name}: its {part} could not be loaded: {first}") from None
+        raise UserError(f"--model {name}: its {part} could not be loaded: {_reason(error)}") from None
+
+
+def _reason(error: Exception) -> str:
+    """Return the first line of an error, or all of those with which a configuration names one of its fields."""
+    checked = type(error).__name__.startswith("StrictDataclass")
+    return in_one_line(error) if checked else first_line(error) if str(error) else type(error).__name__
 
 
 def weight_dtype(settings) -> str:
@@ -204,8 +220,13 @@ def load_model(settings, tokenizer, config=None, accept_nan=False):
     if settings.random_init:
         if complete.is_mxfp4(config):
             del config.quantization_config  # of files that are not read: the random weights are not packed
-        with device or contextlib.nullcontext():
-            model = towers.build(settings, config, **kwargs)
+        try:
+            with device or contextlib.nullcontext():
+                model = towers.build(settings, config, **kwargs)
+        except RuntimeError as error:
+            if "allocate memory" not in str(error):
+                raise
+            raise UserError(f"--model {settings.model}: it does not fit the memory: {first_line(error)}.") from None
         settings.checks.append(Check("base_weights", None, "base weights: random numbers, by --random_init true"))
     else:
         if device is not None:
@@ -245,6 +266,7 @@ def _load_weights(settings, config, dtype, kwargs: dict):
                 model_class.from_pretrained,
                 settings,
                 "weights",
+                config=config,
                 use_safetensors=True,
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,  # they are refused below, in a sentence
@@ -322,7 +344,7 @@ def check_model(settings, config=None):
 def _built(settings, config):
     """Return the causal model of a configuration. Raises: UserError where transformers' class cannot be built of it."""
     try:
-        return towers.build(settings, config, attn_implementation=towers.attention_of(settings, config))
+        model = towers.build(settings, config, attn_implementation=towers.attention_of(settings, config))
     except (ValueError, ImportError):  # of the attention implementation; said as it is
         raise
     except Exception as error:  # of any class: what a model's own code does with values that do not fit each other
@@ -330,6 +352,11 @@ def _built(settings, config):
             f"--model {settings.model}: transformers cannot build a causal language model of its config.json "
             f"({config.model_type}): {type(error).__name__}: {first_line(error)}"
         ) from None
+    if (numbers := sum(p.numel() for p in model.parameters())) > MOST_NUMBERS:
+        raise UserError(
+            f"--model {settings.model}: its config.json asks for {numbers:,} parameters, which no machine holds."
+        )
+    return model
 
 
 def check_kind(settings, config) -> None:

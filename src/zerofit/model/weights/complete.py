@@ -3,15 +3,26 @@
 import contextlib
 import hashlib
 import logging
-from dataclasses import dataclass
+import re
+from dataclasses import dataclass, replace
 from pathlib import Path
 
+from zerofit.base import distributed
 from zerofit.base.errors import UserError
-from zerofit.model.image_text import classes
-from zerofit.model.weights import files
+from zerofit.model.image_text import classes, saved
+from zerofit.model.weights import config_json, files
 
 # The last comparison that held, here or in the launcher of this process: {"key": of the files, "unexpected": names}.
 HELD: dict = {}
+
+FLOATS = ("F64", "F32", "BF16", "F16")  # of safetensors, in which weights are numbers without a scale
+
+MUCH = 0.1  # of the tensors in the files; above, that they are left out is a warning
+
+# Buffers of older checkpoints, which the layers compute by themselves.
+COMPUTED = re.compile(r"(attn|attention)\.(bias|masked_bias|causal_mask)$|inv_freq$|position_ids$")
+
+SCALES = re.compile(r"scale|scb$|absmax|zero_point|qzeros", re.IGNORECASE)  # names of those of packed weights
 
 PART_OF_IMAGES = ("vision", "visual", "image", "audio", "mm_projector", "multi_modal")  # in names of other weights
 
@@ -21,13 +32,16 @@ class Names:
     """How the weights of a model and those in its files go together, by upstream's own conversions.
 
     total: weights of the model, tied ones once; mismatched: (name, shape in the files, shape in the model); unexpected:
-    in the files alone, None: not known; loaded_as, saved_as: classes.
+    in the files alone, None: not known; of_layers: those of them that stand in the model's numbered layers, or in
+    further ones; packed: (name, type) of weights that are whole or 8-bit numbers; loaded_as, saved_as: classes.
     """
 
     total: int
     missing: tuple[str, ...] = ()
     mismatched: tuple[tuple, ...] = ()
     unexpected: tuple[str, ...] | None = ()
+    of_layers: tuple[str, ...] = ()
+    packed: tuple[tuple[str, str], ...] = ()
     loaded_as: str = ""
     saved_as: str = ""
 
@@ -47,7 +61,26 @@ def of_loaded(model, info: dict) -> Names:
     saved_as = (getattr(model.config, "architectures", None) or [""])[0]
     tied = {name for name, other in model.all_tied_weights_keys.items() if other in info["missing_keys"]}
     missing = tuple(sorted(info["missing_keys"] - tied))  # both ends of a tie are missing: named once
-    return Names(len(named), missing, mismatched, unexpected, type(model).__name__, saved_as)
+    of_layers = _of_layers(model, unexpected or ())
+    return Names(len(named), missing, mismatched, unexpected, of_layers, (), type(model).__name__, saved_as)
+
+
+def _of_layers(model, unexpected) -> tuple[str, ...]:
+    """Return the names that stand in one of the model's lists of layers; not those of layers that predict further."""
+    from torch.nn import ModuleList
+
+    text = model.config.get_text_config()
+    beside = sum(getattr(text, name, None) or 0 for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
+    sizes = {name: len(module) for name, module in model.named_modules() if isinstance(module, ModuleList)}
+    found = []
+    for name in unexpected:
+        for place in (name, f"{model.base_model_prefix}.{name}"):
+            for match in re.finditer(r"\.(\d+)\.", place):
+                layers = sizes.get(place[: match.start()])
+                in_list = layers is not None and not layers <= int(match[1]) < layers + beside
+                if in_list and not COMPUTED.search(name) and name not in found:
+                    found.append(name)
+    return tuple(found)
 
 
 def check(folder: Path, place: str, remote: bool = False) -> None:
@@ -63,6 +96,8 @@ def check(folder: Path, place: str, remote: bool = False) -> None:
     if (names := _by_headers(folder, place, remote)) is not None:
         refuse(names, place)
         HELD.update(key=key, unexpected=names.unexpected)
+    for sentence in warnings(folder, names, remote) if distributed.rank() == 0 else ():
+        print(f"warning: {place}: {sentence}", flush=True)
 
 
 def _key(folder: Path, place: str) -> str:
@@ -74,20 +109,21 @@ def _key(folder: Path, place: str) -> str:
 def _by_headers(folder: Path, place: str, remote: bool) -> Names | None:
     """Load tensors without memory, of the files' names and shapes, as from_pretrained loads; None if it cannot."""
     import torch
-    from transformers import AutoConfig
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
     from transformers.modeling_utils import str_to_torch_dtype
 
     unset_hf_deepspeed_config()  # one of an earlier run in this process would shard the model
+    packed = ()
     try:
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=remote)
+        config = config_json.config_of(folder, remote)
+        header = {k: v for file in files.of_model(folder, place) for k, v in files.tensors(file).items()}
         with torch.device("meta"):
-            model_class = type(classes.auto_class(config).from_config(config, trust_remote_code=remote))
+            skeleton = classes.auto_class(config).from_config(config, trust_remote_code=remote)
+            packed = _packed(skeleton, config, header)
+            model_class = type(skeleton)
             tensors = {
                 name: torch.empty(entry["shape"], dtype=str_to_torch_dtype.get(entry["dtype"], torch.uint8))
-                for file in files.of_model(folder, place)
-                for name, entry in files.read_header(file).items()
-                if name != "__metadata__"
+                for name, entry in header.items()
             }
         with without_report(), without_words():
             model, info = model_class.from_pretrained(
@@ -100,8 +136,18 @@ def _by_headers(folder: Path, place: str, remote: bool) -> Names | None:
                 **unpacked(config),
             )
     except Exception:  # a conversion that needs values, or a class that cannot be built so: loading itself decides
-        return None
-    return of_loaded(model, info)
+        return Names(0, packed=packed) if packed else None
+    return replace(of_loaded(model, info), packed=packed)
+
+
+def _packed(model, config, header: dict) -> tuple[tuple[str, str], ...]:
+    """Return (name, type) of the tensors that hold whole or 8-bit numbers where the model has weights."""
+    odd = {name: entry["dtype"] for name, entry in header.items() if entry["dtype"] not in FLOATS}
+    if not odd:
+        return ()
+    weights, in_model = dict(model.named_parameters()).keys(), saved.conversions_of(model, odd)[1]
+    mxfp4 = ("_blocks", "_scales") if is_mxfp4(config) else ()  # which are unpacked with each other
+    return tuple((n, kind) for n, kind in odd.items() if in_model[n][0] in weights and not n.endswith(mxfp4))
 
 
 def unpacked(config) -> dict:
@@ -161,7 +207,14 @@ def without_words():
 
 
 def refuse(names: Names, place: str) -> None:
-    """Raise UserError if weights are missing or of another shape."""
+    """Raise UserError if weights are missing, of another shape, without their scales, or of more layers."""
+    if names.packed:
+        name, kind = names.packed[0]
+        raise UserError(
+            f"{place}: {len(names.packed)} of its weights are {kind} numbers in its files ({name}), and config.json has "
+            "no quantization_config that says how to scale them: they would be read as the weights themselves. Name "
+            "the original model, or a copy in 16 bits."
+        )
     if names.missing:
         raise UserError(
             f"{place}: {len(names.missing)} of its {names.total} weights are not in its files and would be random "
@@ -174,6 +227,32 @@ def refuse(names: Names, place: str) -> None:
             f"config.json: {name} {saved} instead of {own}. Config and weights are of different models; take both from "
             "one place."
         )
+    if names.of_layers:
+        scales = any(SCALES.search(name) for name in names.of_layers)
+        raise UserError(
+            f"{place}: {len(names.of_layers)} weights of layers in its files have no place in {names.loaded_as} by "
+            f"config.json and would be left out: {listed(names.of_layers)}. "
+            + (
+                "They are the scales of packed weights: name the original model, or a copy in 16 bits."
+                if scales
+                else "Config and weights are of different models (has it fewer layers?); take both from one place."
+            )
+        )
+
+
+def warnings(folder: Path, names: Names | None, remote: bool) -> list[str]:
+    """Return what is trained on otherwise than config.json says, as sentences."""
+    from transformers import AutoConfig
+
+    said = [] if names is None or not names.unexpected else [unexpected_in_words(names)]
+    if said and len(names.unexpected) <= MUCH * (names.total + len(names.unexpected)):
+        said = []  # a decision among others
+    if head := config_json.untie(AutoConfig.from_pretrained(folder, trust_remote_code=remote), folder):
+        said.append(
+            f"config.json says tie_word_embeddings true, but {head} in the files is not the embedding: it is trained "
+            "as a weight of its own, and saved models say false"
+        )
+    return said
 
 
 def listed(names, most: int = 3) -> str:

@@ -5,7 +5,7 @@ import json
 import struct
 from pathlib import Path
 
-from zerofit.base.errors import UserError
+from zerofit.base.errors import UserError, first_line
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
 
@@ -15,13 +15,21 @@ POINTER = b"version https://git-lfs"
 
 
 def check(folder: Path, place: str) -> None:
-    """Raise UserError if the folder has no safetensors weights, or a file of them is not whole.
+    """Raise UserError if the folder has no safetensors weights, a file of them is not whole, or two hold one tensor.
 
     Args: place: what named the folder, for the message. It takes a millisecond a file.
     """
+    held_by: dict[str, str] = {}
     for file in of_model(folder, place):
         if reason := damage(file):
             raise UserError(f"{place}: {file.name} is damaged ({reason}); download or copy it again.")
+        for name in tensors(file):
+            if name in held_by:
+                raise UserError(
+                    f"{place}: {held_by[name]} and {file.name} both hold {name}, and transformers would load one of "
+                    "them, whatever the index says: the files are of different copies; download or save the model again."
+                )
+            held_by[name] = file.name
 
 
 def names(folder: Path) -> list[str]:
@@ -47,6 +55,8 @@ def of_model(folder: Path, place: str) -> list[Path]:
     except (OSError, ValueError, LookupError, TypeError, AttributeError):
         reason = "a git-lfs pointer; `git lfs pull` fetches it" if _is_pointer(index) else "no JSON with a weight_map"
         raise UserError(f"{place}: {index.name} is damaged ({reason}); download or copy it again.") from None
+    if outside := [name for name in names if Path(str(name)).name != name]:
+        raise UserError(f"{place}: {index.name}: {outside[0]!r} is no name of a file beside it; download it again.")
     return [folder / name for name in sorted(names)]
 
 
@@ -70,6 +80,8 @@ def _why_none(folder: Path) -> str:
 
 def damage(file: Path) -> str:
     """Return why a safetensors file is not whole, "" if it is: its header must match its length."""
+    from safetensors import SafetensorError, safe_open
+
     if not file.exists():
         return "it is missing"
     size = file.stat().st_size
@@ -78,12 +90,17 @@ def damage(file: Path) -> str:
     if _is_pointer(file):
         return "a git-lfs pointer; `git lfs pull` fetches the weights"
     try:
-        header = read_header(file)
-        ends = [entry["data_offsets"][1] for name, entry in header.items() if name != "__metadata__"]
-    except (ValueError, LookupError, TypeError, AttributeError, struct.error):
+        ends = [entry["data_offsets"][1] for entry in tensors(file).values()]
+    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error):
         return f"its header is cut or no safetensors header, {size:,} bytes"
-    expected = _data_start(file) + max(ends, default=0)
-    return "" if size == expected else f"incomplete: {size:,} of {expected:,} bytes"
+    expected = _data_start(file) + max((end for end in ends if type(end) is int), default=0)
+    if size < expected:
+        return f"incomplete: {size:,} of {expected:,} bytes"
+    try:
+        with safe_open(file, "numpy"):  # its own check: types, shapes and offsets that do not fit each other
+            return ""
+    except SafetensorError as error:
+        return first_line(error).removeprefix("Error while deserializing header: ")
 
 
 def read_header(file: Path) -> dict:
@@ -93,6 +110,11 @@ def read_header(file: Path) -> dict:
         if length > file.stat().st_size:
             raise ValueError("the header is longer than the file")
         return json.loads(opened.read(length))
+
+
+def tensors(file: Path) -> dict:
+    """Return {name: its entry in the header} of the tensors in a safetensors file. Raises: as `read_header`."""
+    return {name: entry for name, entry in read_header(file).items() if name != "__metadata__"}
 
 
 def _data_start(file: Path) -> int:
