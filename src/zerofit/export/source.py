@@ -318,8 +318,6 @@ def with_wrong_base_named(saved: Saved, load_adapter):
 
 def _model(folder: Path, saved: Saved, dtype, device: str, **more):
     """Load a model from a folder. Raises: UserError if weights are missing."""
-    from transformers import AutoConfig
-
     if device != "cpu":
         more["device_map"] = {"": device}
     config = config_json.config_of(folder, saved.remote)
