@@ -53,7 +53,8 @@ def of_json(done: Conversion, config: dict, key: str) -> None:
         return str((zero.get(name) or {}).get("device", "none"))
 
     offload = device("offload_optimizer"), device("offload_param")
-    if stage == 3 and offload[1] not in ("none", "None"):
+    older = any(zero.get(name) for name in ("cpu_offload_param", "cpu_offload_params"))
+    if stage == 3 and (offload[1] not in ("none", "None") or older):
         done.put("offload", "all", f"{key}: offload_param")
     elif stage and (offload[0] not in ("none", "None") or zero.get("cpu_offload")):
         done.put("offload", "optimizer", f"{key}: offload_optimizer")
@@ -102,6 +103,10 @@ def _accelerate(done: Conversion) -> None:
         done.put("zero", 0, "distributed_type")
     else:
         done.lose("distributed_type", f"there is no {kind} here; zero: 3 shards the model")
+    parallel = {key.removeprefix("parallelism_config_"): n for key, n in done.take("parallelism_config", {}).items()}
+    for theirs, ours in (("cp_size", "sp_size"), ("sp_size", "sp_size"), ("tp_size", "tp_size")):
+        if parallel.get(theirs, 1) not in (None, 1):
+            done.put(ours, parallel[theirs], f"parallelism_config: {theirs}")
     precision = str(done.take("mixed_precision", "no"))
     if precision == "bf16":
         done.put("bf16", True, "mixed_precision")
@@ -138,6 +143,7 @@ ACCELERATE = Kit(
     rules=(
         Rule("num_processes num_machines", "gpus", _accelerate, "NODES= for several machines"),
         Rule("distributed_type deepspeed_config fsdp_config", "zero, offload", note=FSDP_NOTE),
+        Rule("parallelism_config", "sp_size, tp_size"),
         Rule("mixed_precision", "bf16 or fp16"),
     ),
     lost={
@@ -145,7 +151,7 @@ ACCELERATE = Kit(
         "main_training_function main_process_ip main_process_port rdzv_backend same_network gpu_ids "
         "enable_cpu_affinity debug tpu_* downcast_bf16 command_file commands",
         "compile_layers: true compiles the decoder layers": "dynamo_config dynamo_backend",
-        "sp_size, tp_size and pp_size split rows, layers' matrices and layers": "parallelism_config megatron_lm_config",
+        "sp_size, tp_size and pp_size split rows, layers' matrices and layers": "megatron_lm_config",
     },
     meaning=("A configuration of the launcher holds no training: give it together with the job's file "
              "(`zerofit convert job.yaml accelerate.yaml`), or write model and data into this one.",),
