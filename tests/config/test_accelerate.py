@@ -92,9 +92,9 @@ def test_a_run_that_does_the_same_starts(compare):
     assert compare(FILES["clipping"][0], True, "--max_grad_norm", "0.3") == []
     assert compare(FILES["accumulation"][0], True, "--gradient_accumulation_steps", "16") == []
     said = compare({"dynamo_config": {"dynamo_backend": "INDUCTOR"}}, True)
-    assert (
-        line == "mine.yaml of accelerate: dynamo_config is not used; compile_layers: true compiles the decoder layers"
-    )
+    assert said == [
+        "mine.yaml of accelerate: dynamo_config is not used; compile_layers: true compiles the decoder layers"
+    ]
 
 
 OPTIONS = {

@@ -379,7 +379,7 @@ OWN = {
 @pytest.mark.parametrize("facts", [True, False])
 @pytest.mark.parametrize("what", OWN)
 def test_a_resume_needs_the_optimizer_and_scheduler_of_the_runs_json(tmp_path, what, facts):
-    """transformers looked for a scheduler.pt that such a run does not save: a traceback, and advice that repeated it."""
+    """transformers looked for a scheduler.pt, which such a run does not save: a traceback."""
     saved, resumed, said = OWN[what]
     settings = []
     for name, sections in (("saved", saved), ("resumed", resumed)):

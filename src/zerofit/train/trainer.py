@@ -362,8 +362,10 @@ class ZerofitTrainer(Trainer):
 
     def create_scheduler(self, num_training_steps, optimizer=None):
         """Build the schedule; polynomial and cosine_with_min_lr read `defaults`, which DeepSpeed's optimizers lack."""
-        if optimizer is not None and not hasattr(optimizer, "defaults"):
-            optimizer.defaults = optimizer.optimizer.defaults
+        wrapper = self.optimizer if optimizer is None else optimizer
+        engines = getattr(wrapper, "optimizer", None) if self.is_deepspeed_enabled else None
+        if engines is not None and not hasattr(engines, "defaults"):
+            engines.defaults = engines.optimizer.defaults
         try:
             return super().create_scheduler(num_training_steps, optimizer)
         except (TypeError, ValueError) as error:
