@@ -8,7 +8,7 @@ import torch
 from conftest import TINY, run_world
 
 from zerofit.base.errors import UserError
-from zerofit.config import deepspeed_json, resolve
+from zerofit.config import deepspeed_json, deepspeed_names, resolve
 from zerofit.job.settings import merge_json
 
 
@@ -277,3 +277,93 @@ def test_missing_and_binary_files(tmp_path):
     (tmp_path / "binary.json").write_bytes(b"\xff\xfe\x00")
     with pytest.raises(UserError, match="not a UTF-8"):
         parse("--deepspeed", str(tmp_path / "binary.json"))
+
+
+# --- older names, comments, and what the installed DeepSpeed lacks ---
+
+CPU = {"device": "cpu"}
+
+# zero_optimization as people write it -> (as it is read, --offload).
+OLDER = {
+    "cpu_offload": ({"stage": 2, "cpu_offload": True}, {"offload_optimizer": CPU}, "optimizer"),
+    "cpu_offload off": ({"stage": 2, "cpu_offload": False}, {}, "none"),
+    "cpu_offload_param": ({"stage": 3, "cpu_offload_param": True}, {"offload_param": CPU}, "all"),
+    "cpu_offload_params": (
+        {"stage": 3, "cpu_offload": True, "cpu_offload_params": True, "cpu_offload_use_pin_memory": True},
+        {"offload_optimizer": CPU | {"pin_memory": True}, "offload_param": CPU | {"pin_memory": True}}, "all",
+    ),
+    "without stage3_": (
+        {"stage": 3, "gather_16bit_weights_on_model_save": True, "prefetch_bucket_size": "auto"},
+        {"stage3_gather_16bit_weights_on_model_save": True, "stage3_prefetch_bucket_size": "auto"}, "none",
+    ),
+    "fp16 for 16bit": (
+        {"stage": 3, "stage3_gather_fp16_weights_on_model_save": True},
+        {"stage3_gather_16bit_weights_on_model_save": True}, "none",
+    ),
+    "comments": ({"stage": 2, "_comment": "ours", "//": {"x": "auto"}}, {"stage": 2}, "none"),
+}  # fmt: skip
+
+
+@pytest.mark.injection
+@pytest.mark.parametrize("what", OLDER)
+def test_older_and_shorter_names_are_read_as_what_they_are(write, what):
+    """The start said "offload none" and DeepSpeed offloaded; a second name of a key was added beside the first."""
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    section, read, offload = OLDER[what]
+    settings = parse("--deepspeed", write({"_comment": "zero", "zero_optimization": section}))
+    found = settings.deepspeed["zero_optimization"]
+    assert {key: found.get(key) for key in read} == read and settings.offload == offload
+    assert not {*section} - {*read, "stage"} & {*found} and "_comment" not in settings.deepspeed
+    assert any("older or shorter names are read" in line for line in settings.decisions) is (what != "comments")
+    literals = {key: value for key, value in found.items() if value != "auto"}
+    assert not [key for key in DeepSpeedZeroConfig(**literals).model_fields_set if key.startswith("cpu_")]
+
+
+def test_bfloat16_is_read_as_bf16(write):
+    settings = parse("--deepspeed", write(BASE | {"bfloat16": {"enabled": False}}))
+    assert settings.deepspeed["bf16"] == {"enabled": False} and "bfloat16" not in settings.deepspeed
+
+
+LACKING = {
+    "optimizer": (
+        {"optimizer": {"type": "OneBitAdam"}},
+        "optimizer.type = 'OneBitAdam': the installed DeepSpeed has no",
+    ),
+    "optimizer of torch": ({"optimizer": {"type": "lr_scheduler"}}, "has no such optimizer; it has adagrad, adam"),
+    "its setting": (
+        {"optimizer": {"type": "SGD", "params": {"lr": 1e-3, "momentun": 0.9}}},
+        "optimizer.params.momentun: SGD has no such setting; it takes lr, momentum",
+    ),
+    "package": ({"optimizer": {"type": "MuAdam"}}, "needs the package mup, which is not installed"),
+    "scheduler": ({"scheduler": {"type": "Cosine"}}, "has no such scheduler; it has LRRangeTest, OneCycle"),
+    "setting of a scheduler": (
+        {"scheduler": {"type": "WarmupLR", "params": {"warmup_steps": 3}}},
+        "warmup_steps: WarmupLR has no such",
+    ),
+    "setting that is needed": (
+        {"scheduler": {"type": "WarmupDecayLR", "params": {"warmup_num_steps": 3}}},
+        "total_num_steps: .* without it",
+    ),
+    "monitor": ({"tensorboard": {"enabled": True}}, "tensorboard: its package is not installed: pip install tensorb"),
+    "comet": ({"comet": {"enabled": True}}, "comet: its package is not installed: pip install comet-ml"),
+    "twice": (
+        {"zero_optimization": {"stage": 2, "cpu_offload": True, "offload_optimizer": CPU}},
+        "cpu_offload and offload_optimizer are one setting; keep offload_optimizer",
+    ),
+    "twice, shorter": (
+        {"zero_optimization": {"stage": 3, "max_live_parameters": 1, "stage3_max_live_parameters": 1}},
+        "max_live_parameters and stage3_max_live_parameters are one setting",
+    ),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("what", LACKING)
+def test_what_the_installed_deepspeed_lacks_is_refused_before_anything_is_loaded(write, monkeypatch, what):
+    section, said = LACKING[what]
+    of_package = deepspeed_names.importlib.util.find_spec
+    hidden = ("tensorboard", "comet_ml", "mup")
+    monkeypatch.setattr(deepspeed_names.importlib.util, "find_spec", lambda n: None if n in hidden else of_package(n))
+    with pytest.raises(UserError, match=said):
+        parse("--deepspeed", write(BASE | section))

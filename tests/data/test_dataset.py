@@ -754,14 +754,25 @@ def test_an_empty_variable_is_no_cache(tmp_path, monkeypatch):
     assert deepspeed_ops.folder_of_all()[0].is_relative_to(tmp_path / "home")
 
 
+# A wrong list of --columns -> what is said; a name beside ours was listed as "not used".
+COLUMNS = {
+    "prompt=z": "--columns names 'z', but the columns are q, a",
+    "prompt=q completion=a sytem=s": "--columns sytem=s: .* did you mean system=s?",
+    "promt=q completion=a": "--columns promt=q: no format has a column 'promt'",
+    "prompt=q prompt=a": "--columns prompt=a: one of these names is given twice",
+    "prompt=q completion=q": "--columns completion=q: one of these names is given twice",
+}
+
+
 def test_columns_can_be_mapped(tmp_path, tokenizer):
     file = write(tmp_path, "a.jsonl", [{"q": "Hi", "a": "Hello."}])
     train, _ = load_datasets(settings_for(file, "--columns", "prompt=q", "completion=a"), tokenizer)
     assert supervised_text(
         tokenizer, **{k: train.dataset[0][k] for k in ("labels",)}, ids=train.dataset[0]["input_ids"]
     ) == ("Hello.<|end|>")
-    with pytest.raises(UserError, match="--columns names 'z', but the columns are q, a"):
-        load_datasets(settings_for(file, "--columns", "prompt=z"), tokenizer)
+    for columns, said in COLUMNS.items():
+        with pytest.raises(UserError, match=said):
+            load_datasets(settings_for(file, "--columns", *columns.split()), tokenizer)
 
 
 def test_truncation_policies(tmp_path, tokenizer):

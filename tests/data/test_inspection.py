@@ -275,6 +275,25 @@ def test_limits(tmp_path, flag, good, bad, says):
     assert "\n" not in str(caught.value)
 
 
+@pytest.mark.injection
+def test_evaluation_on_training_rows_is_said_by_default(tmp_path):
+    """A file with repeats and --eval_fraction, or one file for both: eval_loss measured memory, and no line said so."""
+    rows = [(f"Who is {i}?", f"No. {i}.") for i in range(10)]
+    data, repeats = rows_file(tmp_path, "a.jsonl", rows), rows_file(tmp_path, "twice.jsonl", rows * 2)
+    some = rows_file(tmp_path, "b.jsonl", [*rows[:1], ("Why?", "So."), ("When?", "Now."), ("How?", "So.")])
+    for more, share in (
+        (["--data", data, "--eval_data", data], "10 of 10 eval rows (100.0%)"),
+        (["--data", data, "--eval_data", some], "1 of 4 eval rows (25.0%)"),
+        (["--data", repeats, "--eval_fraction", "0.3"], "eval rows ("),
+        (["--data", json.dumps({"path": str(data), "weight": 0.5}), "--eval_data", data], "10 of 10 eval rows"),
+        (["--data", data, "--eval_fraction", "0.3"], None),
+    ):
+        settings, *rest = loaded("--model", TINY / "model", *more)
+        checks.check_data(settings, *rest)
+        said = [line for line in settings.decisions if "are training rows too" in line]
+        assert bool(said) == bool(share) and (not share or share in said[0]), (more, said)
+
+
 def test_the_costly_limits_are_off_by_default_and_the_idle_one_says_so(monkeypatch):
     settings, train_set, _, tokenizer = loaded("--data", TINY / "train.jsonl", "--model", TINY / "model")
     with monkeypatch.context() as patched:

@@ -29,6 +29,7 @@ from zerofit.config import arguments, deepspeed_json, resolve
 from zerofit.model import adapters, quantization
 from zerofit.model.kernels import linear_attention
 from zerofit.model.load import check_model, count_parameters, load_model, load_tokenizer
+from zerofit.model.weights import adapter
 
 LEARNING_RATE, RATIO = 5e-3, 8
 COMMON = [
@@ -257,6 +258,48 @@ def test_refused_before_a_model_is_loaded(flags, words):
     with pytest.raises(UserError, match=None) as caught:
         settings_of(*flags)
     assert words in str(caught.value)
+
+
+# A list of names whose second entry names nothing: peft is content with the first -> what is said.
+MISSPELT = {
+    "target": ("--lora_target_modules q_proj kproj", "--lora_target_modules kproj: .* did you mean .*k_proj"),
+    "target of one layer": (
+        "--lora_target_modules q_proj layers.9.self_attn.k_proj", "layers.9.self_attn.k_proj: none of the adapted",
+    ),
+    "saved module": ("--modules_to_save lm_head lmhead", "--modules_to_save lmhead: .* did you mean lm_head"),
+    "target that is saved": ("--lora_target_modules q_proj lm_head --modules_to_save lm_head", "_modules lm_head: none"),
+    "parameter": ("--lora_target_parameters q_proj.weight kproj.weight", "kproj.weight: the model has no parameter"),
+    "excluded": ("--adapter_config exclude_modules=[down_proj,upproj]", "exclude_modules upproj: .* mean up_proj"),
+    "excluded alone": ("--adapter_config exclude_modules=.*upproj", r"exclude_modules .\*upproj: the model has no"),
+    "rank": ("--adapter_config rank_pattern={\"k_proj\":4,\"kproj\":8}", "rank_pattern kproj: none .* did you mean .*k_proj"),
+    "alpha": ("--adapter_config alpha_pattern={\"layers.9.*k_proj\":4}", "alpha_pattern layers.9.*: none of the adapted"),
+    "layer": (
+        "--lora_target_modules q_proj --adapter_config layers_to_transform=[1,9]", "layers_to_transform 9: none of the",
+    ),
+}  # fmt: skip
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("what", MISSPELT)
+def test_each_name_of_a_list_names_something(what):
+    """A misspelt target beside a right one was dropped: the run trained without it, and its certificate held."""
+    flags, said = MISSPELT[what]
+    with pytest.raises(UserError, match=said):
+        check_model(settings_of(*flags.split()))
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("pattern", ["(.*)*x", "(q_proj"])
+def test_an_expression_of_an_adapter_that_never_ends_is_refused(pattern):
+    """target_modules of an adapter from elsewhere: the comparison with a module's name does not end."""
+    from peft import LoraConfig
+    from transformers import AutoModelForCausalLM
+
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY / "model"))
+    with pytest.raises(UserError, match=r"runs/x: target_modules .* is no expression that can be compared"):
+        adapter.check_expressions(LoraConfig(target_modules=pattern), model, "runs/x")
+    adapter.check_expressions(LoraConfig(target_modules=r".*\.(q|k)_proj"), model, "runs/x")
 
 
 @pytest.mark.bad_input

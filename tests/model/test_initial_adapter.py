@@ -81,6 +81,31 @@ def test_what_does_not_go_on_is_refused_before_a_model_is_loaded(folder, tmp_pat
     assert any("names the base org/other" in sentence for sentence in settings_of(copy).decisions)
 
 
+# What is wrong with an adapter's files -> (change of adapter_config.json, bytes cut from the weights, what is said).
+ODD_FILES = {
+    "cut": ({}, 100, "adapter_model.safetensors is damaged .incomplete"),
+    "another start": ({"init_lora_weights": "loftq"}, 0, "init_lora_weights loftq, which changes the base"),
+    "an expression without an end": ({"target_modules": "(.*)*x"}, 0, "is no expression that can be compared"),
+    "a wrong type": ({"rank_pattern": 3}, 0, "--initial_adapter"),
+    "text for a number": ({"r": "four"}, 0, "--initial_adapter|--lora_r"),
+    "no modules": ({"target_modules": None}, 0, "--initial_adapter|--lora_target_modules"),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("what", ODD_FILES)
+def test_an_adapter_with_odd_files_is_one_sentence(folder, tmp_path, what):
+    """Tracebacks, and an expression that peft compares without an end."""
+    change, cut, said = ODD_FILES[what]
+    copy = shutil.copytree(folder, tmp_path / "odd")
+    weights = copy / "adapter_model.safetensors"
+    weights.write_bytes(weights.read_bytes()[: weights.stat().st_size - cut])
+    config = json.loads((copy / "adapter_config.json").read_text())
+    (copy / "adapter_config.json").write_text(json.dumps(config | change))
+    with pytest.raises(UserError, match=said):
+        check_model(settings_of(copy))
+
+
 def test_adapters_before_the_last_are_merged_by_the_commands_of_the_refusal(folder, tmp_path, monkeypatch):
     """The logits that the first step starts from are those of the base with both adapters, added by peft."""
     from peft import PeftModel

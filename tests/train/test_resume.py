@@ -1,6 +1,8 @@
 """A run goes on at another ZeRO stage, rank count or offload as if nothing had been changed."""
 
+import contextlib
 import itertools
+import json
 import logging
 import math
 import shutil
@@ -16,8 +18,9 @@ from transformers import PreTrainedConfig, trainer_utils
 
 from zerofit.base import log_filters
 from zerofit.base.errors import UserError
-from zerofit.checkpoint import reshard, zero_shards
+from zerofit.checkpoint import differences, reshard, zero_shards
 from zerofit.commands import resume
+from zerofit.config import resolve
 from zerofit.job.request import Request
 from zerofit.train.trainer import ZerofitTrainer
 
@@ -349,6 +352,46 @@ def test_make_resume_on_another_number_of_processes(runs, tmp_path):
     assert "effective batch 8 = per_device_train_batch_size 4 x gradient_accumulation_steps 2 x 1 rank" in done.stdout
     assert [line["step"] for line in Run(folder).metrics] == [1, 2, 3, 4, 5, 6]
     assert Run(folder).losses == pytest.approx(runs["3"].losses, rel=TOLERANCE["fp32"])
+
+
+OPTIMIZER = {"optimizer": {"type": "AdamW", "params": {"lr": "auto"}}}
+SCHEDULER = {"scheduler": {"type": "WarmupLR", "params": {"warmup_num_steps": 2}}}
+
+# What the JSON of the saved run has, what that of the resumed run has -> what is said; "": it goes on.
+OWN = {
+    "the scheduler is gone": (
+        SCHEDULER,
+        {},
+        "saved with WarmupLR in its DeepSpeed JSON, this run has no scheduler .*give",
+    ),
+    "the optimizer is gone": (
+        OPTIMIZER,
+        {},
+        "saved with AdamW in its DeepSpeed JSON, this run has no optimizer .*give",
+    ),
+    "a scheduler is new": ({}, SCHEDULER, "saved with no scheduler in .* has WarmupLR in .*: leave the section out"),
+    "the same": (OPTIMIZER | SCHEDULER, OPTIMIZER | SCHEDULER, ""),
+    "none": ({}, {}, ""),
+}
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("facts", [True, False])
+@pytest.mark.parametrize("what", OWN)
+def test_a_resume_needs_the_optimizer_and_scheduler_of_the_runs_json(tmp_path, what, facts):
+    """transformers looked for a scheduler.pt, which such a run does not save: a traceback."""
+    saved, resumed, said = OWN[what]
+    settings = []
+    for name, sections in (("saved", saved), ("resumed", resumed)):
+        file = tmp_path / f"{name}.json"
+        file.write_text(json.dumps({"zero_optimization": {"stage": 2}} | sections))
+        settings.append(resolve.resolve_settings("sft", ["--data", "none", "--deepspeed", str(file)], 1))
+    if "scheduler" not in saved:
+        (tmp_path / "scheduler.pt").touch()
+    known = {"of_json": differences.of_json(settings[0])} if facts else {}
+    seen = said and (facts or (what == "the scheduler is gone"))  # by files alone, only the scheduler's is missing
+    with pytest.raises(UserError, match=said if facts else "no scheduler") if seen else contextlib.nullcontext():
+        differences.check_json(settings[1], tmp_path, known, "--resume_from_checkpoint x")
 
 
 @pytest.mark.bad_input

@@ -3,6 +3,7 @@
 Real recipes, real DeepSpeed, two CPU processes over gloo (one process where the test says so).
 """
 
+import json
 import math
 from pathlib import Path
 
@@ -323,3 +324,24 @@ def test_the_first_token_behind_virtual_tokens_is_counted(tmp_path):
     mean = total / sum(len(row) for row in rows)
     assert run.losses == pytest.approx([mean], rel=1e-5)
     assert run.json("result.json")["eval_loss"] == pytest.approx(mean, rel=1e-5)
+
+
+# Schedules that read the optimizer's `defaults`, which DeepSpeed's wrappers lack -> rate of the last step by hand.
+OF_DEFAULTS = {
+    "polynomial": ({"lr_end": 1e-4, "power": 1.0}, lambda rate: rate + (1e-4 - rate) * 3 / 4),
+    "cosine_with_min_lr": ({"min_lr": 1e-4}, lambda rate: 1e-4 + (rate - 1e-4) * (1 + math.cos(math.pi * 3 / 4)) / 2),
+}
+
+
+@pytest.mark.bad_input
+def test_schedules_that_read_the_optimizers_defaults_run_at_every_stage(tmp_path):
+    """An AttributeError after model and data at stages 1 to 3; stage 0 trained."""
+    steps = ["--max_steps", "4", "--warmup_steps", "0", "--logging_steps", "1", "--learning_rate", "1e-3"]
+    cases = {
+        f"{kind}-{zero}": ("sft", [*flags("sft", zero), *steps, "--save_strategy", "no", "--lr_scheduler_type", kind,
+                                   "--lr_scheduler_kwargs", json.dumps(more)])
+        for kind, (more, _) in OF_DEFAULTS.items() for zero in ("0123" if kind == "polynomial" else "2")
+    }  # fmt: skip
+    for name, run in run_world(1, cases, tmp_path).items():
+        last = OF_DEFAULTS[name.split("-")[0]][1](1e-3)
+        assert run.metrics[-1]["learning_rate"] == pytest.approx(last, rel=1e-6), name

@@ -1,5 +1,6 @@
 """Check the data before a run: limits on what is lost or repeated, end tokens, positions, tokens of the template."""
 
+from zerofit.base import distributed
 from zerofit.data import encoding, end_tokens, inspection
 from zerofit.data.unpaired import rows as unpaired
 from zerofit.job.settings import Check
@@ -8,10 +9,12 @@ from zerofit.job.settings import Check
 def check_data(settings, train_set, eval_set, tokenizer) -> None:
     """Refuse data beyond a limit, before any GPU time is spent.
 
-    Two limits use the statistics; those on repeated rows and overlap read every row, and only if they are set.
+    Two limits use the statistics; those on repeated rows and overlap decode every row, and only if they are set.
+    Eval rows that are trained on token by token are always said.
     Raises: UserError naming the flag.
     """
     settings.decisions += note(settings, train_set, eval_set, tokenizer).said
+    settings.decisions += inspection.trained_on(train_set, eval_set) if distributed.rank() == 0 else []
     inspection.enforce(settings, inspection.fractions(train_set))
     if settings.max_duplicate_fraction == settings.max_eval_overlap_fraction == 1:
         return

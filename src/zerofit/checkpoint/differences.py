@@ -1,9 +1,11 @@
 """Compare a run with the checkpoint it resumes from: refuse or report what differs."""
 
 import json
+from pathlib import Path
 
 from zerofit.base.errors import UserError
 from zerofit.job import groups, program
+from zerofit.job.settings import json_value
 
 # Arguments that decide which rows a step sees and how they are weighted.
 ROWS = ("seed", "data_seed", "packing", "eval_fraction", "train_sampling_strategy", "max_samples", "streaming",
@@ -72,6 +74,30 @@ def record(settings) -> dict:
     if not arguments["streaming"]:
         arguments["shuffle_buffer_size"] = None
     return json.loads(json.dumps(arguments, default=str))  # as it is read from the file
+
+
+def of_json(settings) -> dict[str, str | None]:
+    """Return the optimizer and the scheduler that a DeepSpeed JSON has, for a checkpoint's facts."""
+    return {section: json_value(settings.deepspeed or {}, f"{section}.type") for section in ("optimizer", "scheduler")}
+
+
+def check_json(settings, checkpoint: Path, known: dict, where: str) -> None:
+    """Refuse another optimizer or scheduler of a DeepSpeed JSON than the checkpoint's: its states are of that one.
+
+    transformers looks for a scheduler.pt, which a run whose JSON has a scheduler does not save. Raises: UserError.
+    """
+    now = of_json(settings)
+    elsewhere = settings.node_local_storage or settings.values.get("pp_size", 1) > 1
+    lacks_schedule = not elsewhere and not (checkpoint / "scheduler.pt").exists()
+    was = known.get("of_json") or now | ({"scheduler": "scheduler"} if lacks_schedule and not now["scheduler"] else {})
+    file = settings.values.get("deepspeed")
+    for section in (section for section in now if now[section] != was[section]):
+        had, has = (one[section] or f"no {section}" for one in (was, now))
+        fix = "give the file of that run with --deepspeed" if was[section] else f"leave the section out of {file}"
+        raise UserError(
+            f"{where}: was saved with {had} in its DeepSpeed JSON, this run has {has} in "
+            f"{file or 'one'}: {fix}; the states of one do not fit the other."
+        )
 
 
 def check(settings, known: dict, where: str) -> None:

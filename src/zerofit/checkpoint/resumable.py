@@ -40,6 +40,7 @@ def check_resumable(settings, train_set) -> None:
     settings.resumed = [*known.get("resumed", []), stretch]
     _decide_resharding(settings, known, Path(requested).name)
     check_split(settings, known, flag)
+    differences.check_json(settings, Path(requested), known, flag)
     if settings.resharded:
         zero_shards.check_whole(Path(requested))
         _check_schedule(settings, Path(requested), known, flag)

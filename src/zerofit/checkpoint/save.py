@@ -334,6 +334,7 @@ def _facts(trainer) -> dict:
         "zerofit": __version__, "format": FORMAT, "step": trainer.state.global_step, "recipe": settings.recipe.name,
         **{name: written(name, getattr(settings, name)) for name in names}, "precision": settings.precision,
         "unsaved": offload.unsaved(settings), "fingerprints": settings.fingerprints,
+        "of_json": differences.of_json(settings),
         "settings": differences.record(settings), "resumed": settings.resumed,
         "program": (running := program.current()) and running.facts,
         **({} if trainer.is_deepspeed_enabled else {"groups": reshard.group_names(trainer)}),

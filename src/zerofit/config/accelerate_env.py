@@ -1,4 +1,4 @@
-"""Drop the variables that `accelerate launch` sets, and check its number of processes."""
+"""Drop the variables that `accelerate launch` sets, and check what it was asked for against the run."""
 
 import os
 from pathlib import Path
@@ -7,6 +7,8 @@ import yaml
 
 from zerofit.base import command_line, distributed
 from zerofit.base.errors import UserError
+from zerofit.convert import conversion, sharding
+from zerofit.job.settings import Settings, as_typed, json_value, merge_json
 
 # `accelerate launch` and its cached default_config.yaml put these into the environment, but the recipe decides about
 # stage, precision, accumulation, FSDP and compile. Left in place they change or crash the run.
@@ -20,6 +22,7 @@ _ACCELERATE_NAMES = (
     "ACCELERATE_USE_PARALLELISM_CONFIG",
     "ACCELERATE_MIXED_PRECISION",
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "ACCELERATE_GRADIENT_CLIPPING",
     "ACCELERATE_USE_CPU",
     "ACCELERATE_TORCH_DEVICE",  # Ray Train sets it; the device is that of LOCAL_RANK
 )
@@ -28,12 +31,33 @@ _ACCELERATE_NAMES = (
 _WORTH_SAYING = (
     "ACCELERATE_USE_CPU",
     "ACCELERATE_DEEPSPEED_ZERO_STAGE",
+    "ACCELERATE_DEEPSPEED_CONFIG_FILE",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_OPTIMIZER_DEVICE",
+    "ACCELERATE_DEEPSPEED_OFFLOAD_PARAM_DEVICE",
     "ACCELERATE_MIXED_PRECISION",
     "ACCELERATE_USE_FSDP",
+    "ACCELERATE_USE_MEGATRON_LM",
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
+    "ACCELERATE_GRADIENT_CLIPPING",
+    "ACCELERATE_DYNAMO_BACKEND",
+    "PARALLELISM_CONFIG_CP_SIZE",
+    "PARALLELISM_CONFIG_SP_SIZE",
+    "PARALLELISM_CONFIG_TP_SIZE",
 )
 
-_HARMLESS = {"no", "false", "1", "NO", ""}
+_HARMLESS = {"no", "none", "auto", "false", "1", ""}
+
+# Section of accelerate's file -> its options of the command line that stand in it.
+_SECTIONS = {
+    "deepspeed_config": "zero_stage offload_optimizer_device offload_param_device gradient_accumulation_steps "
+    "gradient_clipping deepspeed_config_file".split(),
+    "dynamo_config": ["dynamo_backend"],
+    "parallelism_config": [f"parallelism_config_{kind}_size" for kind in ("tp", "cp", "sp")],
+}
+
+# Arguments of ours that a file of accelerate may ask for. Its processes are checked by `check_size`; stage 0 and one
+# accumulation step are what a file says that asks for nothing.
+_COMPARED = "zero offload deepspeed bf16 fp16 use_cpu max_grad_norm gradient_accumulation_steps sp_size tp_size".split()
 
 
 def drop_accelerate_env() -> list[str]:
@@ -42,7 +66,7 @@ def drop_accelerate_env() -> list[str]:
     for name in list(os.environ):
         if name in _ACCELERATE_NAMES or name.startswith(_ACCELERATE_PREFIXES):
             value = os.environ.pop(name)
-            if name in _WORTH_SAYING and value not in _HARMLESS:
+            if name in _WORTH_SAYING and value.lower() not in _HARMLESS:
                 dropped.append(f"{name}={value}")
     return dropped
 
@@ -63,6 +87,99 @@ def cached_accelerate_config() -> Path:
     named = os.environ.get("HF_HOME")
     folder = Path(named).expanduser() if named else distributed.home() / ".cache" / "huggingface"
     return folder / "accelerate" / "default_config.yaml"
+
+
+def compare(settings: Settings) -> list[str]:
+    """Return lines about what `accelerate launch` was asked for and this run does otherwise.
+
+    Raises: UserError if its command line asked for it, by a file or by options, with the flags that do the same.
+    """
+    argv = _accelerate_command()
+    if argv is None:
+        return []
+    named = command_line.value_of(argv, ("--config_file",))
+    file = Path(named).expanduser() if named else cached_accelerate_config()
+    try:
+        in_file = (yaml.safe_load(file.read_text()) if file.is_file() else None) or {}
+    except (OSError, ValueError, yaml.YAMLError):
+        return []  # accelerate started without an error, so the file is not checked here
+    typed = merge_json(in_file if named else {}, _options(argv))
+    if differing := _differing(settings, _asked(typed, file)):
+        raise UserError(
+            f"{f'--config_file {named}' if named else 'accelerate launch'} asks for {_words(differing)}, which this "
+            f"run does otherwise: the recipe decides. Give the recipe {_flags(differing)}, or leave it out there."
+        )
+    lost = _lost(merge_json(in_file, typed), file)
+    lines = [f"{file.name} of accelerate: {key} is not used; {why}" for key, why in lost]
+    if differing := [] if named else _differing(settings, _asked(in_file, file)):
+        lines.append(f"{file} of accelerate is not used: it asks for {_words(differing)}; here: {_flags(differing)}")
+    return lines
+
+
+def _options(argv: list[str]) -> dict:
+    """Return the options of an `accelerate launch` as its file would hold them."""
+    found: dict = {}
+    for section, names in _SECTIONS.items():
+        values = {name: command_line.value_of(argv, (f"--{name}",)) for name in names}
+        if values := {name: yaml.safe_load(value) for name, value in values.items() if value is not None}:
+            found[section] = values
+    if "deepspeed_config" in found:
+        found["distributed_type"] = "DEEPSPEED"
+    for name, kind in (("use_fsdp", "FSDP"), ("use_megatron_lm", "MEGATRON_LM")):
+        if f"--{name}" in argv:
+            found["distributed_type"] = kind
+            found["fsdp_config"] = {"fsdp_version": 1}
+    if {"--cpu", "--use_cpu"} & {*argv}:
+        found["use_cpu"] = True
+    precision = command_line.value_of(argv, ("--mixed_precision",))
+    return found | ({"mixed_precision": precision} if precision else {})
+
+
+def _asked(given: dict, file: Path) -> dict:
+    """Return our arguments that a configuration of accelerate asks for."""
+    if not given:
+        return {}
+    done = conversion.convert(sharding.ACCELERATE, given, file)
+    asked = {name: line.value for name, line in (done.lines | done.on_gpus).items() if name in _COMPARED}
+    section = given.get("deepspeed_config") or {}
+    if json_file := section.get("deepspeed_config_file"):
+        asked = {"deepspeed": json_file, **{name: asked[name] for name in ("bf16", "fp16") if name in asked}}
+    elif "deepspeed_config" in given and "zero_stage" not in section:  # accelerate's default
+        asked.pop("zero", None)
+    if "mixed_precision" in done.lost:
+        asked["fp8"] = True
+    if "distributed_type" in done.lost:
+        asked["distributed_type"] = given["distributed_type"]
+    nothing = {"zero": 0, "gradient_accumulation_steps": 1}
+    return {name: value for name, value in asked.items() if nothing.get(name) != value}
+
+
+def _lost(given: dict, file: Path) -> list[tuple[str, str]]:
+    """Return (section, what to use instead) of what has no counterpart and changes how fast a run is, not what."""
+    backend = str(json_value(given, "dynamo_config.dynamo_backend", "no")).lower()
+    lost = conversion.convert(sharding.ACCELERATE, given, file).lost if given else {}
+    return [(name, why) for name, why in lost.items() if name == "dynamo_config" and backend not in _HARMLESS]
+
+
+def _differing(settings: Settings, asked: dict) -> dict[str, str]:
+    """Return {argument: value as it is typed} of those that the run has otherwise."""
+
+    def same(name: str, value) -> bool:
+        own = settings.values.get(name)
+        if name == "deepspeed" and own:
+            return Path(own).expanduser().resolve() == Path(value).expanduser().resolve()
+        return own == value
+
+    return {name: as_typed(name, value) for name, value in asked.items() if not same(name, value)}
+
+
+def _words(differing: dict[str, str]) -> str:
+    return ", ".join(f"{name} {value}" for name, value in differing.items())
+
+
+def _flags(differing: dict[str, str]) -> str:
+    known = {name: value for name, value in differing.items() if name != "distributed_type"}
+    return " ".join(f"--{name} {value}" for name, value in known.items()) or "--zero 3"
 
 
 def check_size() -> str | None:

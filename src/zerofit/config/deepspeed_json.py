@@ -13,7 +13,7 @@ from typing import Any
 from zerofit.base import buffers, distributed
 from zerofit.base.errors import UserError
 from zerofit.base.paths import PROJECT, read_text
-from zerofit.config import defaults, offload, synonyms
+from zerofit.config import deepspeed_names, defaults, offload, synonyms
 from zerofit.job import groups
 from zerofit.job.settings import decide, json_value, merge_json
 from zerofit.job.technique import refuse_conflicts
@@ -321,7 +321,11 @@ def resolve(settings) -> None:
         path = CONFIGS / f"zero{settings.zero}.json"
         config = read_json(path)
     distributed.import_deepspeed(settings.use_cpu)  # for `lint`, which uses DeepSpeed's own configuration classes
+    config, older = deepspeed_names.modern(config, path)
+    if older:
+        settings.decisions.append(f"{path}: older or shorter names are read: {', '.join(older)}")
     lint(config, path)
+    deepspeed_names.check_installed(config, path)
     config = _filled(config, path, settings)
     _match(config, path, settings, settings.given)
     _match_offload(config, path, settings, settings.given)

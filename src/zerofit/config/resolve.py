@@ -10,6 +10,7 @@ from zerofit.base import distributed
 from zerofit.base.errors import UserError
 from zerofit.config import accelerate_env, deepspeed_json, defaults, offload, parse, transformers_flags
 from zerofit.data import streaming
+from zerofit.job import job
 from zerofit.job.request import Request
 from zerofit.job.settings import Settings, decide
 from zerofit.job.technique import Conflict, Technique, refuse_conflicts
@@ -59,7 +60,8 @@ def of_this_process(make: Callable[[], Settings]) -> Settings:
     settings = make()
     if other_size:
         settings.decisions.append(other_size)
-    _say_dropped(settings, dropped)
+    if not job.named(sys.argv[1:]):  # accelerate as the launcher of `zerofit launch` has been asked for nothing
+        settings.decisions.extend(accelerate_env.compare(settings) or _dropped(dropped))
     if settings.use_cpu and os.environ.get("OMP_WAIT_POLICY") == "passive":
         settings.decisions.append(
             "OMP_WAIT_POLICY passive: idle threads sleep, so that other work slows the run down less"
@@ -69,11 +71,10 @@ def of_this_process(make: Callable[[], Settings]) -> Settings:
     return settings
 
 
-def _say_dropped(settings: Settings, dropped: list[str]) -> None:
-    if dropped:
-        settings.decisions.append(
-            f"accelerate's own settings are not used ({', '.join(dropped)}): the recipe decides; see --zero, --bf16"
-        )
+def _dropped(variables: list[str]) -> list[str]:
+    if not variables:
+        return []
+    return [f"accelerate's own settings are not used ({', '.join(variables)}): the recipe decides; see --zero, --bf16"]
 
 
 def resolve(asked: Request, world_size: int, gpu=None, arguments_only: bool = False) -> Settings:
@@ -85,7 +86,7 @@ def resolve(asked: Request, world_size: int, gpu=None, arguments_only: bool = Fa
     for technique in () if arguments_only else techniques_of(settings):
         refuse_conflicts(technique, settings)
         technique.resolve(settings)
-    _say_dropped(settings, dropped)
+    settings.decisions.extend(_dropped(dropped))
     settings.freeze()
     return settings
 

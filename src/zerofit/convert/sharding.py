@@ -57,7 +57,8 @@ def of_json(done: Conversion, config: dict, key: str) -> None:
         return str((zero.get(name) or {}).get("device", "none"))
 
     offload = device("offload_optimizer"), device("offload_param")
-    if stage == 3 and offload[1] not in ("none", "None"):
+    older = any(zero.get(name) for name in ("cpu_offload_param", "cpu_offload_params"))
+    if stage == 3 and (offload[1] not in ("none", "None") or older):
         done.put("offload", "all", f"{key}: offload_param")
     elif stage and (zero.get("cpu_offload") or offload[0] not in ("none", "None")):
         done.put("offload", "optimizer", f"{key}: offload_optimizer")

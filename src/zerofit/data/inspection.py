@@ -77,6 +77,33 @@ def skipped(settings, eval_set) -> list[str]:
     return ["max_eval_overlap_fraction is not checked: there are no eval rows"] if idle else []
 
 
+def trained_on(train_set, eval_set) -> list[str]:
+    """Return a sentence on eval rows that are training rows too, token by token; [] without any.
+
+    A second for a million rows. Of a stream only the first rows are at hand, and not compared.
+    """
+    if eval_set is None or train_set.stream is not None:
+        return []
+    held_out = np.concatenate([*_row_hashes(eval_set.dataset)])
+    is_trained = np.zeros(len(held_out), bool)
+    for hashes in _row_hashes(train_set.all_rows):
+        is_trained |= np.isin(held_out, hashes)
+    if not (count := int(is_trained.sum())):
+        return []
+    return [
+        f"warning: {count:,} of {len(held_out):,} eval rows ({count / len(held_out):.1%}) are training rows too: on "
+        "them an evaluation measures what was memorized; remove them from one of the two sets "
+        "(--max_eval_overlap_fraction 0 refuses them)"
+    ]
+
+
+def _row_hashes(dataset):
+    """Yield arrays of a hash of each row's tokens."""
+    for table in dataset.with_format("arrow").iter(batch_size=10_000):
+        ids, bounds = _flat(table["input_ids"])
+        yield np.array([_hash(ids[a:b].tobytes()) for a, b in itertools.pairwise(bounds)], "u8")
+
+
 # --- counting ---
 
 

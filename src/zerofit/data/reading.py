@@ -1,6 +1,7 @@
 """Read rows as conversations: column names, formats, bad rows and their counts."""
 
 import contextlib
+import difflib
 import itertools
 import math
 import re
@@ -11,7 +12,7 @@ from dataclasses import asdict, dataclass, field, fields
 import numpy as np
 
 from zerofit.base.errors import UserError
-from zerofit.data import conversations, encoding, end_tokens, formats, pairs, template_text
+from zerofit.data import conversations, encoding, end_tokens, formats, meaning, pairs, template_text
 from zerofit.data.published import columns as published_columns
 from zerofit.data.published import comparisons, rendered, trees
 from zerofit.data.sources import Source, json_object, read_rows
@@ -300,7 +301,8 @@ def form_of(rows: Iterator, settings, source: Source) -> tuple[Form, Iterator]:
     Raises: UserError when the first row has no known format, under --bad_rows error; for trees under --streaming.
     """
     own, is_rendered = source.entry.columns, settings.data_format == rendered.TOKENS
-    names, known = _names(settings.columns if own is None else own), formats.known_to(settings.recipe)
+    known = formats.known_to(settings.recipe)
+    names = _names(settings.columns if own is None else own, known)
     if settings.documents_per_row == 2:
         return Form(pairs.KIND, names, is_rendered=is_rendered), rows
     if settings.unpaired:
@@ -323,9 +325,22 @@ def form_of(rows: Iterator, settings, source: Source) -> tuple[Form, Iterator]:
     return Form("", names, note=note, is_rendered=is_rendered), itertools.chain(looked_at, rows)
 
 
-def _names(columns: Iterable[str] | None) -> dict[str, str]:
-    """Return --columns as {name in the data: our name}."""
-    return {theirs: ours for ours, theirs in (c.split("=", 1) for c in columns or [])}
+def _names(columns: Iterable[str] | None, known: Iterable[formats.Format]) -> dict[str, str]:
+    """Return --columns as {name in the data: our name}.
+
+    Raises: UserError for a name that is given twice, or nearly one of ours: its column would not be used.
+    """
+    of_formats = {name for entry in known for name in (*entry.columns, *entry.beside)}
+    ours = of_formats | pairs.USED | meaning.SUSPICIOUS | {*published_columns.ASKED, *published_columns.ANSWERED}
+    names: dict[str, str] = {}
+    for column in columns or []:
+        name, theirs = column.split("=", 1)
+        if name in names.values() or theirs in names:
+            raise UserError(f"--columns {column}: one of these names is given twice; give each once.")
+        if name not in ours and (close := difflib.get_close_matches(name, sorted(ours), 1, 0.75)):
+            raise UserError(f"--columns {column}: no format has a column {name!r}; did you mean {close[0]}={theirs}?")
+        names[theirs] = name
+    return names
 
 
 def _renamed(place: str, row: dict | str | UserError, names: dict[str, str]) -> dict:

@@ -10,13 +10,14 @@ from pathlib import Path
 
 import yaml
 
-from zerofit.base.errors import UserError, first_line
+from zerofit.base.errors import UserError, first_line, in_one_line
 from zerofit.job.settings import decide
 from zerofit.job.technique import AllBut, Conflict, Technique
 from zerofit.model import initial_adapter
 from zerofit.model.image_text import towers
 from zerofit.model.kernels import linear_attention
 from zerofit.model.mixtures import adapted
+from zerofit.model.weights import adapter
 
 # Names are peft's PeftType in lower case; tests/model/test_adapters.py trains, saves and reloads each tuner at the
 # stages named there. prompt_tuning and prefix_tuning lengthen the input, the others change modules.
@@ -44,6 +45,11 @@ NO_PRODUCTS = {
 # Model type -> pattern of modules whose saved adapters peft 0.21 does not find again: it renames mlp.shared_expert. as
 # transformers does in weights of the hub, by a pattern that mlp.shared_experts matches too.
 UNREADABLE = {"laguna": r".*\.shared_experts\..*"}
+
+# Fields of peft's configurations whose entries must each name a module that is adapted.
+OF_ADAPTED = (
+    "target_modules", "feedforward_modules", "layers_to_transform", "layers_pattern", "rank_pattern", "alpha_pattern",
+)  # fmt: skip
 
 _KEEPS_BASE = ("true", "gaussian", "orthogonal")
 
@@ -175,7 +181,11 @@ def _config(settings, new_token_ids: dict[str, list[int]] | None = None):
     from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 
     if settings.initial_adapter:
-        config = PeftConfig.from_pretrained(Path(settings.initial_adapter).expanduser())
+        try:
+            config = PeftConfig.from_pretrained(Path(settings.initial_adapter).expanduser())
+        except Exception as error:  # of any file: what peft does with values that it does not expect
+            why = f"{initial_adapter.CONFIG} cannot be read: {in_one_line(error)}"
+            raise UserError(f"--initial_adapter {settings.initial_adapter}: {why}.") from None
         config.inference_mode, config.lora_dropout = False, settings.lora_dropout
         return config
     kind = settings.adapter
@@ -244,11 +254,12 @@ def add_adapter(model, settings, tokenizer=None):
     from peft import get_peft_model, get_peft_model_state_dict
     from transformers import set_seed
 
-    for name in settings.modules_to_save or []:
-        if not any(path.split(".")[-1] == name or path == name for path, _ in model.named_modules()):
-            raise UserError(f"--modules_to_save {name}: the model has no module of that name.")
     rows = _embedding_names(model, new_token_ids(tokenizer, settings)) if tokenizer and settings.new_tokens else None
     config = _config(settings, rows)
+    where = settings.initial_adapter and f"--initial_adapter {settings.initial_adapter}"
+    adapter.check_expressions(config, model, where or f"--adapter {settings.adapter}")
+    names = [name for name, _ in model.named_modules()]
+    _refuse_unmatched(config, settings, model, names, "exclude_modules", "modules_to_save")
     changes_base = re.fullmatch(CHANGES_BASE, settings.init_lora_weights) is not None
     if changes_base and next(model.parameters()).is_meta:  # load.check: no values to decompose
         config.init_lora_weights, changes_base = True, False
@@ -261,11 +272,14 @@ def add_adapter(model, settings, tokenizer=None):
         model = get_peft_model(
             model, config, autocast_adapter_dtype=settings.keeps_fp32, revision=settings.model_revision
         )
-    except (ValueError, TypeError) as error:
-        flag = f"--adapter {settings.adapter}"
-        if settings.adapter not in OWN_TARGETS:
+    except (ValueError, TypeError, AttributeError) as error:
+        flag = where or f"--adapter {settings.adapter}"
+        if settings.adapter not in OWN_TARGETS and not where:
             flag += f" --lora_target_modules {' '.join(settings.lora_target_modules)}"
         raise UserError(f"{flag}: {first_line(error)}") from None
+    tuner = model.base_model
+    names = [*getattr(tuner, "targeted_module_names", ()), *getattr(tuner, "targeted_parameter_names", ())]
+    _refuse_unmatched(_config(settings), settings, model.get_base_model(), names, *OF_ADAPTED)
     if settings.initial_adapter:
         initial_adapter.load(model, settings.initial_adapter)
     if settings.keeps_fp32 or settings.pure_bf16:
@@ -280,6 +294,23 @@ def add_adapter(model, settings, tokenizer=None):
         weights = get_peft_model_state_dict(model, save_embedding_layers=False)
         model.initial_lora = {k: v.detach().cpu().clone() for k, v in weights.items() if "lora_" in k}
     return model
+
+
+def _refuse_unmatched(config, settings, model, names: list[str], *of: str) -> None:
+    """Raise UserError for an entry of a list of names, given by the user, that names no module: peft needs only one.
+
+    Args: config: as it was before peft replaced its names by others; names: of modules.
+    """
+    given = [word.partition("=")[0] for word in settings.given.get("adapter_config") or []]
+    flags = {"target_modules": "lora_target_modules", "modules_to_save": "modules_to_save"}
+    for field in of if names and not settings.initial_adapter else ():
+        flag = flags.get(field)
+        is_given = field in given if flag is None else flag in settings.given
+        found = adapter.unmatched(config, field, names, model) if is_given else None
+        if found is None or (field == "target_modules" and adapted.names_experts(config, model, found[0])):
+            continue
+        what = "none of the adapted modules has it" if field in OF_ADAPTED else "the model has no module of that name"
+        raise UserError(f"--{flag or f'adapter_config {field}'} {found[0]}: {what}; {found[1]}")
 
 
 def without_input_casts(model, settings):

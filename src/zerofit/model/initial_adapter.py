@@ -7,6 +7,7 @@ from pathlib import Path
 from zerofit.base.errors import UserError, first_line
 from zerofit.job.settings import as_typed, decide
 from zerofit.job.technique import Technique
+from zerofit.model.weights import files
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -20,6 +21,9 @@ NOT_BESIDE = (
     "lora_target_parameters",
     "new_tokens",
 )  # flags that would change the configuration
+
+# Values of init_lora_weights with which an adapter is for its base as it is, or for one that peft makes of it alone.
+GOES_ON = r"True|False|gaussian|orthogonal|eva|olora|pissa(_niter_\d+)?"
 
 SNAPSHOT = re.compile(r"models--(.+?)--([^/]+)/snapshots/")  # of a hub model in its cache
 
@@ -39,6 +43,12 @@ def resolve(settings) -> None:
     config = read(where)
     if config.get("peft_type") != "LORA":
         raise UserError(f"{named}: it is {config.get('peft_type')}, and only a LoRA adapter can go on.")
+    init = str(config.get("init_lora_weights", True))
+    if not re.fullmatch(GOES_ON, init):
+        raise UserError(
+            f"{named}: {CONFIG} says init_lora_weights {init}, which changes the base in a way that is not done here; "
+            "merge it with peft, and train on the merged model."
+        )
     if config.get("trainable_token_indices"):
         raise UserError(f"{named}: it has rows of new tokens; merge it first (zerofit export --merge) and train on.")
     if config.get("modules_to_save") and settings.zero == 3:
@@ -77,10 +87,12 @@ def read(where: str) -> dict:
         raise UserError(
             f"--initial_adapter {where}: {missing} is missing; name the folder of an adapter, such as runs/x/final."
         )
+    if reason := files.damage(folder / FILE):
+        raise UserError(f"--initial_adapter {where}: {FILE} is damaged ({reason}); copy it again.")
     try:
         config = json.loads((folder / CONFIG).read_text(encoding="utf-8"))
         return config if isinstance(config, dict) else {}
-    except ValueError as error:
+    except (ValueError, RecursionError) as error:
         raise UserError(f"--initial_adapter {where}: {CONFIG} is damaged: {first_line(error)}") from None
 
 
@@ -128,10 +140,8 @@ def _name(model: str) -> str:
 
 def _shapes(folder: Path) -> dict[str, list[int]]:
     """Return the shape of each tensor of a model's files."""
-    from zerofit.model.weights import files
-
-    headers = [files.read_header(file) for file in folder.glob("*.safetensors")]
-    return {name: entry["shape"] for header in headers for name, entry in header.items() if name != "__metadata__"}
+    tensors = [files.tensors(file) for file in folder.glob("*.safetensors")]
+    return {name: entry["shape"] for of_file in tensors for name, entry in of_file.items()}
 
 
 def load(model, where: str) -> None:

@@ -373,6 +373,19 @@ class ZerofitTrainer(Trainer):
                 self.add_callback(paged.PageStates(self.optimizer))
         return self.optimizer
 
+    def create_scheduler(self, num_training_steps, optimizer=None):
+        """Build the schedule; polynomial and cosine_with_min_lr read `defaults`, which DeepSpeed's optimizers lack."""
+        wrapper = self.optimizer if optimizer is None else optimizer
+        engines = getattr(wrapper, "optimizer", None) if self.is_deepspeed_enabled else None
+        if engines is not None and not hasattr(engines, "defaults"):
+            engines.defaults = engines.optimizer.defaults
+        try:
+            return super().create_scheduler(num_training_steps, optimizer)
+        except (TypeError, ValueError) as error:
+            kind, more = self.args.lr_scheduler_type, json.dumps(self.args.lr_scheduler_kwargs)
+            flags = f"--lr_scheduler_type {kind} --lr_scheduler_kwargs '{more}'"
+            raise UserError(f"{flags}: {first_line(error)}.") from None
+
     def get_train_dataloader(self):
         """Build the training data loader, whose batches may be unpadded; evaluation stays padded."""
         collate, dataset = self.train_collator, self.train_dataset

@@ -130,6 +130,16 @@ def _copied(config, model, named: list[str]):
     return found
 
 
+def names_experts(config, model, name: str) -> bool:
+    """Return whether a target that no module is named after is one that peft takes for fused experts."""
+    alone = copy.copy(config)
+    alone.target_modules = [name]
+    try:
+        return name not in (_copied(alone, model, []).target_modules or ())
+    except ValueError:  # gate_proj without up_proj, which are one tensor in experts
+        return True
+
+
 def _lost(config, of_model, model) -> list[str]:
     """Return the weights of linear layers that the targets name and that peft's configuration of the model does not."""
     import torch

@@ -212,9 +212,8 @@ def refuse(names: Names, place: str) -> None:
         name, kind = names.packed[0]
         raise UserError(
             f"{place}: {len(names.packed)} of its weights are {kind} numbers in its files ({name}), and config.json "
-            "has "
-            "no quantization_config that says how to scale them: they would be read as the weights themselves. Name "
-            "the original model, or a copy in 16 bits."
+            "has no quantization_config that says how to scale them: they would be read as the weights themselves. "
+            "Name the original model, or a copy in 16 bits."
         )
     if names.missing:
         raise UserError(

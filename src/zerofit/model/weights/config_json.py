@@ -72,7 +72,7 @@ def _numbers(values: dict):
 
 
 def without_outputs(config) -> list[str]:
-    """Turn off outputs that training does not read, and that a kernel of attention may lack; return their names."""
+    """Turn off the outputs that training does not read, which not every attention has; return their names."""
     parts = (config, config.get_text_config())
     found = [name for name, value in OFF.items() if any(getattr(part, name, value) != value for part in parts)]
     for part in parts:

@@ -27,7 +27,7 @@ def check(folder: Path, place: str) -> None:
             if name in held_by:
                 raise UserError(
                     f"{place}: {held_by[name]} and {file.name} both hold {name}, and transformers would load one of "
-                    "them, whatever the index says: the files are of different copies; download or save it again."
+                    "them, whatever the index says: the files are of different copies; download or save them again."
                 )
             held_by[name] = file.name
 
