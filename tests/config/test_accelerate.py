@@ -76,7 +76,7 @@ def compare(tmp_path, monkeypatch):
 def test_a_file_of_accelerate_that_is_named_and_contradicts_the_run_stops_it(compare, what):
     """Its DeepSpeed file, offload, clipping and context parallel were dropped without a line."""
     config, flags = FILES[what]
-    with pytest.raises(UserError, match="--config_file .*mine.yaml asks for .* the recipe decides") as refused:
+    with pytest.raises(UserError, match=r"--config_file .*mine.yaml asks for .* the recipe decides") as refused:
         compare(config, True)
     assert f"Give the recipe {flags}, or leave" in str(refused.value)
     (line,) = compare(config, False)  # of `accelerate config`, which the user may have made for other jobs

@@ -267,12 +267,18 @@ MISSPELT = {
         "--lora_target_modules q_proj layers.9.self_attn.k_proj", "layers.9.self_attn.k_proj: none of the adapted",
     ),
     "saved module": ("--modules_to_save lm_head lmhead", "--modules_to_save lmhead: .* did you mean lm_head"),
-    "target that is saved": ("--lora_target_modules q_proj lm_head --modules_to_save lm_head", "_modules lm_head: none"),
+    "target that is saved": (
+        "--lora_target_modules q_proj lm_head --modules_to_save lm_head", "_modules lm_head: none",
+    ),
     "parameter": ("--lora_target_parameters q_proj.weight kproj.weight", "kproj.weight: the model has no parameter"),
     "excluded": ("--adapter_config exclude_modules=[down_proj,upproj]", "exclude_modules upproj: .* mean up_proj"),
     "excluded alone": ("--adapter_config exclude_modules=.*upproj", r"exclude_modules .\*upproj: the model has no"),
-    "rank": ("--adapter_config rank_pattern={\"k_proj\":4,\"kproj\":8}", "rank_pattern kproj: none .* did you mean .*k_proj"),
-    "alpha": ("--adapter_config alpha_pattern={\"layers.9.*k_proj\":4}", "alpha_pattern layers.9.*: none of the adapted"),
+    "rank": (
+        "--adapter_config rank_pattern={\"k_proj\":4,\"kproj\":8}", "rank_pattern kproj: none .* mean .*k_proj",
+    ),
+    "alpha": (
+        "--adapter_config alpha_pattern={\"layers.9.*k_proj\":4}", "alpha_pattern layers.9.*: none of the adapted",
+    ),
     "layer": (
         "--lora_target_modules q_proj --adapter_config layers_to_transform=[1,9]", "layers_to_transform 9: none of the",
     ),

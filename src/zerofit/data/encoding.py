@@ -7,7 +7,6 @@ import itertools
 import json
 import re
 import resource
-import signal
 import threading
 import unicodedata
 from collections import Counter
@@ -17,6 +16,7 @@ from typing import Any
 
 import numpy as np
 
+from zerofit.base import process
 from zerofit.base.errors import UserError
 from zerofit.data import conversations, end_tokens, template_text
 from zerofit.data.chat_templates import arguments as template_arguments
@@ -633,26 +633,18 @@ def _template_errors(place: str) -> Iterator[None]:
     """
     from jinja2 import TemplateError
 
-    def stop(*_):
-        raise TimeoutError(f"it was not done after {conversations.TEMPLATE_SECONDS} seconds")
-
-    timed = threading.current_thread() is threading.main_thread()  # Python runs signal handlers only there
-    before = signal.signal(signal.SIGVTALRM, stop) if timed else None
     memory = resource.getrlimit(resource.RLIMIT_AS)
     try:
-        if timed:
-            signal.setitimer(signal.ITIMER_VIRTUAL, conversations.TEMPLATE_SECONDS, 1)
-            resource.setrlimit(resource.RLIMIT_AS, (_address_limit(*memory), memory[1]))
-        yield
+        with process.time_limit(conversations.TEMPLATE_SECONDS):
+            if threading.current_thread() is threading.main_thread():
+                resource.setrlimit(resource.RLIMIT_AS, (_address_limit(*memory), memory[1]))
+            yield
     except (RecursionError, MemoryError) as error:
         raise UserError(f"{place}: the chat template ends in a {type(error).__name__}; mend it.") from None
     except (TemplateError, TypeError, ValueError, KeyError, AttributeError, OverflowError, TimeoutError) as error:
         raise UserError(f"{place}: the chat template refuses this conversation: {error}.") from None
     finally:
-        if timed:
-            resource.setrlimit(resource.RLIMIT_AS, memory)
-            signal.setitimer(signal.ITIMER_VIRTUAL, 0)
-            signal.signal(signal.SIGVTALRM, before)
+        resource.setrlimit(resource.RLIMIT_AS, memory)
 
 
 def _address_limit(soft: int, hard: int) -> int:
