@@ -14,7 +14,10 @@ DEEPSPEED_FILE = "what the file says is what runs with `--deepspeed FILE`, inste
 
 def deepspeed(done: Conversion, key: str) -> None:
     """Convert a key that names a DeepSpeed file, or holds its JSON."""
-    value = as_object(done.take(key))
+    _deepspeed(done, as_object(done.take(key)), key)
+
+
+def _deepspeed(done: Conversion, value: Any, key: str) -> None:
     if value is None or value == "":
         return
     if isinstance(value, dict):
@@ -147,9 +150,7 @@ def _accelerate(done: Conversion) -> None:
 def _accelerate_deepspeed(done: Conversion) -> None:
     section = done.take("deepspeed_config", {})
     if "deepspeed_config_file" in section:
-        done.given["deepspeed_config.deepspeed_config_file"] = section["deepspeed_config_file"]
-        deepspeed(done, "deepspeed_config.deepspeed_config_file")
-        done.keep("deepspeed_config", "distributed_type")
+        _deepspeed(done, section["deepspeed_config_file"], "distributed_type, deepspeed_config")
         return
     stage = section.get("zero_stage", 2)
     done.put("zero", stage, "distributed_type, deepspeed_config: zero_stage")
