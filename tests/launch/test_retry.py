@@ -739,13 +739,13 @@ def test_nothing_is_written_where_nobody_watches(monkeypatch, tmp_path):
 def test_a_record_on_a_full_disk_is_none(monkeypatch, tmp_path):
     """/tmp is full: the file is made, but no byte of it fits. The supervisor tells from the exit code alone."""
 
-    def full(self, text, **_kw):
-        self.touch()
+    def full(descriptor, *_):
+        os.close(descriptor)
         raise OSError(28, "No space left on device")
 
     monkeypatch.setenv(rank_status.FOLDER, str(tmp_path))
     with monkeypatch.context() as patch:
-        patch.setattr(type(tmp_path), "write_text", full)
+        patch.setattr(os, "fdopen", full)
         rank_status.record(RuntimeError("first"))
         rank_status.write_json(tmp_path / postmortem.EXITS, {"0": 1})
     assert not list(tmp_path.iterdir())
