@@ -222,12 +222,12 @@ def _times(done: Conversion) -> None:
 
 def _machine(done: Conversion) -> None:
     """Convert precision, attention, kernels, sharding and trackers."""
-    if "bf16" in done.keys and not any(done.given.get(key) for key in ("bf16", "fp16", "bfloat16", "float16")):
-        shared.single(done, "bf16")  # false, or null, which replaces auto
     shared.precision(done)
     for key, name in (("bfloat16", "bf16"), ("float16", "fp16")):
         if done.take(key):
             shared.half(done, name, key)
+    if "bf16" in done.given and done.given["bf16"] is None and not {"bf16", "fp16"} & {*done.lines, *done.on_gpus}:
+        shared.single(done, "bf16")
     shared.tf32(done)
     for key in ("flash_attention", "attn_implementation", "sdp_attention", "eager_attention", "xformers_attention"):
         value = done.take(key)

@@ -14,10 +14,7 @@ DEEPSPEED_FILE = "what the file says is what runs with `--deepspeed FILE`, inste
 
 def deepspeed(done: Conversion, key: str) -> None:
     """Convert a key that names a DeepSpeed file, or holds its JSON."""
-    _deepspeed(done, as_object(done.take(key)), key)
-
-
-def _deepspeed(done: Conversion, value: Any, key: str) -> None:
+    value = as_object(done.take(key))
     if value is None or value == "":
         return
     if isinstance(value, dict):
@@ -150,7 +147,9 @@ def _accelerate(done: Conversion) -> None:
 def _accelerate_deepspeed(done: Conversion) -> None:
     section = done.take("deepspeed_config", {})
     if "deepspeed_config_file" in section:
-        _deepspeed(done, section["deepspeed_config_file"], "distributed_type, deepspeed_config")
+        done.given["deepspeed_config.deepspeed_config_file"] = section["deepspeed_config_file"]
+        deepspeed(done, "deepspeed_config.deepspeed_config_file")
+        done.keep("deepspeed_config", "distributed_type")
         return
     stage = section.get("zero_stage", 2)
     done.put("zero", stage, "distributed_type, deepspeed_config: zero_stage")
