@@ -597,7 +597,8 @@ def test_a_batch_size_is_searched_after_the_proof_of_packing(monkeypatch):
         tokens=SimpleNamespace(stream=None), is_deepspeed_enabled=False, train_collator=SimpleNamespace(packed=True),
         prove_documents_apart=lambda: order.append("proof"), seed_this_rank=lambda: None,
         settings=SimpleNamespace(bundled=False, zero=3), before_first_step=lambda: None,
-        sequence=SimpleNamespace(size=1),
+        sequence=SimpleNamespace(size=1), _tr_loss=0.0, _globalstep_last_logged=0,
+        optimizer=SimpleNamespace(_is_overflow=False),
     )  # fmt: skip
     monkeypatch.setattr(trial, "is_batch_search", lambda: True)
 

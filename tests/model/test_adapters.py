@@ -424,7 +424,8 @@ def test_every_linear_layer_with_a_forward_of_its_own_is_left_out():
         for name, body in re.findall(r"class (\w+)\(nn\.Linear\):\n((?:    .*\n|\n)+)", file.read_text()):
             if "def forward" in body and file.parent.name not in others:
                 modules = re.findall(rf"self\.(\w+) = {name}\(", file.read_text())
-                found[file.parent.name] = modules[0]
+                if modules[0] != "lm_head":  # of DORY, which all-linear leaves out anyway
+                    found[file.parent.name] = modules[0]
     of_others = ("llama4_text", "longcat_flash")
     assert found == {kind: name for kind, name in adapters.NO_PRODUCTS.items() if kind not in of_others}
 

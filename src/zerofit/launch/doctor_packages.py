@@ -53,7 +53,7 @@ def check() -> Iterator[Finding]:
         if not requirement.specifier.contains(version, prereleases=True):
             bad.append(f"{name} {version} is not {requirement.specifier}")
         elif name in newest and Version(version).release[:2] > Version(newest[name]).release[:2]:
-            newer.append(f"{name} {version} (tested up to {newest[name]})")
+            newer.append(f"{name} {version} (tested up to {Version(newest[name]).public})")
     if bad:
         yield fail("packages", "; ".join(bad), command_line.install())
     if newer:

@@ -52,7 +52,7 @@ def check(config, file: Path, place: str) -> None:
             raise UserError(f"{place}: config.json: {key} {value} must be from 0 to below 1.")
     if not isinstance(getattr(config, "architectures", None) or [], list):
         raise UserError(f"{place}: config.json: architectures {config.architectures} must be a list of names.")
-    text = config.get_text_config()
+    text = config.get_text_config(decoder=True)
     layers, heads, shared = (
         getattr(text, name, None) for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     )
