@@ -14,11 +14,11 @@ from transformers import TrainingArguments
 
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import save
-from zerofit.config import arguments, batch_size, defaults, help, resolve, synonyms, transformers_flags
+from zerofit.config import arguments, defaults, help, resolve, synonyms, transformers_flags
 from zerofit.config import parse as config_parse
 from zerofit.config.offload import OF_STAGE_3
 from zerofit.entrypoint import check_early
-from zerofit.job import groups, program
+from zerofit.job import batch_size, groups, program
 
 DATA = str(TINY / "train.jsonl")
 

@@ -75,7 +75,7 @@ def run(tmp_path_factory):
     for file in (data, held_out):
         shutil.copy(TINY / "eval.jsonl", file)
     flags = [
-        "--data", data, "--eval_data", held_out, "--max_samples", "8", "--effective_batch_size", "4",
+        "--model", "tiny", "--data", data, "--eval_data", held_out, "--max_samples", "8", "--effective_batch_size", "4",
         "--max_steps", "2", "--num_samples", "0", "--eval_strategy", "no",
     ]  # fmt: skip
     return run_world(1, {"run": ("sft", flags)}, folder)["run"]

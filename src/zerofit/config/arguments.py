@@ -3,8 +3,7 @@
 from dataclasses import dataclass, field
 from typing import Literal
 
-from zerofit.config import batch_size
-from zerofit.job import program
+from zerofit.job import batch_size, program
 from zerofit.job.recipe import Recipe
 
 

@@ -6,9 +6,9 @@ import math
 
 from zerofit.base import hardware
 from zerofit.base.errors import UserError
-from zerofit.config import batch_size, offload
+from zerofit.config import offload
 from zerofit.data.chat_templates import arguments as template_arguments
-from zerofit.job import data_entry, groups, program
+from zerofit.job import batch_size, data_entry, groups, program
 from zerofit.job.request import BY_PLAN
 from zerofit.job.settings import Settings, decide
 from zerofit.job.technique import Conflict, Technique, refuse_conflicts

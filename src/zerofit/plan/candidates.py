@@ -10,9 +10,9 @@ from typing import Any
 from zerofit.base import hardware
 from zerofit.base.errors import EXIT_CODES, UserError
 from zerofit.config import nvme, parse, resolve
-from zerofit.config.batch_size import divisors
 from zerofit.config.offload import hpz
 from zerofit.job import groups, program
+from zerofit.job.batch_size import divisors
 from zerofit.job.recipe import BUNDLED_MODEL, Recipe
 from zerofit.job.request import FLAG, Request
 from zerofit.job.settings import as_typed

@@ -13,8 +13,10 @@ LETTERS, TOKENS = "letters", "rendered"
 
 VALUES = (LETTERS, TOKENS)
 
-# Control words of other families, which the tokenizer may not know.
-FOREIGN = re.compile(r"<[|\uff5c][\w\u2581]+[|\uff5c]>|<(?:start|end)_of_turn>|\[/?INST\]")
+# Control words of other families, which the tokenizer may not know; <|begin_of_thought|> and the like are text.
+FOREIGN = re.compile(
+    r"<[|\uff5c](?!(?:begin|end)_of_(?!text|sentence))[\w\u2581]+[|\uff5c]>|<(?:start|end)_of_turn>|\[/?INST\]"
+)
 
 # Unless it is quoted, as in a text about tags, or has a closing tag, as in XML.
 PLACEHOLDER = re.compile(

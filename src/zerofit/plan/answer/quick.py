@@ -20,7 +20,7 @@ from zerofit.base import buffers, hardware, hub
 from zerofit.base.errors import UserError
 from zerofit.base.hardware import GIB, Gpu
 from zerofit.base.paths import cache_root
-from zerofit.config import batch_size
+from zerofit.job import batch_size
 from zerofit.job.recipe import Recipe
 from zerofit.job.request import Request
 from zerofit.plan import formulas, gpu_memory, simulate
