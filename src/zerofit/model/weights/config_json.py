@@ -52,7 +52,9 @@ def check(config, file: Path, place: str) -> None:
             raise UserError(f"{place}: config.json: {key} {value} must be from 0 to below 1.")
     if not isinstance(getattr(config, "architectures", None) or [], list):
         raise UserError(f"{place}: config.json: architectures {config.architectures} must be a list of names.")
-    text = config.get_text_config(decoder=True)
+    if getattr(config, "is_encoder_decoder", False):  # refused by its class, and it may have several text models
+        return
+    text = config.get_text_config()
     layers, heads, shared = (
         getattr(text, name, None) for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     )
