@@ -52,9 +52,7 @@ def check(config, file: Path, place: str) -> None:
             raise UserError(f"{place}: config.json: {key} {value} must be from 0 to below 1.")
     if not isinstance(getattr(config, "architectures", None) or [], list):
         raise UserError(f"{place}: config.json: architectures {config.architectures} must be a list of names.")
-    if getattr(config, "is_encoder_decoder", False):  # refused by its class, and it may have several text models
-        return
-    text = config.get_text_config()
+    text = config.get_text_config(decoder=True)  # of an encoder-decoder model, which is refused by its class
     layers, heads, shared = (
         getattr(text, name, None) for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
     )
@@ -75,7 +73,7 @@ def _numbers(values: dict):
 
 def without_outputs(config) -> list[str]:
     """Turn off the outputs that training does not read, which not every attention has; return their names."""
-    parts = (config, config.get_text_config())
+    parts = (config, config.get_text_config(decoder=True))
     found = [name for name, value in OFF.items() if any(getattr(part, name, value) != value for part in parts)]
     for part in parts:
         for name in found:
