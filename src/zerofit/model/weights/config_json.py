@@ -87,14 +87,14 @@ def untie(config, folder: Path) -> str:
     transformers trains such a head as a weight of its own (but ties it at ZeRO-3, where it compares empty tensors), and
     saves a config.json that says true, by which others load another model.
     """
-    if not getattr(config.get_text_config(), "tie_word_embeddings", False):
+    if not getattr(config.get_text_config(decoder=True), "tie_word_embeddings", False):
         return ""
     try:
         shards = tuple((file, file.stat().st_mtime_ns) for file in files.of_model(folder, str(folder)))
         head = _separate_head(shards)
     except (UserError, OSError, ValueError):  # no files yet, or damaged ones: said elsewhere
         return ""
-    for part in (config, config.get_text_config()) if head else ():
+    for part in (config, config.get_text_config(decoder=True)) if head else ():
         part.tie_word_embeddings = False
     return head
 
