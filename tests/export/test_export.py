@@ -469,6 +469,36 @@ print("grown", peak[0] - start[0])
 """
 
 
+@pytest.mark.injection
+@pytest.mark.parametrize("target", ["q_proj", "lm_head"])
+def test_a_merge_onto_a_base_with_a_head_of_its_own_is_saved_as_untied(tmp_path, target):
+    """config.json said tie_word_embeddings true beside two different tensors."""
+    from peft import LoraConfig, PeftModel, get_peft_model
+    from transformers import AutoModelForCausalLM
+
+    base = shutil.copytree(TINY / "model", tmp_path / "base")
+    weights = load_file(base / "model.safetensors")
+    head = 2 * weights["model.embed_tokens.weight"]
+    save_file(weights | {"lm_head.weight": head}, base / "model.safetensors", metadata={"format": "pt"})
+    plain = AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32)
+    model = get_peft_model(plain, LoraConfig(r=2, target_modules=[target], task_type="CAUSAL_LM"))
+    for name, parameter in model.named_parameters():
+        if "lora_" in name:
+            parameter.data.normal_(0, 0.1)
+    model.save_pretrained(tmp_path / "adapter", save_embedding_layers=False)
+    ids = torch.tensor([[3, 4, 5, 6]])
+    wanted = model(input_ids=ids).logits
+    words = [str(tmp_path / "adapter"), "--base", str(base), "--merge", "--output_dir", str(tmp_path / "out")]
+    export.main([*words, "--dtype", "float32"])
+    assert json.loads((tmp_path / "out" / "config.json").read_text())["tie_word_embeddings"] is False
+    found = AutoModelForCausalLM.from_pretrained(tmp_path / "out", dtype=torch.float32)(input_ids=ids).logits
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    again = PeftModel.from_pretrained(
+        AutoModelForCausalLM.from_pretrained(base, dtype=torch.float32), model_id=words[0]
+    )
+    torch.testing.assert_close(again(input_ids=ids).logits, wanted)
+
+
 @pytest.mark.skipif(not sys.platform.startswith("linux"), reason="reads /proc")
 @pytest.mark.slow
 @pytest.mark.parametrize("merged", [False, True])
