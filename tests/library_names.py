@@ -138,7 +138,7 @@ def stars(tree: ast.Module, module: str, file: str) -> list[str]:
 
 
 def taken() -> list[tuple[str, str, str]]:
-    """Return (file, module, name) of each name that src imports from a library, and of each in docs/patches.toml."""
+    """Return (file, module, name) of each name that src imports from a library."""
     found = []
     for file in sorted(SRC.rglob("*.py")):
         for node in ast.walk(ast.parse(file.read_text())):

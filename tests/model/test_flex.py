@@ -8,7 +8,7 @@ import pytest
 import torch
 from gpu_machine import Card, in_process
 from torch.nn.attention import flex_attention as torch_flex
-from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM
+from transformers import AttentionInterface, AutoConfig, AutoModelForCausalLM, LlamaConfig, LlamaForCausalLM
 from transformers.integrations import flex_attention as integration
 
 from zerofit.base import hardware
@@ -448,6 +448,21 @@ def test_answers_are_generated_by_another_attention(kind, name):
     assert model.config._attn_implementation == "flex_attention"
     with attention.for_generation(SimpleNamespace(attn_implementation="sdpa"), model):
         assert model.config._attn_implementation == "flex_attention"
+
+
+def test_a_class_from_elsewhere_generates_by_another_attention_too():
+    """The class of --trust_remote_code is in none of transformers' lists."""
+
+    class OwnConfig(LlamaConfig):
+        model_type = "from_elsewhere"
+
+    class OwnModel(LlamaForCausalLM):
+        config_class = OwnConfig
+
+    model = OwnModel._from_config(OwnConfig(**SIZES), attn_implementation="flex_attention")
+    assert attention.class_of(model.config) is None
+    with attention.for_generation(SimpleNamespace(attn_implementation="flex_attention"), model):
+        assert model.config._attn_implementation == "sdpa"
 
 
 @pytest.mark.slow

@@ -16,6 +16,7 @@ from zerofit.base.paths import PROJECT, read_text
 from zerofit.config import deepspeed_names, defaults, offload, synonyms
 from zerofit.job import groups
 from zerofit.job.settings import decide, json_value, merge_json
+from zerofit.job.settings_file import RepeatedKey, without_repeated_keys
 from zerofit.job.technique import refuse_conflicts
 
 CONFIGS = PROJECT / "deepspeed_configs"
@@ -155,20 +156,17 @@ def read_json(path: str | Path) -> dict:
     """
     path = Path(path).expanduser()
 
-    def unique(pairs):
-        keys = [k for k, _ in pairs]
-        duplicate = next((k for k in keys if keys.count(k) > 1), None)
-        if duplicate is not None:
-            raise UserError(f"{path}: the key {duplicate!r} appears twice in one object; keep one of them.")
-        return dict(pairs)
-
     def finite(word):  # NaN and Infinity, which Python's parser takes, and 1e999
         if not math.isfinite(number := float(word)):
             raise UserError(f"{path}: {word} is no number that can be computed with; write a finite one.")
         return number
 
     try:
-        config = json.loads(read_text(path), object_pairs_hook=unique, parse_float=finite, parse_constant=finite)
+        config = json.loads(
+            read_text(path), object_pairs_hook=without_repeated_keys, parse_float=finite, parse_constant=finite
+        )
+    except RepeatedKey as error:
+        raise UserError(f"{path}: the key {error.key!r} appears twice in one object; keep one of them.") from None
     except OSError as error:
         if stage := synonyms.stage(path.name):
             raise UserError(f"--deepspeed {path}: there is no such file; did you mean --zero {stage}?") from None

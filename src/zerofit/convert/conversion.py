@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.base.errors import UserError, first_line, one_line
+from zerofit.job.settings_file import RepeatedKey, without_repeated_keys
 
 
 @dataclass(frozen=True)
@@ -161,7 +162,7 @@ class Conversion:
             try:
                 if isinstance(held := as_object(value), dict) and held is not value:
                     self.given[key] = sectioned(held)
-            except (LookupError, RecursionError) as error:
+            except (RepeatedKey, RecursionError) as error:
                 self.refuse(key, f"is JSON that cannot be read ({first_line(error)})")
         self.recipe = recipe  # "": not known yet
         self.chosen_by: list[str] = []  # the keys that say the recipe
@@ -417,18 +418,13 @@ def words(value: Any) -> list[str]:
 def as_object(value: Any) -> Any:
     """Return a JSON text as what it says; anything else as it is.
 
-    Raises: LookupError for an object with a key twice.
+    Raises: RepeatedKey for an object with a key twice.
     """
-
-    def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-        held = dict(pairs)
-        if len(held) < len(pairs):
-            raise LookupError(f"one of its keys {', '.join(held)} stands there twice")
-        return held
-
     if isinstance(value, str) and value.strip().startswith(("{", "[")):
         try:
-            return json.loads(value, object_pairs_hook=once)
+            return json.loads(value, object_pairs_hook=without_repeated_keys)
+        except RepeatedKey:
+            raise
         except ValueError:
             return value
     return value

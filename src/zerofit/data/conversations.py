@@ -224,16 +224,9 @@ def _calls(place: str, i: int, calls: Any) -> list[dict]:
         parsed = []
         for call in calls:
             if "function" not in call and "name" in call:  # flat, as Llama 3 writes them
-                call = (
-                    {"type": "function"}
-                    | {k: v for k, v in call.items() if k not in FLAT_CALL}
-                    | {
-                        "function": {
-                            "name": call["name"],
-                            "arguments": call.get("arguments", call.get("parameters", {})),
-                        }
-                    }
-                )
+                function = {"name": call["name"], "arguments": call.get("arguments", call.get("parameters", {}))}
+                rest = {key: value for key, value in call.items() if key not in FLAT_CALL}
+                call = {"type": "function", **rest, "function": function}
             function = call.get("function", call)
             arguments = function.get("arguments")
             if isinstance(arguments, str):

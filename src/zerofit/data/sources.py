@@ -18,6 +18,7 @@ from zerofit.base.hub import check_reachable
 from zerofit.data.published.turns import found
 from zerofit.job import data_entry
 from zerofit.job.data_entry import DataEntry
+from zerofit.job.settings_file import without_repeated_keys
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 
@@ -295,7 +296,7 @@ def _reason(error: Exception) -> str:
 
 
 def _parsed(text: str) -> object:
-    return json.loads(text, parse_constant=_no_constant, object_pairs_hook=data_entry.without_repeated_keys)
+    return json.loads(text, parse_constant=_no_constant, object_pairs_hook=without_repeated_keys)
 
 
 def _read_json(path: Path, file, lines: bool) -> Iterator[Row]:

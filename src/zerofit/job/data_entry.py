@@ -7,6 +7,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.base.errors import UserError
+from zerofit.job.settings_file import without_repeated_keys
 
 KEYS = ("path", "config", "split", "revision", "weight", "columns")
 
@@ -48,15 +49,6 @@ def parse(entry: str) -> DataEntry:
         raise UserError(f"--data {entry}: {wrong} must be a string, found {values[wrong]!r}.")
     weight = _weight(entry, values["weight"]) if values.get("weight") is not None else 1.0
     return DataEntry(**texts, weight=weight, columns=_columns(entry, values.get("columns")))
-
-
-def without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
-    """Return an object of JSON; a key that stands in it twice is refused, as the first value would be lost."""
-    made = dict(pairs)
-    if len(made) < len(pairs):
-        keys = [key for key, _ in pairs]
-        raise ValueError(f"the key {next(key for key in keys if keys.count(key) > 1)!r} stands twice in an object")
-    return made
 
 
 def _weight(entry: str, value: Any) -> float:

@@ -12,6 +12,23 @@ from zerofit.base.paths import read_text
 DEEPEST, MOST_VALUES = 20, 10_000  # of a file
 
 
+class RepeatedKey(ValueError):
+    """A key stands twice in an object of JSON, whose first value would be lost."""
+
+    def __init__(self, key: str):
+        super().__init__(f"the key {key!r} stands twice in an object")
+        self.key = key
+
+
+def without_repeated_keys(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """Return an object of JSON, as the object_pairs_hook of json. Raises: RepeatedKey."""
+    made = dict(pairs)
+    if len(made) < len(pairs):
+        keys = [key for key, _ in pairs]
+        raise RepeatedKey(next(key for key in keys if keys.count(key) > 1))
+    return made
+
+
 def load(path: str, said: str = "", as_written: bool = False) -> tuple[Any, dict[str, yaml.Node]]:
     """Return the value of a YAML or JSON file, {} of an empty one, and the node of each of its keys.
 

@@ -24,7 +24,6 @@ from pathlib import Path
 
 from zerofit.base import allocator, hardware
 from zerofit.base.errors import UserError
-from zerofit.base.paths import PACKAGE
 from zerofit.launch import doctor_nodes, doctor_packages
 from zerofit.launch.doctor_nodes import Finding, fail, ok, warn
 
@@ -79,9 +78,9 @@ def main(argv: list[str]) -> None:
 
 def _checks(given) -> dict:
     """Return {name: (check, text of an ok where it has no findings)}, in the order in which they run."""
-    nodes, folder = int(given.nodes), Path(given.output_dir)
+    nodes, folder, packages = int(given.nodes), Path(given.output_dir), list(doctor_packages.check())
     checks = {
-        "packages": (doctor_packages.check, _versions()),
+        "packages": (lambda: packages, _versions()),
         "known problems": (doctor_packages.known_problems, "none applies"),
         "compiler": (compilers, "ninja and g++ are on PATH"),
         "environment": (variables, "no variable changes what runs"),
@@ -93,7 +92,7 @@ def _checks(given) -> dict:
         "hub": (hub_access, ""),
         "exchange": (lambda: exchange(int(given.gpus or 0)), "one process has nothing to exchange"),
     }
-    if given.self_test or any(f.level == "warn" for f in doctor_packages.check()):
+    if given.self_test or any(finding.level == "warn" for finding in packages):
         checks["self-test"] = (doctor_packages.self_test, "")
     if nodes > 1:
         checks["nodes"] = (lambda: doctor_nodes.check(nodes, folder, given.port), "")
@@ -358,8 +357,7 @@ def exchange(count: int) -> Iterator[Finding]:
 def _exchanged(count: int) -> str | None:
     """Start processes that exchange numbers; return the speed or the first error, None after a timeout."""
     words = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", str(count)]
-    env = {name: value for name, value in os.environ.items() if name != hardware.NVML_CHECK}
-    env["PYTHONPATH"] = os.pathsep.join(filter(None, [str(PACKAGE.parent), env.get("PYTHONPATH")]))
+    env = {name: value for name, value in doctor_packages.environment().items() if name != hardware.NVML_CHECK}
     try:
         done = subprocess.run([*words, "-m", EXCHANGE], env=env, capture_output=True, text=True, errors="replace",
                               timeout=EXCHANGE_SECONDS)  # fmt: skip

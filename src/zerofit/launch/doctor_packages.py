@@ -96,14 +96,19 @@ def known_problems() -> Iterator[Finding]:
             yield warn("known problem", f"{matched}: {symptom}", fix)
 
 
+def environment() -> dict[str, str]:
+    """Return the environment of a process that imports this package."""
+    path = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
+    return os.environ | {"PYTHONPATH": path}
+
+
 def self_test() -> Iterator[Finding]:
     """Train the bundled model for four steps of packed rows, and report the certificate of that run."""
-    path = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
     with tempfile.TemporaryDirectory(prefix="zerofit-") as folder:
         run = Path(folder) / "run"
         words = ["sft", "--max_steps", "4", "--packing", "true", "--num_samples", "0", "--output_dir", str(run)]
         done = subprocess.run([sys.executable, "-m", "zerofit", *words], cwd=folder, capture_output=True, text=True,
-                              errors="replace", env=os.environ | {"PYTHONPATH": path})  # fmt: skip
+                              errors="replace", env=environment())  # fmt: skip
         file = run / "certificate.json"
         checks = json.loads(file.read_text())["checks"] if file.exists() else []
     held = [check for check in checks if check["holds"]]

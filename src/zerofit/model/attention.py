@@ -209,19 +209,18 @@ def class_of(config):
     return classes.text_class(config)
 
 
-def has_sdpa(config) -> bool:
-    """Return whether sdpa computes what a model of transformers asks for: it has no soft cap and no sinks.
+def has_sdpa(cls, config) -> bool:
+    """Return whether sdpa computes what a class asks for by this configuration: it has no soft cap and no sinks.
 
-    Before 5.20 transformers' class of Gemma-2 has sdpa all the same, which leaves out its soft cap.
+    The class of Gemma-2 in transformers 5.17 has sdpa all the same, which leaves out its soft cap.
     """
-    cls = class_of(config)
     return bool(cls._supports_sdpa) and not getattr(config.get_text_config(), "attn_logit_softcapping", None)
 
 
 def has_only_flex(config) -> bool:
     """Return whether a model has flex_attention and no sdpa: Gemma-2, gpt-oss and others with a soft cap or sinks."""
     cls = class_of(config)
-    return cls is not None and not has_sdpa(config) and bool(cls._supports_flex_attn)
+    return cls is not None and not has_sdpa(cls, config) and bool(cls._supports_flex_attn)
 
 
 def why_not_flex(settings, config) -> str | None:
@@ -258,7 +257,7 @@ def _eager_where_sdpa_is_missing(settings, config) -> None:
     Raises: UserError for an explicit --attn_implementation sdpa.
     """
     cls = class_of(config)
-    if settings.attn_implementation != "sdpa" or cls is None or has_sdpa(config):
+    if settings.attn_implementation != "sdpa" or cls is None or has_sdpa(cls, config):
         return
     if "attn_implementation" in settings.given:
         raise UserError(f"--attn_implementation sdpa: {cls.__name__} has none; use eager.")
@@ -278,7 +277,7 @@ def for_generation(settings, model):
     if settings.attn_implementation != flex_proof.NAME:
         yield
         return
-    owner.set_attn_implementation("sdpa" if has_sdpa(owner.config) else "eager")
+    owner.set_attn_implementation("sdpa" if has_sdpa(owner, owner.config) else "eager")
     try:
         yield
     finally:
@@ -301,7 +300,7 @@ def cannot_pack(config, chosen: str, max_length: int) -> str | None:
     # Without sdpa: a soft cap or sinks (Gemma-2, gpt-oss); without the interface: Mamba, BLOOM, GPT-J ... Hybrids
     # have it, though the flag of most is off (Qwen3.5, Falcon-H1).
     has_interface = cls._supports_attention_backend or linear_attention.reads_documents(config)
-    if not (has_sdpa(config) and has_interface):
+    if not (has_sdpa(cls, config) and has_interface):
         flex = ", but with --attn_implementation flex_attention on a GPU" if cls._supports_flex_attn else ""
         return f"{cls.__name__} cannot keep documents of one row apart with sdpa{flex}"
     # Only a model that passes sliding_window= to its attention function tells packed_attention about the window.

@@ -199,9 +199,9 @@ def same_trace(engine, begins: bool = False):
     """
     zero = getattr(engine.optimizer, "parameter_offload", engine.optimizer)  # without training it is the optimizer
     coordinator = zero.get_param_coordinator() if hasattr(zero, "get_param_coordinator") else None
-    if not hasattr(coordinator, "reset_step"):
+    if not (has_step := hasattr(coordinator, "reset_step")):
         _say_once(f"note: deepspeed {metadata.version('deepspeed')} has no reset_step: steps at stage 3 take longer")
-    if "reset_step" in vars(coordinator or zero) or not hasattr(coordinator, "reset_step"):
+    if not has_step or "reset_step" in vars(coordinator):
         yield
         return
     if begins:

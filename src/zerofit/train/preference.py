@@ -139,10 +139,7 @@ class PreferenceTrainer(ZerofitTrainer):
         """Return the pairs, or the answers, of a step over all ranks."""
         if not batch_samples:
             return None
-        count = sum(map(self.objective.items, batch_samples)).to(device)
-        if self.counted_ranks > 1:
-            torch.distributed.all_reduce(count)
-        return count
+        return self.over_ranks(sum(map(self.objective.items, batch_samples)).to(device))
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)

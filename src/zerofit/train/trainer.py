@@ -445,10 +445,14 @@ class ZerofitTrainer(Trainer):
         if not (causal and divides and labeled) or getattr(model.config, "is_encoder_decoder", False):
             return super()._get_num_items_in_batch(batch_samples, device)
         first = adapters.first_target(self.settings)
-        count = sum((labels[..., first:] != -100).sum() for labels in labeled).to(device)
+        count = self.over_ranks(sum((labels[..., first:] != -100).sum() for labels in labeled).to(device))
+        return count / self.get_tp_size()  # the ranks of a --tp_size group have the same rows
+
+    def over_ranks(self, count: torch.Tensor) -> torch.Tensor:
+        """Return the sum of a count of each rank over the ranks that a loss is divided among. Collective."""
         if self.counted_ranks > 1:
             torch.distributed.all_reduce(count)
-        return count / self.get_tp_size()  # the ranks of a --tp_size group have the same rows
+        return count
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         self.reporter.phases.enter(phases.DATA)

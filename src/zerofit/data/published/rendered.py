@@ -98,7 +98,7 @@ def check(place: str, content: Any, data_format: str, control: re.Pattern) -> It
 def check_tokens(place: str, rendered: Rendered, control: re.Pattern) -> None:
     """Raise UserError for a rendered text with a control word that the tokenizer does not know, or a placeholder."""
     text = rendered.prompt + rendered.text
-    word = next((edge for edge in map(_edge, (text, rendered.text), (FOREIGN, FOREIGN)) if edge), "")
+    word = next(filter(None, (_edge(one, FOREIGN) for one in (text, rendered.text))), "")
     if word and not control.fullmatch(word):
         raise UserError(
             f"{place}: {word} is no token of this tokenizer, so the text was rendered for another model; give "

@@ -7,6 +7,7 @@ import re
 from pathlib import Path
 
 from zerofit.base.errors import UserError
+from zerofit.job.settings_file import RepeatedKey, without_repeated_keys
 from zerofit.model.weights import files
 
 EMBEDDINGS, HEADS = ("embed_tokens", "wte", "embed_in", "word_embeddings"), ("lm_head", "embed_out")  # modules
@@ -36,15 +37,11 @@ def check(config, file: Path, place: str) -> None:
 
     transformers builds a million layers without an end, and checks few of the numbers. Raises: UserError.
     """
-
-    def unique(pairs):
-        keys = [key for key, _ in pairs]
-        if twice := next((key for key in keys if keys.count(key) > 1), None):
-            raise UserError(f"{place}: config.json has the key {twice!r} twice; keep one of them.")
-        return dict(pairs)
-
     if file.is_file():
-        json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=unique)
+        try:
+            json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=without_repeated_keys)
+        except RepeatedKey as error:
+            raise UserError(f"{place}: config.json has the key {error.key!r} twice; keep one of them.") from None
     for key, value in _numbers(config.to_dict()):
         if LISTS.fullmatch(key) and value > MOST:
             raise UserError(f"{place}: config.json asks for {key} {value:,}, and no model has more than {MOST:,}.")
