@@ -6,6 +6,7 @@ import functools
 import gc
 import json
 import os
+import re
 import select
 import shutil
 import signal
@@ -30,6 +31,11 @@ if not GPU_TESTS:
 atexit.register(gc.freeze)  # as zerofit's commands do: the interpreter ends seconds sooner
 
 ROOT = Path(__file__).resolve().parents[1]
+if "MAKELEVEL" in os.environ:  # `make test` exports its variables, which a test's own make would take for the user's
+    variables = re.search(r"^VARIABLES := (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()
+    for name in ("MAKELEVEL", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "ZEROFIT_GOALS", *variables):
+        os.environ.pop(name, None)
+
 TINY = ROOT / "examples" / "tiny"
 isolated = False
 of_all_workers = ""  # folder of the fork server that the workers of `pytest -n` share
