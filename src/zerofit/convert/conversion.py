@@ -12,7 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.base.errors import UserError, first_line, one_line
-from zerofit.job.settings_file import RepeatedKey, without_repeated_keys
+from zerofit.job.settings_file import DEEPEST, RepeatedKey, without_repeated_keys
 
 
 @dataclass(frozen=True)
@@ -418,13 +418,16 @@ def words(value: Any) -> list[str]:
 def as_object(value: Any) -> Any:
     """Return a JSON text as what it says; anything else as it is.
 
-    Raises: RepeatedKey for an object with a key twice.
+    Raises: RepeatedKey for an object with a key twice; RecursionError for one that is nested too deeply.
     """
     if isinstance(value, str) and value.strip().startswith(("{", "[")):
         try:
             return json.loads(value, object_pairs_hook=without_repeated_keys)
         except RepeatedKey:
             raise
-        except ValueError:
+        except ValueError as error:
+            read = value[: getattr(error, "pos", 0)]  # is JSON so far; Python 3.13 reads any depth of it
+            if sum(map(read.count, "{[")) - sum(map(read.count, "}]")) > DEEPEST:
+                raise RecursionError(f"more than {DEEPEST} levels of nesting") from None
             return value
     return value
