@@ -12,12 +12,10 @@ from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
 from torch.autograd.graph import save_on_cpu
 
 from zerofit.model import gradient_checkpointing
-from zerofit.model.gradient_checkpointing import StreamedOffload
 from zerofit.train import run
 
 offloaded = []
 enable, write_result = gradient_checkpointing.enable, run.write_result
-pack = StreamedOffload._pack
 
 
 class CountedOffload(save_on_cpu):
@@ -43,7 +41,6 @@ def write_result_with_count(trainer, metrics):
 
 CPU_Accelerator.is_fp16_supported = lambda self: True  # slow where oneDNN has no kernels for it
 transformers.modeling_utils.save_on_cpu = CountedOffload
-StreamedOffload._pack = lambda self, tensor: counted(functools.partial(pack, self), tensor)
 gradient_checkpointing.enable = enable_as_on_a_gpu
 object.__setattr__(gradient_checkpointing.TECHNIQUES[0], "install", enable_as_on_a_gpu)
 run.write_result = write_result_with_count

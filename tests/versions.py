@@ -104,7 +104,8 @@ def install(name: str) -> Path:
     uv("pip", "install", "--quiet", "--python", python, *isolation, "--requirement", resolved)
     extras = project["optional-dependencies"]["dev"]
     uv("pip", "install", "--quiet", "--python", python, "--constraint", resolved, *extras)
-    uv("pip", "install", "--quiet", "--python", python, "--no-deps", "--editable", ROOT)
+    # Where PYTHONDONTWRITEBYTECODE is set, each process of a test would otherwise compile all packages again.
+    uv("pip", "install", "--quiet", "--compile-bytecode", "--python", python, "--no-deps", "--editable", ROOT)
     for stamp in (".zerofit-installed", ".zerofit-dev-installed"):  # else `make ENV=active` of a test installs the pins
         (folder / stamp).touch()
     return python

@@ -69,13 +69,13 @@ MIXTURE = {
 } | SIZES
 # What a start says of its proofs, and in which of these lines it has fallen back.
 PROOFS = (
-    r"^\s*-? *((?:use_liger_kernel|expandable_segments|activation_offload_streams|padding_free|"
+    r"^\s*-? *((?:use_liger_kernel|expandable_segments|padding_free|"
     r"experts_implementation|fused_lora|"
     r"attention by|Liger|flex|(?:holds|FAILS|not checked) +(?:documents in one row|loss)|dataloader_num_workers|"
     r"note: (?!packages|HF_HUB)|plan: .*without).*)"
 )
 BAD = (
-    r"(use_liger_kernel|expandable_segments|padding_free|activation_offload_streams) [Ff]alse|^note: |falls back|FAILS|"
+    r"(use_liger_kernel|expandable_segments|padding_free) [Ff]alse|^note: |falls back|FAILS|"
     r"not checked|: eager|plan: "
 )
 
@@ -291,7 +291,6 @@ LATER = {
     "lora z3": ("lora", "--zero 3", "lora z0", 0.05),
     "4-bit base z3": ("lora", "--zero 3 --load_in_4bit true", "lora z0", 0.1),
     "pure bf16": ("sft", "--zero 0 --pure_bf16 true", "z0", 0.1),
-    "streams": ("sft", "--zero 0 --activation_offload true --activation_offload_streams true", "z0", 0.03),
     "flex": ("sft", "--zero 0 --attn_implementation flex_attention --padding_free true", "z0", 0.03),
     "no Liger": ("sft", "--zero 0 --use_liger_kernel false", "z0", 0.03),
     "padded": ("sft", "--zero 0 --padding_free false", "z0", 0.03),
@@ -342,7 +341,7 @@ def compare(settings: dict, done: dict) -> None:
                 False,
                 f"exit code {code}, {len(own)} steps, losses {off:.1%} off {of or 'nothing'}; {why}; {said}",
             )
-        if name in ("experts", "flex", "streams") or "FELL BACK" in said:
+        if name in ("experts", "flex") or "FELL BACK" in said:
             say(f"{name}, said", "note", said)
     say(
         "settings",
@@ -449,11 +448,6 @@ SETTINGS_8B = {  # what one technique gains or costs at 8B: the same rows and fl
     "full-python-adam": ("sft", AT_2K + MICRO_4 + PURE + "--optim_args compile=false", False),
     "full-8bit-adam": ("sft", AT_2K + MICRO_4 + PURE + SELECTIVE + "--optim adamw_8bit", False),
     "full-activation-offload": ("sft", AT_2K + MICRO_4 + PURE + "--activation_offload true", False),
-    "full-streams": (
-        "sft",
-        AT_2K + MICRO_4 + PURE + "--activation_offload true --activation_offload_streams true",
-        False,
-    ),
 }
 CHOSEN = (
     "per_device_train_batch_size",

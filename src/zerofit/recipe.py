@@ -91,7 +91,7 @@ def start_processes(settings: Settings, train_set, eval_set):
     from zerofit.base import rank_status
     from zerofit.checkpoint import resumable, save, upload, verify
     from zerofit.config import nvme
-    from zerofit.model import attention, gradient_checkpointing, liger
+    from zerofit.model import attention, liger
     from zerofit.model.kernels import flex, fp8
     from zerofit.model.mixtures import kernels
     from zerofit.parallel import sequence_parallel
@@ -121,7 +121,6 @@ def start_processes(settings: Settings, train_set, eval_set):
         flex.prove_on_ranks(settings, config)
     kernels.prove_grouped(settings)
     liger.prove(settings)  # collective, so after the check that all nodes have it on
-    gradient_checkpointing.prove_streams(settings)
     fp8.prove(settings)
     deepspeed_ops.prepare(settings)
     nvme.reserve_folder(settings)

@@ -33,7 +33,7 @@ def test_the_kits_own_flags_are_frozen():
         "RunArguments": """
             config zero offload offload_path effective_batch_size sp_size tp_size pp_size preset search_batch_size
             memory_limit plan ignore_plan gpu_type gpus show gradient_checkpointing_every gradient_checkpointing_policy
-            activation_offload activation_offload_streams memory_report certificate save_every_minutes
+            activation_offload memory_report certificate save_every_minutes
             save_in_background save_model_in_checkpoints node_local_storage upload_to
             ignore_resume_mismatch on_nan max_nan_steps max_tokens_per_sample num_samples
         """,

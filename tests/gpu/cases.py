@@ -130,7 +130,6 @@ def memory_techniques() -> list[Case]:
     ways = {
         "no-checkpointing": "--gradient_checkpointing false", "every-2nd": "--gradient_checkpointing_every 2",
         "selective": "--gradient_checkpointing_policy selective", "activation-offload": "--activation_offload true",
-        "activation-offload-streams": "--activation_offload true --activation_offload_streams true",
         "tiled-mlp": "--tiled_mlp 2",
     }  # fmt: skip
     fused = {"must_not_print": FUSED, "why": "addmm with out_dtype and out, fp32 weight under autocast"}

@@ -14,8 +14,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
-from zerofit.model import adapters, attention, gradient_checkpointing
-from zerofit.model.gradient_checkpointing import StreamedOffload
+from zerofit.model import adapters, attention
 from zerofit.model.kernels import compiled
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="torch compiles for a CPU with g++")
@@ -137,32 +136,6 @@ def test_run_json_has_the_graphs_and_the_limit_of_compilations(graphs, monkeypat
     *others, limit = said_after(torch.float16)
     assert others == [first, again, again] and "has compiled a part of a layer 2 times, its limit" in limit
     assert capsys.readouterr().out.splitlines() == [*others, limit]
-
-
-class Counted(StreamedOffload):
-    """Activation offload in streams, with torch.cpu's streams, which do nothing."""
-
-    copies = 0
-
-    def _copy(self, saved, source, target):
-        self.copies += 1
-        super()._copy(saved, source, target)
-
-
-@needs_compiler
-@pytest.mark.slow
-def test_inputs_of_compiled_layers_are_offloaded_in_streams(graphs):
-    """A copy reads the input of a layer while its kernels do, and the version of a tensor tells who wrote to it."""
-    compiled_one, eager = models(checkpointing=True)
-    offload = Counted("cpu")
-    gradient_checkpointing.offload_in_streams(compiled_one, offload)
-    for number, lengths in enumerate(((20, 30, 14), (7, 50))):
-        batch = packed(*lengths)
-        for one, other in zip(results(compiled_one, batch), results(eager, batch), strict=True):
-            torch.testing.assert_close(one, other, rtol=1e-5, atol=1e-6)
-        assert offload.copies == (number + 1) * (2 * CONFIG.num_hidden_layers - gradient_checkpointing.IN_FLIGHT)
-        assert len(offload.resident) <= gradient_checkpointing.IN_FLIGHT
-    assert graphs["stats"]["unique_graphs"] > 0, "nothing was compiled"
 
 
 def adapted(*flags) -> tuple:

@@ -281,7 +281,7 @@ CONFIGS = {
     "a wide range": ({"initializer_range": 1e300}, "initializer_range.*1e\\+300"),
     "a dropout of 2": ({"attention_dropout": 2.0}, "attention_dropout 2.0 must be from 0 to below 1"),
     "an unknown dtype": ({"dtype": "float99"}, "its config.json could not be loaded: .*float99"),
-    "a name for a list": ({"architectures": 5}, "architectures 5 must be a list"),
+    "a name for a list": ({"architectures": 5}, "architectures. with value 5|architectures 5 must be a list"),
     "a key twice": ('"vocab_size": 1, ', "the key 'vocab_size' twice"),
     "nesting": (f'"x": {"[" * 100_000}{"]" * 100_000}, ', "its config.json could not be loaded"),
 }

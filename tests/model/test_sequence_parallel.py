@@ -332,7 +332,7 @@ def test_configs_that_are_refused(change, why):
     ("kind", "why"),
     [
         ("mamba", "its linear_attention layers need the tokens before a slice"),
-        ("recurrent_gemma", "its linear_attention layers need the tokens before a slice"),
+        ("recurrent_gemma", "its (linear_attention|recurrent) layers need the tokens before a slice"),
         ("rwkv", "RwkvForCausalLM cannot keep documents of one row apart"),
     ],
 )

@@ -132,7 +132,6 @@ ON_A_GPU = {
     "fp16": (["--fp16", "true", "--max_steps", "8"], {"fp16": LOSS_SCALE}),
     "sections": ([], SECTIONS),
     "offload": (["--activation_offload", "true"], None),
-    "streams": (["--activation_offload", "true", "--activation_offload_streams", "true"], None),
 }
 
 

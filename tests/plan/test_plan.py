@@ -16,7 +16,7 @@ import psutil
 import pytest
 from conftest import ROOT, TINY, recipe_process, run_world, slow_but
 from image_text_models import config_of
-from transformers import CONFIG_MAPPING, AutoConfig
+from transformers import CONFIG_MAPPING, AutoConfig, TrainingArguments
 from transformers.models.auto import modeling_auto
 
 from zerofit.base import command_line, hardware
@@ -1037,39 +1037,6 @@ def test_a_setting_that_is_not_simulated_is_not_called_too_large():
     assert " > " in search._why_not(candidate, plan) and "too much" in answer_text._size_of(candidate, plan)
 
 
-def test_tensors_on_their_way_count_by_formula():
-    """Beside what is copied on the compute stream: two inputs at the loss, one more in the backward."""
-    flags = [*FLAGS_1B, "--data", "none", *OFFLOADED]
-    plain, streams = (
-        resolve.resolve_settings("sft", [*flags, "--activation_offload_streams", value], 1, GPU)
-        for value in ("false", "true")
-    )
-    shape = candidates.shape_of(plain)
-    one_input = 4 * shape.hidden * candidates.setting_of(plain).tokens  # as the weights, in fp32
-    of_streams, of_plain = (
-        formulas.activations(shape, candidates.setting_of(settings), False) for settings in (streams, plain)
-    )
-    more = [moment["activations"] - of_plain[i]["activations"] for i, moment in enumerate(of_streams)]
-    assert more == pytest.approx([2 * one_input, one_input])
-
-
-@pytest.mark.slow
-def test_tensors_on_their_way_count_in_a_simulation():
-    """Two inputs at the loss, with which the backward begins; one more while a layer's backward holds most."""
-    flags = ["--model", str(CONFIGS / "llama3.1-8b"), "--data", "none", "--zero", "0", "--max_length", "4096",
-             "--per_device_train_batch_size", "1", "--effective_batch_size", "2", "--pure_bf16", "true",
-             *OFFLOADED]  # fmt: skip
-    plain, streams = answers_for(
-        [simulate.Question(job([*flags, "--activation_offload_streams", value]), 1, gpu=GPU, overrides=FOUR_LAYERS)
-         for value in ("false", "true")]
-    )  # fmt: skip
-    one_input = 2 * 4096 * 4096
-    more = {phase: streams["total"][phase] - plain["total"][phase] for phase in ("load", "forward", "backward", "step")}
-    assert more.pop("backward") in (one_input, 2 * one_input)
-    assert more == {"load": 0, "forward": 2 * one_input, "step": 0}
-    assert streams["host"] == plain["host"] > 4 * one_input
-
-
 @pytest.mark.slow
 def test_a_plan_does_not_depend_on_the_planning_machines_memory():
     """DeepSpeed flattens weights on the GPU where they fit twice: the planned GPU, not the host that plans."""
@@ -1311,7 +1278,10 @@ def test_mistakes(words, said, monkeypatch):
     ("kind", "said"), [("git", "without a language model of its own inside"), ("mllama", "cross-attention layers")]
 )
 def test_an_image_text_model_without_a_model_of_text_is_refused(kind, said, tmp_path):
-    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    try:
+        AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    except TypeError as error:
+        pytest.skip(f"this transformers cannot make a default {kind}: {error}")
     with pytest.raises(UserError, match=rf"^--model .* {said}.* name a text-only checkpoint"):
         candidates.candidates("sft", job(["--model", str(tmp_path), "--zero", "2"]), 2, GPU)
 
@@ -1898,7 +1868,8 @@ def test_the_closed_form_counts_the_scores_of_eager_attention(name, recomputed):
 
 @pytest.mark.parametrize("flags", [
     ["--gradient_checkpointing", "true"], ["--gradient_checkpointing_every", "1"], ["--activation_offload", "true"],
-    ["--activation_checkpointing", "true"], ["--preset", "gpu-40g"], ["--padding_free", "false"], ["--bf16", "false"],
+    *([["--activation_checkpointing", "true"]] if hasattr(TrainingArguments, "activation_checkpointing") else []),
+    ["--preset", "gpu-40g"], ["--padding_free", "false"], ["--bf16", "false"],
 ])  # fmt: skip
 def test_what_says_how_to_checkpoint_is_kept(flags, simulated, monkeypatch):
     """And so is the default where no plan knows what padding takes."""

@@ -2,8 +2,6 @@
 
 import sys
 
-IN_FLIGHT = 2  # offloaded tensors that are on the GPU at once: one in use, one on its way
-
 # Data-parallel ranks up to which stages 1 and 2 reduce gradients to their owners. NCCL reduces along a chain of them,
 # whose latency outweighs the saved bytes from about 100 GPUs on, by its cost model (docs/notes/speed_techniques.md).
 REDUCE_UP_TO = 64

@@ -55,7 +55,7 @@ DO_NOT_MATTER = set("""
     max_eval_overlap_fraction max_truncated_fraction min_supervised_fraction
     gpus gpu_type gradient_accumulation_steps memory_limit memory_report node_local_storage offload offload_path
     initial_adapter upload_to per_device_eval_batch_size per_device_train_batch_size search_batch_size use_cpu zero
-    activation_checkpointing activation_checkpointing_kwargs activation_offload activation_offload_streams
+    activation_checkpointing activation_checkpointing_kwargs activation_offload
     attn_implementation experts_implementation fused_loss gradient_checkpointing_kwargs liger_kernel_config
     padding_free tiled_mlp use_cache use_liger_kernel
 """.split())  # fmt: skip

@@ -18,6 +18,11 @@ KNOWN = (
     "numpy.ndarray", "numpy.dtype", "numpy._core.multiarray._reconstruct", "numpy.core.multiarray._reconstruct",
 )  # fmt: skip
 
+# torch 2.11 knows no location cpu:0, to which transformers 5.17 loads an optimizer on a rank without a GPU.
+torch.serialization.register_package(
+    100, lambda _: None, lambda storage, location: storage if location.startswith("cpu:") else None
+)
+
 FORCE = "TORCH_FORCE_WEIGHTS_ONLY_LOAD"  # environment variable: makes torch.load ignore weights_only=False
 
 

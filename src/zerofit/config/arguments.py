@@ -102,10 +102,6 @@ class RunArguments:
     activation_offload: bool = field(
         default=False, metadata={"help": "Keep the inputs of checkpointed layers in host memory until the backward."}
     )
-    activation_offload_streams: bool = field(
-        default=False,
-        metadata={"help": "Overlap the copies of --activation_offload with compute, on a second CUDA stream."},
-    )
     memory_report: bool = field(
         default=False,
         metadata={

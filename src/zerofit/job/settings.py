@@ -33,7 +33,6 @@ AFTER_RESOLVING = {
     "decisions": "sentences to print, which loading the data and starting the ranks add to",
     "output_dir": "rank 0 names the run folder when the run starts",
     "resume_from_checkpoint": "`auto` and `true` become the path of a checkpoint in the run folder",
-    "activation_offload_streams": "gradient_checkpointing.prove_streams turns it off where it fails on the GPU",
     "attn_implementation": "kernels/flex.py: eager and flex_attention replace each other by the proof on the GPU",
     "padding_free": "kernels/flex.py: eager would mix the documents of a row",
     "use_liger_kernel": "liger.prove turns it off where the kernels fail on the GPU",

@@ -37,7 +37,7 @@ def stop_at_ends(model, tokenizer, ends_of_rows: list[dict]):
     if generation is None or not isinstance(tokenizer, PreTrainedTokenizerBase):  # it cannot generate; a simulation
         return end_tokens.Ends((), (), "", ()), tokenizer
     known = ids_of(generation.eos_token_id)
-    ends, before = end_tokens.decide(ends_of_rows, tokenizer, known), hash(generation)
+    ends = end_tokens.decide(ends_of_rows, tokenizer, known)
     generation.eos_token_id = stops(ends, tokenizer, known)
     if ends.eos:
         tokenizer = copy.deepcopy(tokenizer)
@@ -45,8 +45,7 @@ def stop_at_ends(model, tokenizer, ends_of_rows: list[dict]):
         also = ids_of(config.eos_token_id) if isinstance(config.eos_token_id, list) else []
         config.eos_token_id = [ends.ids[0], *also] if also else ends.ids[0]
     align_special_tokens(owner, tokenizer)  # as the Trainer does later: the padding and begin tokens too
-    if hash(generation) != before:
-        owner.generation_config = _reloaded(generation)
+    owner.generation_config = _reloaded(generation)
     return ends, tokenizer
 
 
@@ -61,13 +60,19 @@ def stops(ends: end_tokens.Ends, tokenizer, known: list[int]) -> int | list[int]
 
 
 def _reloaded(generation):
-    """Return the generation configuration as one that was loaded.
+    """Return the generation configuration as one that was loaded, and that can be saved.
 
-    Some published ones hold settings that contradict each other, which transformers saves only as they were loaded.
+    Some published ones hold settings that contradict each other, as Llama-2's temperature without sampling.
+    transformers saves them only as they were loaded, and 5.17 not at all: then sampling, which they are for, is on.
     """
     with tempfile.TemporaryDirectory() as folder:
         generation.to_json_file(Path(folder) / "generation_config.json")
-        return type(generation).from_pretrained(folder)
+        loaded = type(generation).from_pretrained(folder)
+        try:
+            loaded.save_pretrained(folder)
+        except ValueError:
+            loaded.do_sample = True
+        return loaded
 
 
 def prompt_and_answer(row: dict) -> tuple[list[int], list[int]]:

@@ -21,6 +21,7 @@ from zerofit.base.errors import UserError
 from zerofit.job.settings import decide
 from zerofit.job.technique import Conflict
 from zerofit.model import attention, patches
+from zerofit.model.kernels import linear_attention
 from zerofit.parallel.interface import Parallel
 
 NAME = "zerofit_sequence_parallel"
@@ -82,7 +83,9 @@ def resolve_for_model(settings, config) -> None:
     size, text = settings.sp_size, config.get_text_config()
     if size == 1:
         return
-    other_layers = set(getattr(text, "layer_types", None) or ()) - {"full_attention", "sliding_attention"}
+    # RecurrentGemma before transformers 5.20 has block_types.
+    layers = getattr(text, "layer_types", None) or getattr(text, "block_types", None) or ()
+    other_layers = set(layers) - linear_attention.ATTENTION_LAYERS
     why = attention.cannot_pack(config, attention.NAME, settings.max_length)
     if other_layers:
         why = f"its {min(other_layers)} layers need the tokens before a slice"

@@ -454,7 +454,6 @@ def setting_of(settings, node: int | None = None, shape: Shape | None = None) ->
         whole_layers=whole_layers.largest(settings, tokens),
         selective=checkpointing.selective,
         fp32_weights=settings.keeps_fp32 and settings.precision != "fp32" and weight_dtype(settings) == "float32",
-        offload_streams=settings.activation_offload_streams,
         background_save=settings.save_in_background,
         groups=tuple(groups.in_use(settings.values)),
         arithmetic=fp8.seconds_factor(settings),

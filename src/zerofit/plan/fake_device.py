@@ -98,7 +98,7 @@ def register_gpu(tracker, total_bytes: int, overlaps: bool) -> None:
     from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
 
     class Backend(_DummyBackendModule):
-        Stream = torch.cpu.Stream  # of --activation_offload_streams: does nothing
+        Stream = torch.cpu.Stream  # does nothing
         stream, current_stream = staticmethod(torch.cpu.stream), staticmethod(torch.cpu.current_stream)
 
         def get_amp_supported_dtype(self):

@@ -8,7 +8,6 @@ import math
 from dataclasses import dataclass, replace
 
 from zerofit.base import allocator, buffers
-from zerofit.base.buffers import IN_FLIGHT
 from zerofit.model.mixtures import weights as of_experts
 from zerofit.optim import registry
 from zerofit.parallel.interface import Parallel
@@ -156,7 +155,6 @@ class Setting:
     whole_layers: int = 0  # stage 3 exchanges dense layers of up to so many numbers whole (parallel/whole_layers.py)
     selective: bool = False  # checkpointed layers keep the results of matrix products and attention
     fp32_weights: bool = False  # and so are the hidden states between layers, which each product casts for itself
-    offload_streams: bool = False  # offloaded inputs are copied beside the arithmetic
     background_save: bool = False  # a node's part of a checkpoint is copied to host memory, from where it is written
     # The ways in which ranks share rows, each with the ranks of a group.
     groups: tuple[tuple[Parallel, int], ...] = ()
@@ -257,9 +255,8 @@ def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, floa
     kept = (recomputed * stored + (s.layers - recomputed) * layer) * setting.in_flight
     summed = 2.0 * s.adapted_experts  # peft adds the product of A and B to all experts, and the sum is kept
     sums = (s.layers - recomputed) * summed
-    on_its_way = state if setting.offload_streams else 0
     moving = SCORES_IN_BACKWARD.get(s.scores, 0) * scores
-    at_loss = setting.tokens * (kept + moving + IN_FLIGHT * on_its_way + 8 * s.hidden + 4 - norm * s.liger) + sums
+    at_loss = setting.tokens * (kept + moving + 8 * s.hidden + 4 - norm * s.liger) + sums
     logits = setting.tokens * 12 * s.vocabulary
     if fused:
         rows = max(256, min(4096, 2**30 // (4 * s.vocabulary) // 64 * 64, setting.tokens))
@@ -268,7 +265,7 @@ def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, floa
     logits *= setting.head
     # beside the tile that is computed: the results of the tiles and the gradients of their inputs, apart and joined
     mlp = 12 * intermediate / setting.tiles + 8 * s.hidden if tiled else 4 * intermediate
-    again = max(0.0, layer - products) + mlp + moving + 4 * s.hidden + (IN_FLIGHT - 1) * on_its_way
+    again = max(0.0, layer - products) + mlp + moving + 4 * s.hidden
     recomputation = setting.tokens * again + 2 * summed if recomputed else 0
     return {"activations": at_loss, "logits": logits}, {"activations": setting.tokens * kept + sums + recomputation}
 

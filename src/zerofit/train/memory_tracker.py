@@ -271,10 +271,9 @@ class MemoryTracker:
         self.model = model
         inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # the one that generate() calls
         self._vocabulary = getattr(getattr(inner, "config", None), "vocab_size", None)
-        self._hooks += [
-            inner.register_forward_pre_hook(self._before_forward),
-            inner.register_forward_hook(self._after_forward),
-        ]
+        for called in dict.fromkeys((model, inner)):  # peft 0.20 calls inner.forward, which runs no hook of inner
+            self._hooks.append(called.register_forward_pre_hook(self._before_forward))
+            self._hooks.append(called.register_forward_hook(self._after_forward))
         self._follow_model()
 
     def _before_forward(self, module, args) -> None:

@@ -446,7 +446,8 @@ class ZerofitTrainer(Trainer):
             return super()._get_num_items_in_batch(batch_samples, device)
         first = adapters.first_target(self.settings)
         count = self.over_ranks(sum((labels[..., first:] != -100).sum() for labels in labeled).to(device))
-        return count / self.get_tp_size()  # the ranks of a --tp_size group have the same rows
+        # The ranks of a --tp_size group have the same rows; transformers 5.17 scales the loss as if they had not.
+        return count / self.get_tp_size() if "get_tp_size" in Trainer.compute_loss.__code__.co_names else count
 
     def over_ranks(self, count: torch.Tensor) -> torch.Tensor:
         """Return the sum of a count of each rank over the ranks that a loss is divided among. Collective."""
