@@ -4,6 +4,7 @@ tests/scores/test_harness.py runs lm-evaluation-harness itself.
 """
 
 import json
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -154,6 +155,7 @@ def test_evaluations_that_end_at_once_are_all_kept(run):
     assert {task for each in scores.of_folder(run) for task in each["scores"]["tuned"]} == {
         f"task{i}" for i in range(12)
     }
+    assert not [*run.glob("*.lock")]
 
 
 def test_the_scores_are_in_the_run_folder_its_page_and_its_card(run, answered, capsys):
@@ -187,6 +189,33 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_not_called_one_without_a_toke
     shutil.rmtree(checkpoint)
     with pytest.raises(UserError, match=r"checkpoint-2: was removed meanwhile, .*--save_total_limit 0"):
         model.tokenizer()
+
+
+@pytest.mark.fault
+@pytest.mark.parametrize("what", ["steps", "weights"])
+def test_scores_are_not_those_of_weights_written_meanwhile(run, answered, monkeypatch, capsys, what):
+    score = rank.score
+
+    def resumed(question):
+        if what == "steps":
+            (run / "result.json").write_text(json.dumps({"status": "finished", "steps": 6}))
+        else:
+            os.utime(run / "final" / "model.safetensors")
+        return score(question)
+
+    monkeypatch.setattr(rank, "score", resumed)
+    with pytest.raises(UserError, match=r"final: was written again while it was scored: .* are not kept; score it again"):
+        evaluate.main([str(run), "--tasks", "mine"])
+    assert "0.5000" in capsys.readouterr().out and scores.of_folder(run) == []
+    assert "## Scores" not in (run / "final" / "README.md").read_text()
+
+
+@pytest.mark.fault
+def test_scores_of_a_checkpoint_that_is_removed_meanwhile_are_kept(run, answered, monkeypatch):
+    checkpoint, score = shutil.copytree(run / "final", run / "checkpoint-2"), rank.score
+    monkeypatch.setattr(rank, "score", lambda question: (shutil.rmtree(checkpoint), score(question))[1])
+    evaluate.main([str(checkpoint), "--tasks", "mine"])
+    assert [one["weights"] for one in scores.of_folder(run)] == ["checkpoint-2"]
 
 
 def test_a_card_has_the_newest_scores_once(run, answered):
