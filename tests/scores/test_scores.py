@@ -204,7 +204,9 @@ def test_scores_are_not_those_of_weights_written_meanwhile(run, answered, monkey
         return score(question)
 
     monkeypatch.setattr(rank, "score", resumed)
-    with pytest.raises(UserError, match=r"final: was written again while it was scored: .* are not kept; score it again"):
+    with pytest.raises(
+        UserError, match=r"final: was written again while it was scored: .* are not kept; score it again"
+    ):
         evaluate.main([str(run), "--tasks", "mine"])
     assert "0.5000" in capsys.readouterr().out and scores.of_folder(run) == []
     assert "## Scores" not in (run / "final" / "README.md").read_text()
