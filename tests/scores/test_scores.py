@@ -234,6 +234,15 @@ def test_a_card_has_the_newest_scores_once(run, answered):
     assert model_card.with_scores("# Mine\n", scores.of_folder(run), "checkpoint-5") == "# Mine\n"
 
 
+def test_a_trial_on_the_first_rows_is_not_in_the_card(run, answered, capsys):
+    """± 0.0000 on 20 rows reads as certainty there."""
+    before = (run / "final" / "README.md").read_text()
+    evaluate.main([str(run), "--tasks", "mine", "--limit", "20"])
+    assert (run / "final" / "README.md").read_text() == before and "model card" not in capsys.readouterr().out
+    assert model_card.with_scores(before, scores.of_folder(run), "final (step 3)") == before
+    assert "<td>first 100</td>" in (run / run_page.FILE).read_text()
+
+
 def test_two_runs_side_by_side(run, tmp_path):
     other = shutil.copytree(run, tmp_path / "other")
     scores.add(run, evaluation(one(0.2), one(0.5), weights="final (step 3)"))

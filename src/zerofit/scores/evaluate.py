@@ -164,7 +164,7 @@ def keep(saved: source.Saved, evaluation: dict, samples: dict[str, dict[str, lis
             paths.write_text(place, "".join(json.dumps(row, default=str) + "\n" for row in rows))
             print(f"answers: {place}", flush=True)
     card = saved.folder / "README.md"
-    if card.is_file():
+    if card.is_file() and evaluation["limit"] is None:
         text = card.read_text(encoding="utf-8")
         paths.write_text(card, model_card.with_scores(text, scores.of_folder(run), evaluation["weights"]))
         print(f"model card: {card}", flush=True)
