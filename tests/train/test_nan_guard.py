@@ -13,7 +13,7 @@ from zerofit.job import program
 from zerofit.train import nan_guard
 
 RARE, ROW, ROWS = "~", 17, 24
-SHORT = ["sft-0-fp32", "sft-3-fp32"]
+SHORT = ["sft-0-fp32", "sft-3-fp32", "sft-json-fp32"]  # json: DeepSpeed's engine at stage 0
 STAGES = [
     *SHORT,
     "sft-2-fp32",
@@ -62,11 +62,13 @@ def recipe_with_nan(recipe, *words):
 @pytest.fixture(scope="module")
 def runs(poisoned, tmp_path_factory, request):
     """Two epochs of three steps, on two ranks: the row comes once in each epoch."""
-    cases = {}
+    cases, file = {}, poisoned / "zero0.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 0}}))
     for name in STAGES if runs_slow(request) else SHORT:
         recipe, zero, precision = name.split("-")
         bf16 = str(precision == "bf16").lower()
-        cases[name] = (recipe, flags(poisoned, "--zero", zero, "--bf16", bf16, "--on_nan", "skip"))
+        stage = ["--deepspeed", str(file)] if zero == "json" else ["--zero", zero]
+        cases[name] = (recipe, flags(poisoned, *stage, "--bf16", bf16, "--on_nan", "skip"))
     return run_world(2, cases, tmp_path_factory.mktemp("nan"), ZEROFIT_TEST_NAN_BASE="1")
 
 

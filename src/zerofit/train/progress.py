@@ -111,6 +111,7 @@ class Reporter(TrainerCallback):
             trainer.tokens.stream.resume(state.global_step)
         if trainer.is_deepspeed_enabled and args.process_index == 0:
             run_folder.write_json(Path(args.output_dir) / "deepspeed.json", trainer.model_wrapped.config)
+        trainer.guard.watch_engine()
         quantization.verify_shares(trainer)
         if (sentence := offload.after_start(trainer)) and args.process_index == 0:
             print(f"  - {sentence}", flush=True)
