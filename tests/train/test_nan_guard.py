@@ -118,6 +118,12 @@ def test_stop_and_replay(poisoned, tmp_path, recipe):
     assert json.loads((folder / "result.json").read_text())["status"] == "failed"
     (kept,) = folder.glob("nan/step-*/step.json")
     assert json.loads(kept.read_text())["program"] == program.of(ROOT / "recipes" / f"{recipe}.py").facts
+    facts = json.loads(kept.read_text())
+    changed = facts | {"flags": [*facts["flags"], "--bf16", "true"]}  # as a --deepspeed file may say now
+    kept.write_text(json.dumps(changed))
+    again = run_python(["-m", "zerofit", "replay", str(folder)], cwd=ROOT)
+    assert f"replay of {kept.parent}: bf16 (trained in fp32) on " in again.stdout, again.stderr
+    kept.write_text(json.dumps(facts))
     again = run_python(["-m", "zerofit", "replay", str(folder)], cwd=ROOT)
     assert again.returncode == 4, again.stderr
     said = again.stdout.splitlines()
