@@ -20,6 +20,7 @@ from zerofit.job import run_folder, stretches
 from zerofit.model import generation, patches, quantization
 from zerofit.model.kernels import compiled
 from zerofit.model.load import count_parameters
+from zerofit.optim import build
 from zerofit.train import memory_report, memory_tracker, stop, trial
 
 SHOWN = ("perplexity", "kl", "rewards/margins", "rewards/accuracies", "preference_accuracy")  # in step lines, if there
@@ -112,6 +113,8 @@ class Reporter(TrainerCallback):
         if trainer.is_deepspeed_enabled and args.process_index == 0:
             run_folder.write_json(Path(args.output_dir) / "deepspeed.json", trainer.model_wrapped.config)
         trainer.guard.watch_engine()
+        if trainer.is_deepspeed_enabled and state.global_step == 0:
+            build.forget_initial_step(trainer.optimizer.optimizer)
         quantization.verify_shares(trainer)
         if (sentence := offload.after_start(trainer)) and args.process_index == 0:
             print(f"  - {sentence}", flush=True)
