@@ -92,7 +92,7 @@ class NanGuard:
     def watch_engine(self) -> None:
         """Let DeepSpeed's engine see on a plain optimizer, as on its own ones, that a step was skipped."""
         optimizer = self.trainer.optimizer.optimizer
-        if not self.trainer.is_deepspeed_enabled or hasattr(optimizer, "overflow"):
+        if hasattr(optimizer, "overflow"):
             return
 
         def drop_bad_gradients(optimizer, *_) -> None:

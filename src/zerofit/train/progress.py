@@ -112,9 +112,10 @@ class Reporter(TrainerCallback):
             trainer.tokens.stream.resume(state.global_step)
         if trainer.is_deepspeed_enabled and args.process_index == 0:
             run_folder.write_json(Path(args.output_dir) / "deepspeed.json", trainer.model_wrapped.config)
-        trainer.guard.watch_engine()
-        if trainer.is_deepspeed_enabled and state.global_step == 0:
-            build.forget_initial_step(trainer.optimizer.optimizer)
+        if trainer.is_deepspeed_enabled:
+            trainer.guard.watch_engine()
+            if state.global_step == 0:
+                build.forget_initial_step(trainer.optimizer.optimizer)
         quantization.verify_shares(trainer)
         if (sentence := offload.after_start(trainer)) and args.process_index == 0:
             print(f"  - {sentence}", flush=True)
