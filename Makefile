@@ -147,7 +147,7 @@ PLACE = $(if $(HOSTS),launchers/hostfile.sh --hosts="$$HOSTS" $(if $(INCLUDE),--
 	launchers/local.sh) --gpus="$$GPUS" --launcher="$$LAUNCHER")
 LAUNCH = PYTHON="$(PY)" $(PLACE) --port="$$PORT" --args="$$ARGS" $(SHOW)
 
-.PHONY: help sft lora dpo pipeline launch convert resume export chat eval report watch slurm status cancel show doctor plan calibrate batch-size data
+.PHONY: help sft lora dpo pipeline launch convert resume export chat eval report watch slurm status cancel show doctor plan calibrate batch-size data reproduce
 help: ## this list
 	@echo 'zerofit: fine-tune language models with Accelerate and DeepSpeed ZeRO'
 	@echo; grep -hE '^[a-z-]+:.*##' Makefile | sed -E 's/:[^#]*## /\t/' | awk -F'\t' '{printf "  make %-13s %s\n", $$1, $$2}'
@@ -241,9 +241,14 @@ data: $(STAMP) ## show what a run would train on (DATA= MODEL= ARGS=): lengths, 
 		$(if $(MODEL),--model="$$MODEL") $(if $(DATA),--data="$$DATA") $(if $(CONFIG),--config="$$CONFIG") \
 		$(if $(OUT),--output_dir="$$OUT") $(SHOW)
 
+reproduce: $(STAMP) ## train and score a published recipe, beside its published scores: RECIPE=zephyr-sft (GPUS= ARGS=--dry)
+	@test -n "$(GIVEN_RECIPE)" || { echo 'zerofit: error: make reproduce: name a folder of examples/reproduce with RECIPE=...' >&2; exit 2; }
+	@$(FROM_SRC) $(WITH_ARGS) $(PY) examples/reproduce/run.py --gpus="$$GPUS" \
+		$(if $(OUT),--output_dir="$$OUT") "$$RECIPE"
+
 # --- of the repository; `zerofit init` lays down what stands above ---
 .PHONY: install gpu-first plan-validate ledger lint test test-gpu test-cluster test-all test-versions models reliability bench-peers clean docs
-.PHONY: docs-serve site examples reproduce image image-cpu wheelhouse sbom audit
+.PHONY: docs-serve site examples image image-cpu wheelhouse sbom audit
 install: ## install into .venv (PYTHON=python3.12) or the active environment (ENV=active); EXTRAS=dev
 	@rm -f "$(STAMP)"; $(MAKE) --no-print-directory "$(STAMP)"
 
@@ -283,11 +288,6 @@ docs: $(STAMP) ## write the pages that are made from the code (docs/flags.md, do
 
 examples: $(STAMP) ## plan every file of examples/ and write the tables of its README.md and of reproduce/
 	@$(PY) examples/generate.py && $(PY) examples/reproduce/plans.py
-
-reproduce: $(STAMP) ## train and score a published recipe, beside its published scores: RECIPE=zephyr-sft (GPUS= ARGS=--dry)
-	@test -n "$(GIVEN_RECIPE)" || { echo 'zerofit: error: make reproduce: name a folder of examples/reproduce with RECIPE=...' >&2; exit 2; }
-	@$(FROM_SRC) $(WITH_ARGS) $(PY) examples/reproduce/run.py --gpus="$$GPUS" \
-		$(if $(OUT),--output_dir="$$OUT") "$$RECIPE"
 
 docs-serve: $(DEV_STAMP) ## serve the pages at http://127.0.0.1:8000
 	@$(PY) docs/generate.py && $(PY) -m mkdocs serve

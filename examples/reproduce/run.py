@@ -93,9 +93,11 @@ def main() -> None:
     config = HERE / args.recipe / "config.yaml"
     more = sample.flags(config, result["model_config"], folder) if args.sample and not args.dry else []
     train = ["launch", "--gpus", args.gpus, program, "--config", config, "--output_dir", folder, *more, *flags]
-    score = ["eval", folder, "--tasks", ",".join(tasks), "--gpus", args.gpus]
+    score = ["eval", folder, "--tasks", ",".join(tasks), "--gpus", args.gpus, "--skip_base"]
     if args.dry:
         print("\n".join(shlex.join(["zerofit", *map(str, words)]) for words in ([train, score] if tasks else [train])))
+        if own := [score["metric"] for score in result["scores"] if "task" not in score]:
+            print(f"# the run's own evaluations give {', '.join(own)}")
         return
     if not run_folder.finished(folder):
         start(train)

@@ -35,8 +35,11 @@ def test_rows_of_a_user_do_not_train_the_bundled_model_unasked(recipe, rows, tmp
     config.write_text(f"data: [{rows}]\n")
     with pytest.raises(UserError, match=says):
         check(recipe, "--config", config)
-    with pytest.raises(UserError, match=says):
-        early_check.command("data", ["--recipe", recipe, "--data", str(rows)])
+    for verb in ("data", "batch-size", "plan"):
+        with pytest.raises(UserError, match=says):
+            early_check.command(verb, ["--recipe", recipe, "--gpus", "2", "--args", f"--data {rows}"])
+        early_check.command(verb, ["--recipe", recipe, "--data", str(rows), "--model", "tiny"])
+    early_check.command("plan", ["--data", "not/here.jsonl", "--model", "tiny", "--gpu_type", "h100-80g"])
     with pytest.raises(UserError, match=says):
         early_check.command("launch", [str(ROOT / "recipes" / f"{recipe}.py"), "--data", str(rows)])
 

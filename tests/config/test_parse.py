@@ -483,7 +483,7 @@ EARLY = {
     "launch sft --run_name my_sft.py": "",
     "slurm recipes/sft.py --model /elsewhere/model --data /elsewhere/rows.jsonl": "",
     "data --recipe lora --lora_r 4 --columns a=b --per_device_train_batch_size auto --output_dir x": "",
-    "plan --gpus 4 --zero 4": "",
+    "plan --gpus 4 --zero 4": "--zero 4: must be one of",
 }
 
 

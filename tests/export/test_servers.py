@@ -225,6 +225,17 @@ def test_how_a_tokenizer_cuts_is_named_only_where_it_is_known(tmp_path, cut, nam
     assert gguf._pre_tokenizer(tmp_path) == name
 
 
+def test_a_gguf_file_has_the_name_of_its_run(tmp_path):
+    """The converter takes that of the folder that it reads, a temporary one."""
+    run, checkout = shutil.copytree(MODEL, tmp_path / "My run"), tmp_path / "llama.cpp"
+    checkout.mkdir()
+    lines = ("import pathlib, sys", "words = sys.argv", "out = pathlib.Path(words[words.index('--outfile') + 1])")
+    (checkout / gguf.SCRIPT).write_text("\n".join([*lines, "out.write_text(' '.join(words[-2:]))"]))
+    words = ["--for", "llama.cpp", "--llama_cpp", str(checkout), "--check", "false"]
+    export.main([str(run), *words, "--output_dir", str(tmp_path / "out")])
+    assert {file.read_text() for file in (tmp_path / "out").glob("*.gguf")} == {"--model-name my-run"}
+
+
 @pytest.mark.fault
 def test_a_converter_that_fails_leaves_nothing(tmp_path):
     checkout = tmp_path / "llama.cpp"
@@ -251,7 +262,7 @@ CARDS = {server: gguf.TYPES if made.is_gguf else () for server, made in serve.SE
 
 @pytest.mark.parametrize("server", CARDS)
 def test_a_card_describes_the_files_beside_it_and_what_was_checked_of_them(tmp_path, monkeypatch, server):
-    def converted(folder, out, types, script):
+    def converted(folder, out, types, script, name):
         assert (folder / "README.md").exists()  # which the converter reads
         files = {kind: out / f"model-{kind}.gguf" for kind in types}
         for file in files.values():

@@ -29,6 +29,8 @@ def test_the_makefile_of_a_project_uses_this_interpreter_and_installs_nothing(tm
     assert f'PYTHON="{sys.executable}"' in done.stdout and "recipes/lora.py" in done.stdout
     unknown = subprocess.run(["make", "lora", "STAGE=2"], cwd=tmp_path, capture_output=True, text=True)
     assert "did you mean ZERO?" in unknown.stderr
+    words = ["make", "-n", "reproduce", "RECIPE=zephyr-sft"]  # examples/reproduce/README.md of a project names it
+    assert "examples/reproduce/run.py" in subprocess.run(words, cwd=tmp_path, capture_output=True, text=True).stdout
     for verb in ("test", "install", "ledger"):
         assert "No rule" in subprocess.run(["make", verb], cwd=tmp_path, capture_output=True, text=True).stderr
 

@@ -332,6 +332,19 @@ def test_several_writers_of_one_folder_have_no_temporary_name_in_common(tmp_path
     assert {file.name: file.read_text() for file in tmp_path.iterdir()} == read
 
 
+@pytest.mark.fault
+def test_what_a_killed_writer_has_left_does_not_stay(tmp_path):
+    """What another process may still be writing, and what no writer of ours names so, does."""
+    name = "n[a].json"
+    old, young, foreign = (tmp_path / f"{name}.{end}" for end in ("0123abcd.tmp", "4567abcd.tmp", "mine.tmp"))
+    for file in (old, young, foreign):
+        file.write_text("half")
+    for file in (old, foreign):
+        os.utime(file, (0, 0))
+    paths.write_text(tmp_path / name, "{}")
+    assert {*tmp_path.iterdir()} == {tmp_path / name, young, foreign}
+
+
 @pytest.mark.bad_input
 @pytest.mark.parametrize("name", ["o\udce4t", "n" * 256, "ö" * 128, "/".join(["p" * 200] * 20)])
 def test_a_folder_in_which_a_run_could_not_be_saved_is_refused_before_it(tmp_path, name):

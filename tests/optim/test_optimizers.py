@@ -468,6 +468,17 @@ def two_ranks(tmp_path_factory, request):
     return run_world(2, cases, folder)
 
 
+@pytest.mark.fault
+def test_the_first_step_of_an_engine_at_stage_0_is_adams_first(tmp_path):
+    """DeepSpeed makes its 16-bit optimizer's states by a step with zero gradients, which Adam counts."""
+    file = tmp_path / "zero0.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 0}}))
+    same = [*COMMON, "--max_steps", "3", "--bf16", "true", "--lr_scheduler_type", "constant", "--warmup_steps", "0"]
+    stages = {"json": ["--deepspeed", str(file)], "1": ["--zero", "1"]}
+    found = run_world(2, {name: ("sft", [*same, *stage]) for name, stage in stages.items()}, tmp_path)
+    assert found["json"].losses == pytest.approx(found["1"].losses, rel=1e-3)
+
+
 @pytest.mark.slow
 def test_sophia_is_one_curve_over_stages_ranks_and_splits(two_ranks, tmp_path):
     runs = {"one": run("sophia", "0", "--per_device_train_batch_size", "8"), "adamw": run("adamw_torch_fused", "0")}

@@ -4,6 +4,7 @@ tests/scores/test_harness.py runs lm-evaluation-harness itself.
 """
 
 import json
+import os
 import shutil
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -154,6 +155,7 @@ def test_evaluations_that_end_at_once_are_all_kept(run):
     assert {task for each in scores.of_folder(run) for task in each["scores"]["tuned"]} == {
         f"task{i}" for i in range(12)
     }
+    assert not [*run.glob("*.lock")]
 
 
 def test_the_scores_are_in_the_run_folder_its_page_and_its_card(run, answered, capsys):
@@ -189,6 +191,35 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_not_called_one_without_a_toke
         model.tokenizer()
 
 
+@pytest.mark.fault
+@pytest.mark.parametrize("what", ["steps", "weights"])
+def test_scores_are_not_those_of_weights_written_meanwhile(run, answered, monkeypatch, capsys, what):
+    score = rank.score
+
+    def resumed(question):
+        if what == "steps":
+            (run / "result.json").write_text(json.dumps({"status": "finished", "steps": 6}))
+        else:
+            os.utime(run / "final" / "model.safetensors")
+        return score(question)
+
+    monkeypatch.setattr(rank, "score", resumed)
+    with pytest.raises(
+        UserError, match=r"final: was written again while it was scored: .* are not kept; score it again"
+    ):
+        evaluate.main([str(run), "--tasks", "mine"])
+    assert "0.5000" in capsys.readouterr().out and scores.of_folder(run) == []
+    assert "## Scores" not in (run / "final" / "README.md").read_text()
+
+
+@pytest.mark.fault
+def test_scores_of_a_checkpoint_that_is_removed_meanwhile_are_kept(run, answered, monkeypatch):
+    checkpoint, score = shutil.copytree(run / "final", run / "checkpoint-2"), rank.score
+    monkeypatch.setattr(rank, "score", lambda question: (shutil.rmtree(checkpoint), score(question))[1])
+    evaluate.main([str(checkpoint), "--tasks", "mine"])
+    assert [one["weights"] for one in scores.of_folder(run)] == ["checkpoint-2"]
+
+
 def test_a_card_has_the_newest_scores_once(run, answered):
     file = run / "final" / "README.md"
     before = file.read_text()
@@ -201,6 +232,15 @@ def test_a_card_has_the_newest_scores_once(run, answered):
     own = model_card.with_scores("# Mine\n", scores.of_folder(run), "final (step 3)")
     assert own.startswith(f"# Mine\n\n{model_card.SCORES}\n## Scores")
     assert model_card.with_scores("# Mine\n", scores.of_folder(run), "checkpoint-5") == "# Mine\n"
+
+
+def test_a_trial_on_the_first_rows_is_not_in_the_card(run, answered, capsys):
+    """± 0.0000 on 20 rows reads as certainty there."""
+    before = (run / "final" / "README.md").read_text()
+    evaluate.main([str(run), "--tasks", "mine", "--limit", "20"])
+    assert (run / "final" / "README.md").read_text() == before and "model card" not in capsys.readouterr().out
+    assert model_card.with_scores(before, scores.of_folder(run), "final (step 3)") == before
+    assert "<td>first 100</td>" in (run / run_page.FILE).read_text()
 
 
 def test_two_runs_side_by_side(run, tmp_path):

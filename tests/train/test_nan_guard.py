@@ -13,7 +13,7 @@ from zerofit.job import program
 from zerofit.train import nan_guard
 
 RARE, ROW, ROWS = "~", 17, 24
-SHORT = ["sft-0-fp32", "sft-3-fp32"]
+SHORT = ["sft-0-fp32", "sft-3-fp32", "sft-json-fp32"]  # json: DeepSpeed's engine at stage 0
 STAGES = [
     *SHORT,
     "sft-2-fp32",
@@ -62,11 +62,13 @@ def recipe_with_nan(recipe, *words):
 @pytest.fixture(scope="module")
 def runs(poisoned, tmp_path_factory, request):
     """Two epochs of three steps, on two ranks: the row comes once in each epoch."""
-    cases = {}
+    cases, file = {}, poisoned / "zero0.json"
+    file.write_text(json.dumps({"zero_optimization": {"stage": 0}}))
     for name in STAGES if runs_slow(request) else SHORT:
         recipe, zero, precision = name.split("-")
         bf16 = str(precision == "bf16").lower()
-        cases[name] = (recipe, flags(poisoned, "--zero", zero, "--bf16", bf16, "--on_nan", "skip"))
+        stage = ["--deepspeed", str(file)] if zero == "json" else ["--zero", zero]
+        cases[name] = (recipe, flags(poisoned, *stage, "--bf16", bf16, "--on_nan", "skip"))
     return run_world(2, cases, tmp_path_factory.mktemp("nan"), ZEROFIT_TEST_NAN_BASE="1")
 
 
@@ -116,6 +118,12 @@ def test_stop_and_replay(poisoned, tmp_path, recipe):
     assert json.loads((folder / "result.json").read_text())["status"] == "failed"
     (kept,) = folder.glob("nan/step-*/step.json")
     assert json.loads(kept.read_text())["program"] == program.of(ROOT / "recipes" / f"{recipe}.py").facts
+    facts = json.loads(kept.read_text())
+    changed = facts | {"flags": [*facts["flags"], "--bf16", "true"]}  # as a --deepspeed file may say now
+    kept.write_text(json.dumps(changed))
+    again = run_python(["-m", "zerofit", "replay", str(folder)], cwd=ROOT)
+    assert f"replay of {kept.parent}: bf16 (trained in fp32) on " in again.stdout, again.stderr
+    kept.write_text(json.dumps(facts))
     again = run_python(["-m", "zerofit", "replay", str(folder)], cwd=ROOT)
     assert again.returncode == 4, again.stderr
     said = again.stdout.splitlines()

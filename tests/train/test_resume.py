@@ -392,6 +392,8 @@ def test_a_resume_needs_the_optimizer_and_scheduler_of_the_runs_json(tmp_path, w
     seen = said and (facts or (what == "the scheduler is gone"))  # by files alone, only the scheduler's is missing
     with pytest.raises(UserError, match=said if facts else "no scheduler") if seen else contextlib.nullcontext():
         differences.check_json(settings[1], tmp_path, known, "--resume_from_checkpoint x")
+    if not facts and not seen:
+        assert settings[1].decisions[-1].startswith("--resume_from_checkpoint x: does not record its optimizer; its")
 
 
 @pytest.mark.bad_input

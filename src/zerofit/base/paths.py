@@ -2,6 +2,7 @@
 
 import contextlib
 import errno
+import glob
 import hashlib
 import os
 import re
@@ -9,6 +10,7 @@ import secrets
 import stat
 import sys
 import tempfile
+import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import IO
@@ -20,6 +22,8 @@ PACKAGE = Path(__file__).resolve().parents[1]
 IN_WHEEL = PACKAGE / "project"  # setup.py puts recipes/, deepspeed_configs/, launchers/ and examples/ there
 
 LONGEST_NAME, LONGEST_PATH = 255, 4095  # bytes
+
+ABANDONED_SECONDS = 600.0  # that nothing was written to a temporary file: its writer was killed
 
 LARGEST = 2**20  # bytes of a file of settings
 
@@ -137,9 +141,14 @@ def replacing(file: Path, sync: bool = False) -> Iterator[IO[bytes]]:
     """Yield a new file that takes the name of `file` once the body has ended, and is deleted if it fails.
 
     A link of that name is replaced: what it leads to is not written to. Its name until then is of this write alone:
-    processes of several machines write reports. Args: sync: to the disk, before it is renamed.
+    processes of several machines write reports. What a killed writer of the same file has left is deleted.
+    Args: sync: to the disk, before it is renamed.
     """
     tmp_path = beside(file, f".{secrets.token_hex(4)}.tmp")
+    for left in file.parent.glob(glob.escape(tmp_path.name[:-12]) + "?" * 8 + ".tmp"):
+        with contextlib.suppress(OSError):  # another writer may be deleting it
+            if time.time() - left.lstat().st_mtime > ABANDONED_SECONDS:
+                left.unlink()
     try:
         descriptor = os.open(tmp_path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW, 0o666)
         with os.fdopen(descriptor, "wb") as stream:

@@ -98,6 +98,9 @@ def check_json(settings, checkpoint: Path, known: dict, where: str) -> None:
             f"{where}: was saved with {had} in its DeepSpeed JSON, this run has {has} in "
             f"{file or 'one'}: {fix}; the states of one do not fit the other."
         )
+    if "of_json" not in known:
+        own = now["optimizer"] or settings.optim
+        settings.decisions.append(f"{where}: does not record its optimizer; its states are taken to be those of {own}")
 
 
 def check(settings, known: dict, where: str) -> None:

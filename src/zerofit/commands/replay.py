@@ -34,7 +34,8 @@ def main(argv: list[str]) -> None:
     settings, autocast_dtype = _settings(facts, folder, args.model)
     trainer = _trainer(settings, folder, args.model, started)
     weights_note = "" if args.model or (folder / "model").is_dir() else " (the run's first ones; --model names others)"
-    where = f"{settings.precision} on {trainer.model.device}"
+    was = facts.get("precision", settings.precision)  # a --deepspeed file is read as it is now, and so is the device
+    where = f"{settings.precision}{f' (trained in {was})' * (was != settings.precision)} on {trainer.model.device}"
     print(f"replay of {folder}: {where}, weights of {settings.model}{weights_note}", flush=True)
     bad_batches = 0
     for rank in range(facts["world_size"]):

@@ -12,11 +12,13 @@ from zerofit.job.recipe import BUNDLED_MODEL, Recipe
 
 OF_A_FILE = ("launch", "slurm", "hosts", "kubernetes")  # verbs that take a recipe's file and its flags
 
+OF_A_NAME = ("data", "batch-size", "plan")  # those that take its name as --recipe; a plan needs no row to be here
+
 WITHOUT_VALUE = ("--show", "--print")  # of their options before the file
 
 
 def command(verb: str, words: list[str]) -> None:
-    """Check the recipe's flags among the arguments of `zerofit VERB`; for `data` only the known ones.
+    """Check the recipe's flags among the arguments of `zerofit VERB`; of a verb in OF_A_NAME only the known ones.
 
     Raises: UserError for the user's mistakes.
     """
@@ -24,9 +26,9 @@ def command(verb: str, words: list[str]) -> None:
         more = shlex.split(command_line.value_of(words, ("--args",)) or "")
     except ValueError:
         return  # parse.command_line raises the error
-    if verb == "data" and not {"-h", "--help"} & {*words, *more}:
+    if verb in OF_A_NAME and not {"-h", "--help"} & {*words, *more}:
         named = program.start(command_line.value_of(words, ("--recipe",)) or program.DEFAULT)
-        check(named.recipe, [*words, *more], here=True, own_folder=False, strict=False)
+        check(named.recipe, [*words, *more], here=verb != "plan", own_folder=False, strict=False)
     file = next((i for i in range(len(words)) if _is_file(words, i)), None)
     if verb in OF_A_FILE and file is not None:
         recipe = program.start(words[file]).recipe

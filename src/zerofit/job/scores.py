@@ -28,8 +28,9 @@ Scores = dict[str, dict[str, dict]]  # task -> metric -> {"value", "stderr" (Non
 
 def add(folder: Path, evaluation: dict) -> Path:
     """Add an evaluation to the folder's file, which keeps all earlier ones; return its path."""
-    file = folder / FILE
-    with paths.locked(folder / "scores.lock"):  # another process may be adding one
+    file, logs = folder / FILE, folder / "logs"  # a lock stays: among the logs it is in nobody's way
+    logs.mkdir(exist_ok=True)
+    with paths.locked(logs / "scores.lock"):  # another process may be adding one
         run_folder.write_json(file, {"evaluations": [*of_folder(folder), evaluation]})
     return file
 

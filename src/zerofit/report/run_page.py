@@ -55,7 +55,7 @@ def main(argv: list[str]) -> None:
     is_rewritten = args.every or file == runs[0].folder / FILE  # the other way by the run itself
     while True:
         _write_to(file, of(runs, reload=args.every or RELOAD_SECONDS if is_rewritten else 0), bool(args.output))
-        print(printable(f"report: {file}"), flush=True)
+        print(paths.from_here(printable(f"report: {file}")), flush=True)
         if not (args.every and any(one.training for one in runs)):
             return
         time.sleep(args.every)

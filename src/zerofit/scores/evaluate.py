@@ -42,9 +42,15 @@ def main(argv: list[str]) -> None:
     saved = chosen[-1].saved
     if saved.run:
         scores.of_folder(saved.run)  # a damaged file is refused before the hours of scoring
+    before = saved.label, _writes(saved)
     answer = _answer(question(given, chosen), given.gpus)
-    evaluation = record(given, saved, answer)
+    evaluation = record(given, before[0], answer)
     print(scores.as_text(*scores.table([evaluation])), flush=True)
+    if saved.folder.exists() and (saved.label, _writes(saved)) != before:  # a checkpoint may be removed once it is read
+        raise UserError(
+            f"{saved.folder}: was written again while it was scored: of which weights these scores are is not known, "
+            "and they are not kept; score it again once its run has ended."
+        )
     if saved.run:
         keep(saved, evaluation, answer["samples"])
 
@@ -125,12 +131,17 @@ def _answer(asked: dict, processes: int) -> dict:
         return json.loads(answer.read_text(encoding="utf-8"))
 
 
-def record(given: argparse.Namespace, saved: source.Saved, answer: dict) -> dict:
-    """Return an evaluation as scores.json keeps it."""
+def _writes(saved: source.Saved) -> dict[str, int]:
+    """Return when each file of the weights was written."""
+    return {file.name: file.stat().st_mtime_ns for file in saved.weights}
+
+
+def record(given: argparse.Namespace, weights: str, answer: dict) -> dict:
+    """Return an evaluation as scores.json keeps it. weights: their name as they were loaded."""
     asked = ("limit", "num_fewshot", "batch_size", "gen_kwargs", "system_instruction", "chat_template_kwargs")
     return {
         "time": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
-        "weights": saved.label,
+        "weights": weights,
         "harness": answer["harness"],
         "processes": answer["processes"],
         "chat_template": answer["chat_template"],
@@ -153,7 +164,7 @@ def keep(saved: source.Saved, evaluation: dict, samples: dict[str, dict[str, lis
             paths.write_text(place, "".join(json.dumps(row, default=str) + "\n" for row in rows))
             print(f"answers: {place}", flush=True)
     card = saved.folder / "README.md"
-    if card.is_file():
+    if card.is_file() and evaluation["limit"] is None:
         text = card.read_text(encoding="utf-8")
         paths.write_text(card, model_card.with_scores(text, scores.of_folder(run), evaluation["weights"]))
         print(f"model card: {card}", flush=True)

@@ -91,9 +91,11 @@ def text(card: Card) -> str:
 def with_scores(card: str, evaluations: list[dict], weights: str, changed: str = "") -> str:
     """Return the text of a card with the newest scores of its weights, in place of those that it has.
 
+    A trial on the first rows (--limit) is no score of a model that is given to others.
+
     Args: evaluations: of scores.json; weights: their name there; changed: what was done to them since.
     """
-    head, rows = scores.table(evaluations, weights)
+    head, rows = scores.table([one for one in evaluations if one.get("limit") is None], weights)
     if not rows:
         return card
     before = f", before {changed}" if changed else ""

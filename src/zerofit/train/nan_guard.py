@@ -68,7 +68,8 @@ class NanGuard:
     """Skip, report and save the optimizer steps of a trainer that have no finite loss or gradient.
 
     DeepSpeed's engine itself skips an update without a finite gradient, without a message (stages 1 to 3); at stage 0
-    `hold_back` does the same. Steps with finite losses that fp16's loss scaler skips are normal and not counted as bad.
+    `hold_back` does the same, and `watch_engine` for an engine at stage 0 in fp32 (of a JSON). Steps with finite losses
+    that fp16's loss scaler skips are normal and not counted as bad.
     """
 
     def __init__(self, trainer):
@@ -87,6 +88,25 @@ class NanGuard:
         """
         self.batches, self.numbers, self.losses = batches, numbers, []
         self.loss_before = self.trainer._tr_loss.clone()
+
+    def watch_engine(self) -> None:
+        """Let DeepSpeed's engine see on a plain optimizer, as on its own ones, that a step was skipped."""
+        optimizer = self.trainer.optimizer.optimizer
+        if hasattr(optimizer, "overflow"):
+            return
+
+        def drop_bad_gradients(optimizer, *_) -> None:
+            parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
+            gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
+            bad = (~torch.nn.utils.get_total_norm(gradients, math.inf).isfinite()).float()
+            torch.distributed.all_reduce(bad, torch.distributed.ReduceOp.MAX)  # stages of a pipeline have their own
+            optimizer.overflow = bool(bad)
+            for parameter in parameters if optimizer.overflow else []:
+                parameter.grad = None
+
+        optimizer.overflow = False
+        optimizer.register_step_pre_hook(drop_bad_gradients)
+        patches.write(self.trainer.optimizer, "__has_overflow__", True)
 
     def hold_back(self) -> None:
         """Keep non-finite gradients at stage 0 from torch's optimizer, so that it changes no weight or state.
@@ -130,6 +150,9 @@ class NanGuard:
                 self.gradients.check(self.trainer.model)
             return
         losses = self._of_all_ranks()
+        self.grad_norm = (
+            math.nan if self.grad_norm is None else self.grad_norm
+        )  # an engine at stage 0 has measured none
         if self.settings.precision == "fp16" and all(math.isfinite(loss) for rank in losses for loss in rank):
             self.overflows += 1
             if self.overflows >= OVERFLOWS:
@@ -249,7 +272,7 @@ class NanGuard:
             "step": trainer.state.global_step, "recipe": settings.recipe.name, "world_size": trainer.args.world_size,
             "flags": command_line.drop(flags, "--output_dir", "--resume_from_checkpoint"),
             "program": (running := program.current()) and running.facts,
-            "losses": losses, "grad_norm": float(self.grad_norm), "rows": rows,
+            "losses": losses, "grad_norm": float(self.grad_norm), "rows": rows, "precision": settings.precision,
             "texts": _texts(trainer, sorted({i for r, m in bad for i in rows[r][m]})) if rows else {},
         }  # fmt: skip
         run_folder.write_json(folder / "step.json", facts)

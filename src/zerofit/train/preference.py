@@ -2,7 +2,6 @@
 
 import contextlib
 import hashlib
-import os
 import time
 from pathlib import Path
 
@@ -10,7 +9,7 @@ import torch
 from accelerate.utils import send_to_device
 from typing_extensions import override
 
-from zerofit.base import distributed
+from zerofit.base import distributed, paths
 from zerofit.base.errors import UserError
 from zerofit.data.batches import document_of_each_token
 from zerofit.data.dataset import cache_folder
@@ -325,10 +324,9 @@ def _read(*files: Path) -> torch.Tensor | None:
 
 def _write(file: Path, values: torch.Tensor) -> None:
     """Write the file atomically, if it is not there."""
-    from safetensors.torch import save_file
+    from safetensors.torch import save
 
     if not file.exists():
         file.parent.mkdir(parents=True, exist_ok=True)
-        tmp_path = file.with_suffix(f".{os.getpid()}.tmp")
-        save_file({"log_probs": values}, tmp_path)
-        os.replace(tmp_path, file)
+        with paths.replacing(file) as stream:
+            stream.write(save({"log_probs": values}))

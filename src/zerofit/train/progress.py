@@ -20,6 +20,7 @@ from zerofit.job import run_folder, stretches
 from zerofit.model import generation, patches, quantization
 from zerofit.model.kernels import compiled
 from zerofit.model.load import count_parameters
+from zerofit.optim import build
 from zerofit.train import memory_report, memory_tracker, stop, trial
 
 SHOWN = ("perplexity", "kl", "rewards/margins", "rewards/accuracies", "preference_accuracy")  # in step lines, if there
@@ -111,6 +112,10 @@ class Reporter(TrainerCallback):
             trainer.tokens.stream.resume(state.global_step)
         if trainer.is_deepspeed_enabled and args.process_index == 0:
             run_folder.write_json(Path(args.output_dir) / "deepspeed.json", trainer.model_wrapped.config)
+        if trainer.is_deepspeed_enabled:
+            trainer.guard.watch_engine()
+            if state.global_step == 0:
+                build.forget_initial_step(trainer.optimizer.optimizer)
         quantization.verify_shares(trainer)
         if (sentence := offload.after_start(trainer)) and args.process_index == 0:
             print(f"  - {sentence}", flush=True)

@@ -69,17 +69,16 @@ def converter(place: str, server: str) -> Path:
     return script
 
 
-def write(folder: Path, out: Path, types: list[str], script: Path) -> dict[str, Path]:
+def write(folder: Path, out: Path, types: list[str], script: Path, name: str) -> dict[str, Path]:
     """Write model-TYPE.gguf of a model folder for each type; return the files. Raises: UserError if it fails."""
     _end_where_answers_end(folder)
-    name, files = _pre_tokenizer(folder), {}
+    cut, files = _pre_tokenizer(folder), {}
     for kind in types:
         files[kind] = out / f"model-{kind}.gguf"
-        words = [sys.executable, "-c", _RUN, str(script), name, str(folder), "--outfile", str(files[kind])]
+        words = [sys.executable, "-c", _RUN, str(script), cut, str(folder), "--outfile", str(files[kind])]
+        words += ["--outtype", kind, "--model-name", name]
         env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
-        done = subprocess.run(
-            [*words, "--outtype", kind], env=env, capture_output=True, text=True, errors="replace", check=False
-        )
+        done = subprocess.run(words, env=env, capture_output=True, text=True, errors="replace", check=False)
         if done.returncode or not files[kind].is_file():
             said = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()] or ["it said nothing"]
             missing = re.search(r"No module named '(\w+)'", said[-1])

@@ -234,7 +234,7 @@ def _gguf_files(export: Export, tokenizer, asked: list[Prompt]) -> list[Check]:
         file.rename(whole / file.name)
     sampling = json.loads((whole / "generation_config.json").read_text(encoding="utf-8"))
     script = gguf.converter(export.given.llama_cpp, export.given.server)
-    files = gguf.write(whole, export.folder, export.given.gguf, script)
+    files = gguf.write(whole, export.folder, export.given.gguf, script, export.name)
     shutil.rmtree(whole)
     checks = []
     if export.given.server == "ollama":
