@@ -4,10 +4,10 @@
     python benchmarks/startup.py --ranks 8 --rounds 1
     python benchmarks/startup.py --peers .venv-peers/bin/python        # TRL's SFTTrainer too (`make bench-peers`)
 
-The bundled model and rows, ZeRO-2, on the CPU: `zerofit launch` with all its checks, the same with ZEROFIT_FORK=0, and
-scripts without any checks under torchrun (startup_peer.py: transformers' Trainer with DeepSpeed; TRL's SFTTrainer). The
-rounds are interleaved; each figure is the median of the points that rank 0 and the launcher note. Beside it the
-verbs that train nothing. Writes benchmarks/results/startup.{json,md}.
+The bundled model and rows, ZeRO-2, on the CPU: `zerofit launch` with all its checks, and scripts
+without any under torchrun (startup_peer.py: transformers' Trainer with DeepSpeed; TRL's SFTTrainer). The rounds are
+interleaved; each figure is the median of the points that rank 0 and the launcher note. Beside it the verbs that train
+nothing. Writes benchmarks/results/startup.{json,md}.
 """
 
 import argparse
@@ -78,7 +78,6 @@ def measure(system: str, ranks: int, options) -> dict[str, float]:
             "STARTUP_MARKS": str(marks), "PYTHONPATH": os.pathsep.join(paths), "CUDA_VISIBLE_DEVICES": "",
             "DS_ACCELERATOR": "cpu", "HF_DATASETS_CACHE": str(folder / "datasets"), "HF_HUB_OFFLINE": "1",
             "ZEROFIT_CACHE": str(folder / "cache"), "OMP_NUM_THREADS": str(max(1, os.cpu_count() // ranks)),
-            "ZEROFIT_FORK": "0" if system.endswith("ZEROFIT_FORK=0") else "1",
         }  # fmt: skip
         words = command(system, ranks, folder, options)
         cpu_before, began = cpu_seconds(), time.time()
@@ -114,7 +113,7 @@ def main() -> None:
     parser.add_argument("--name", default="startup", help="of the result files")
     options = parser.parse_args()
     machine, found = facts(), {"zerofit": versions()}
-    systems = ["zerofit", "zerofit, ZEROFIT_FORK=0", "transformers + DeepSpeed", *(["TRL"] if options.peers else [])]
+    systems = ["zerofit", "transformers + DeepSpeed", *(["TRL"] if options.peers else [])]
     record = (record_of_today(options.name) if options.more else None) or {"jobs": {}, "verbs": {}}
     for number in range(options.rounds):
         for ranks in options.ranks:

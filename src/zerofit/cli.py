@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 from zerofit import __version__
-from zerofit.base import command_line, distributed, hardware
+from zerofit.base import command_line, distributed
 from zerofit.base.errors import UserError
 from zerofit.base.paths import PROJECT
 from zerofit.entrypoint import guard
@@ -123,8 +123,4 @@ def _check_and_import(verb: str, *words: str) -> None:
         os.environ.update(distributed.thread_waiting())  # read when torch is imported
     if verb == "eval" and not sys.stderr.isatty():
         os.environ.setdefault("TQDM_MININTERVAL", "60")  # of the harness's progress bars; read when tqdm is imported
-    if verb in STARTS_RANKS and os.environ.get("ZEROFIT_FORK") == "1":
-        # Libraries that look for a GPU as they are imported then do not initialize CUDA, after which the
-        # ranks could not be forks (launch/standby.py).
-        os.environ.setdefault(hardware.NVML_CHECK, "1")
     log_filters.libraries()

@@ -19,7 +19,7 @@ from zerofit.base import allocator, hardware, rank_status
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import reshard
 from zerofit.config import offload, parse, resolve
-from zerofit.launch import batch_search, doctor, launch, prepare, standby
+from zerofit.launch import batch_search, doctor, launch, prepare
 from zerofit.model import quantization
 from zerofit.plan import gpu_memory, preflight, simulate, simulated_rank
 from zerofit.train import memory_tracker, progress, trial
@@ -72,7 +72,6 @@ def test_precision_is_what_the_gpu_has(cards, precision, tmp_path, monkeypatch):
 @pytest.mark.bad_input
 def test_more_processes_than_gpus_are_refused(tmp_path, monkeypatch):
     in_process(monkeypatch, tmp_path, [H100] * 2)
-    monkeypatch.setattr(standby, "prefork", lambda: None)
     with pytest.raises(UserError, match=r"GPUS=4: this machine has 2; use GPUS=2\."):
         launch.main(["--gpus", "4", str(ROOT / "recipes" / "sft.py")])
 

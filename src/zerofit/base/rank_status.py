@@ -32,7 +32,6 @@ ONE_SIGNAL_SECONDS = 1.0  # signals that ask for a save count as one
 
 ENDS_RANKS = signal.SIGUSR2  # sent by torchrun to the remaining ranks when one has failed
 
-FORKS = "forks"  # file that the ranks which are forks keep open, by which they are found (`is_of`)
 
 STACK_SECONDS = 2.0  # for ranks to write their stacks
 
@@ -92,16 +91,9 @@ def end_with_supervisor() -> None:
     """
     if not os.environ.get(SUPERVISOR):
         return
-    end_with_parent()
-    threading.Thread(target=_end_after, args=(int(os.environ[SUPERVISOR]),), name="zerofit-end", daemon=True).start()
-
-
-def end_with_parent(parent: int | None = None) -> None:
-    """Have the kernel kill this process when its parent dies. parent: its process id; killed now if it has died."""
     with contextlib.suppress(AttributeError):  # Linux only
         ctypes.CDLL(None).prctl(_PR_SET_PDEATHSIG, signal.SIGKILL)
-    if parent is not None and os.getppid() != parent:
-        os.kill(os.getpid(), signal.SIGKILL)
+    threading.Thread(target=_end_after, args=(int(os.environ[SUPERVISOR]),), name="zerofit-end", daemon=True).start()
 
 
 def _end_after(supervisor: int) -> None:
@@ -114,23 +106,12 @@ def _end_after(supervisor: int) -> None:
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def mark() -> None:
-    """Mark this process and its later forks as ranks of its attempt, for `is_of`."""
-    os.open(folder() / FORKS, os.O_RDWR | os.O_CREAT)  # open until the process ends
-
-
 def is_of(process, where: Path) -> bool:
     """Return whether a psutil process is a rank of the attempt with this folder, or its launcher or data worker.
 
-    A fork's environment in /proc is that of the process it was forked from, so it is found by its open file.
     Raises: psutil.Error for a process that has ended, or another user's.
     """
-    if process.environ().get(FOLDER) == str(where):
-        return True
-    forks = (where / FORKS).resolve()
-    with contextlib.suppress(OSError):
-        return any(entry.readlink() == forks for entry in Path(f"/proc/{process.pid}/fd").iterdir())
-    return False
+    return process.environ().get(FOLDER) == str(where)
 
 
 def is_there(process) -> bool:

@@ -15,7 +15,7 @@ from zerofit.job import run_folder
 from zerofit.job.program import Program, again
 from zerofit.job.request import Request
 from zerofit.job.settings import Settings
-from zerofit.launch import batch_search, canary, prepare, standby, supervisor
+from zerofit.launch import batch_search, canary, prepare, supervisor
 from zerofit.launch.cluster import node_options
 from zerofit.launch.cluster.coordinator import Coordinator
 from zerofit.model.weights import complete
@@ -30,16 +30,6 @@ def main(argv: list[str], asked: Request | None = None) -> None:
     """
     args, program, flags, count = prepare.launch_arguments(argv)
     asked = parse.request(program.recipe, flags) if asked is None else asked
-    try:
-        if node_options.of(args) is None and not args.show:
-            standby.prefork()
-        _launch(args, program, asked, count)
-    finally:
-        standby.dismiss()
-
-
-def _launch(args, program: Program, asked: Request, count: int) -> None:
-    """Launch on one node, or as one node of several. count: processes of this node."""
     place = node_options.of(args)
     prepare.without_a_launchers_variables()
     if place is not None:  # memory, disks and groups are those of one node

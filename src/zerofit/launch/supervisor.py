@@ -21,7 +21,7 @@ from zerofit.checkpoint.facts import ASIDE
 from zerofit.job import run_folder
 from zerofit.job.request import Request
 from zerofit.job.settings import Settings
-from zerofit.launch import postmortem, retry, standby
+from zerofit.launch import postmortem, retry
 from zerofit.launch.cluster.coordinator import Coordinator
 from zerofit.plan import preflight
 from zerofit.report import live, run_page
@@ -313,7 +313,9 @@ def watch(
     Returns: exit code (128 + n for signal n), signals received, the rank furthest behind if the job hung, else None.
     """
     env = env | {rank_status.SUPERVISOR: str(os.getpid())}
-    child = standby.popen(command, env, stdout)
+    before = signal.signal(signal.SIGHUP, lambda *_: None)  # ignored by nohup, it would be in the ranks too
+    child = subprocess.Popen(command, env=env, start_new_session=True, stdout=stdout)
+    signal.signal(signal.SIGHUP, before)
     signals: list[int] = []
     hung = None
     last_poll = awake = time.monotonic()
