@@ -13,14 +13,13 @@ from pathlib import Path
 
 from zerofit.base import rank_status
 from zerofit.base.errors import UserError
+from zerofit.base.hardware import GIB
 from zerofit.base.paths import beside, nearest_existing
 from zerofit.checkpoint import next_settings
 from zerofit.job.request import Request
 from zerofit.job.settings import Settings
 from zerofit.launch import postmortem, supervisor
 from zerofit.train import trial
-
-GIB = 2**30
 
 
 def wanted(settings, planned: dict | None, steps: int | None) -> bool:

@@ -24,10 +24,9 @@ from pathlib import Path
 
 from zerofit.base import allocator, hardware
 from zerofit.base.errors import UserError
+from zerofit.base.hardware import GIB
 from zerofit.launch import doctor_nodes, doctor_packages
 from zerofit.launch.doctor_nodes import Finding, fail, ok, warn
-
-GIB = 2**30
 
 # {environment variable that changes how a job runs: its effect}
 CHANGES_BEHAVIOR = {
