@@ -91,9 +91,8 @@ def start_processes(settings: Settings, train_set, eval_set):
     from zerofit.base import rank_status
     from zerofit.checkpoint import resumable, save, upload, verify
     from zerofit.config import nvme
-    from zerofit.model import attention, liger
-    from zerofit.model.kernels import flex, fp8
-    from zerofit.model.mixtures import kernels
+    from zerofit.model import attention
+    from zerofit.model.kernels import flex
     from zerofit.parallel import sequence_parallel
     from zerofit.train import deepspeed_ops, memory_report, network_check
     from zerofit.train.trainer import training_arguments
@@ -115,13 +114,7 @@ def start_processes(settings: Settings, train_set, eval_set):
     flex.follow_first_rank(settings)
     save.choose_clock(settings)
     network_check.check(settings, train_set, eval_set)
-    if not settings.use_cpu:
-        config = load.load_config(settings)
-        attention.prove_flash_3(settings, config)
-        flex.prove_on_ranks(settings, config)
-    kernels.prove_grouped(settings)
-    liger.prove(settings)  # collective, so after the check that all nodes have it on
-    fp8.prove(settings)
+    resolve.self_test(settings, load.load_config(settings))  # collective, so after the check that all ranks agree
     deepspeed_ops.prepare(settings)
     nvme.reserve_folder(settings)
     if distributed.rank() == 0 and not rank_status.folder():  # else the supervisor has locked it

@@ -267,7 +267,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(asked, tmp_path, monk
 
     saved("qwen3_moe", tmp_path / "base")
     settings = settings_of(tmp_path / "base", "--experts_implementation", asked, recipe="sft")
-    kernels.prove_grouped(settings)
+    kernels.prove_grouped(settings, load.load_config(settings))
     assert settings.experts_implementation == asked
     assert "experts_implementation grouped_mm: computes here what the experts' own loop does" in settings.decisions[-1]
     right = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
@@ -275,7 +275,7 @@ def test_a_kernel_that_computes_something_else_is_not_used(asked, tmp_path, monk
         ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", lambda self, x, i, w: 1.01 * right(self, x, i, w)
     )
     with pytest.raises(UserError, match=r"grouped_mm is [0-9.]+% off the experts' own loop.*use --exp.* eager"):
-        kernels.prove_grouped(settings)
+        kernels.prove_grouped(settings, load.load_config(settings))
 
 
 # --- ranks whose tokens go to different experts ---

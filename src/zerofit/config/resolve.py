@@ -29,7 +29,7 @@ from zerofit.model import (
     tiled_mlp,
 )
 from zerofit.model.image_text import towers
-from zerofit.model.kernels import compiled, fp8, linear_attention
+from zerofit.model.kernels import compiled, flex, fp8, linear_attention
 from zerofit.model.tried import classes
 from zerofit.optim import registry
 from zerofit.parallel import ways, whole_layers
@@ -242,6 +242,7 @@ TECHNIQUES = (
     ),
     *quantization.TECHNIQUES,
     *attention.TECHNIQUES,  # decide the attention too
+    flex.TECHNIQUE,
     # may wrap or replace that attention
     Technique(name="shared rows", resolve=ways.resolve, resolve_for_model=ways.resolve_for_model),
     streaming.TECHNIQUE,
@@ -270,6 +271,15 @@ def techniques_of(settings: Settings) -> tuple[Technique, ...]:
     """Return the techniques of a job in their order: the kit's, then those of the recipe."""
     own = (registry.technique(name, spec) for name, spec in settings.recipe.optimizers.items())
     return (*TECHNIQUES, *own, *settings.recipe.techniques)
+
+
+def self_test(settings: Settings, config) -> None:
+    """Compare the techniques' kernels with what they replace. Collective. config: the model's config.json.
+
+    Raises: UserError for one that was asked for and computes something else.
+    """
+    for technique in techniques_of(settings):
+        technique.self_test(settings, config)
 
 
 def install(settings: Settings, model) -> None:

@@ -66,6 +66,9 @@ class Technique:
     arguments: type | None = None  # dataclass of flags of its own, written as those of config/arguments.py
     resolve: Callable[[Settings], None] = _nothing  # check and complete the arguments, before the model is known
     resolve_for_model: Callable[[Settings, Any], None] = _nothing  # the same, with the model's config.json
+    # Compare its kernels with what they replace, on the device of each rank, before the model is loaded; Any: its
+    # config.json. Collective. What fails is refused or turned off, on all ranks alike.
+    self_test: Callable[[Settings, Any], None] = _nothing
     install: Callable[[Settings, Any], None] = _nothing  # change the loaded model, before the optimizer is made
 
     def is_on(self, settings: Settings) -> bool:

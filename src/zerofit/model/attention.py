@@ -620,5 +620,6 @@ TECHNIQUES = (
         example="--padding_free true",
         resolve=resolve,
         resolve_for_model=resolve_for_model,
+        self_test=prove_flash_3,
     ),
 )

@@ -9,7 +9,7 @@ from zerofit.base.errors import UserError
 from zerofit.job.settings import decide
 from zerofit.job.technique import Technique
 from zerofit.model import quantization
-from zerofit.model.mixtures import adapted
+from zerofit.model.mixtures import adapted, kernels
 from zerofit.model.mixtures import weights as of_experts
 
 count, is_routed = of_experts.count, of_experts.is_routed
@@ -125,4 +125,6 @@ def say_unpacked(settings, model) -> None:
     )
 
 
-TECHNIQUE = Technique(name="mixture of experts", resolve_for_model=resolve_for_model, install=install)
+TECHNIQUE = Technique(
+    name="mixture of experts", resolve_for_model=resolve_for_model, self_test=kernels.prove_grouped, install=install
+)

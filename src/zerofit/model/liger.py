@@ -116,18 +116,15 @@ def _why_not(settings, config) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def prove(settings, config=None) -> None:
+def prove(settings, config) -> None:
     """Compare Liger's kernels with transformers' modules on this GPU, before the model is loaded. Collective.
 
     A failure on any rank turns them off on all, with a line among the decisions.
-    Args: config: the model's; default: its config.json.
+    Args: config: the model's.
     Raises: UserError for a failure where --use_liger_kernel was given, or after which the GPU computes nothing more.
     """
-    from zerofit.model import load
-
     if not settings.use_liger_kernel:
         return
-    config = load.load_config(settings) if config is None else config
     device = torch.device("cpu" if settings.use_cpu else "cuda")
     problem = proofs.problem(lambda: _problem(settings, config, device), "--use_liger_kernel", "use false")
     if not settings.use_cpu and distributed.rank() == 0:
@@ -249,4 +246,5 @@ TECHNIQUE = Technique(
     conflicts=(Conflict("adapter", ("ln_tuning",), FROZEN_NORMS, "leave one of the two out"),),
     resolve=resolve,
     resolve_for_model=resolve_for_model,
+    self_test=prove,
 )

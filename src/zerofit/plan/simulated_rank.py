@@ -45,9 +45,11 @@ def _answer_in_forks(questions: list[simulate.Question]) -> None:
     while waiting or running:
         while waiting and len(running) < workers:
             number, question = waiting.pop(0)
-            torch.set_num_threads(1 if question.fake else distributed.cores())
             pid = os.fork()
             if not pid:
+                # First of all, by one thread: torch replaces its thread pool in a fork, and two threads that do it at
+                # once end the process (torch 2.15: "Invalid thread pool!").
+                torch.set_num_threads(1 if question.fake else distributed.cores())
                 _answer_and_end(number, question)
             running[pid] = number
         pid, status = os.wait()

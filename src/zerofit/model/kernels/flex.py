@@ -13,6 +13,7 @@ import torch
 
 from zerofit.base import distributed
 from zerofit.base.errors import UserError
+from zerofit.job.technique import Technique
 from zerofit.model import attention, load, prove
 from zerofit.model.kernels import flex_proof
 
@@ -104,3 +105,6 @@ def _leave(settings, why: str) -> None:
 def _say_instead(settings, sentence: str) -> None:
     kept = [line for line in settings.decisions if not line.startswith("attn_implementation ")]
     settings.decisions = [*kept, sentence]
+
+
+TECHNIQUE = Technique(name="flex_attention", self_test=prove_on_ranks)

@@ -164,14 +164,13 @@ def install(settings, model) -> None:
         linear.__class__ = _Linear
 
 
-def prove(settings, config=None) -> None:
+def prove(settings, config) -> None:
     """Compare a layer's outputs and gradients with those in bf16 on this GPU, before the model is loaded. Collective.
 
-    Args: config: the model's; default: its config.json. Raises: UserError if they differ on any rank.
+    Args: config: the model's. Raises: UserError if they differ on any rank.
     """
     if not settings.fp8 or settings.use_cpu:
         return
-    config = load.load_config(settings) if config is None else config
     largest = max(_linears(settings, load.check_model(settings, config)), key=lambda linear: linear.weight.numel())
     sides = largest.in_features, largest.out_features
     if wrong := proofs.problem(functools.partial(problem, sides, torch.device("cuda")), "--fp8", "leave it out"):
@@ -240,5 +239,6 @@ TECHNIQUE = Technique(
     ),
     resolve=resolve,
     resolve_for_model=resolve_for_model,
+    self_test=prove,
     install=install,
 )

@@ -18,13 +18,13 @@ EXPERTS, SELECTED, TOKENS = 4, 2, 64  # of the comparison; the widths are the mo
 FLAG = "experts_implementation"
 
 
-def prove_grouped(settings) -> None:
+def prove_grouped(settings, config) -> None:
     """Compare the experts' kernel with their loop, on this device and for the model's widths. Collective.
 
-    Raises: UserError for a kernel that computes something else.
+    Args: config: the model's. Raises: UserError for a kernel that computes something else.
     """
     asked = settings.experts_implementation
-    if asked == "eager" or not weights.count(config := load.load_config(settings)):
+    if asked == "eager" or not weights.count(config):
         return
     module = next(iter(_modules(settings, config)), None)
     if module is None:
