@@ -19,8 +19,7 @@ FOLDERS = [
     *("", "base", "job", "data", "data/chat_templates", "data/published", "data/unpaired"),
     *("model", "model/image_text", "model/weights", "model/kernels", "parallel", "optim", "convert", "config"),
     *("certificate", "checkpoint", "train", "train/unpaired", "report", "plan", "plan/advice", "plan/speed", "export"),
-    "export/servers",
-    *("launch", "launch/cluster", "scores", "commands"),
+    *("launch", "launch/cluster", "commands", "tools", "tools/scores", "tools/servers"),
 ]
 
 FLAGS = """# Flags
@@ -51,7 +50,7 @@ CODE = """# The code
 
 ```
 base < job < data < model < parallel < optim < convert < config < certificate < checkpoint < train < report < plan
-    < export < launch < scores < commands < entrypoint.py < recipe.py < cli.py
+    < export < launch < commands < tools < entrypoint.py < recipe.py < cli.py
 ```
 
 `import zerofit` changes nothing in the process and loads no library. Its public names are `zerofit.Recipe`,

@@ -10,7 +10,7 @@ SRC = ROOT / "src" / "zerofit"
 FILES = sorted(SRC.rglob("*.py"))
 ORDER = [
     *("base", "job", "data", "model", "parallel", "optim", "convert", "config", "certificate", "checkpoint", "train"),
-    *("report", "plan", "export", "launch", "scores", "commands", ""),
+    *("report", "plan", "export", "launch", "commands", "tools", ""),
 ]
 LAST = ["entrypoint", "recipe", "cli", "__main__", "__init__"]  # files of the package that may import all folders
 
@@ -56,6 +56,12 @@ def test_a_file_imports_only_what_stands_left_of_it(module):
     for target in imports(MODULES[module]):
         if target:  # "": zerofit itself
             assert layer(target) <= layer(module), f"{module} imports {target}"
+
+
+def test_nothing_imports_a_tool():
+    """A verb of tools/ is started by its name (cli.VERBS); without the folder all of the core works."""
+    of_core = {module for module in MODULES if not module.startswith("tools.")}
+    assert not [module for module in of_core if any(name.startswith("tools") for name in imports(MODULES[module]))]
 
 
 def test_no_circles():

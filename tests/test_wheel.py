@@ -12,7 +12,7 @@ from pathlib import Path
 import pytest
 from conftest import ROOT, Run
 
-from zerofit.commands import init
+from zerofit.tools import init
 
 SOURCES = ["pyproject.toml", "setup.py", "MANIFEST.in", "README.md", "LICENSE", "Makefile", "src", "recipes",
            "deepspeed_configs", "launchers", "examples"]  # fmt: skip

@@ -15,7 +15,8 @@ from conftest import ROOT, TINY, Run
 
 from zerofit.base import distributed
 from zerofit.base.errors import UserError
-from zerofit.commands import cancel, slurm, status
+from zerofit.commands import cancel, status
+from zerofit.tools import slurm
 
 from .slurm_cluster import Cluster, why_not
 

@@ -6,9 +6,9 @@ from dataclasses import dataclass, field
 import yaml
 from counted import uncounted
 
-from zerofit.commands import convert
 from zerofit.config import resolve
 from zerofit.convert import page
+from zerofit.tools import convert
 
 
 @dataclass(frozen=True)

@@ -8,11 +8,11 @@ from conftest import ROOT
 
 from zerofit.base.errors import UserError
 from zerofit.cli import LIGHT, USAGE, VERBS
-from zerofit.commands import convert
 from zerofit.config import parse, synonyms
 from zerofit.convert import kits, page
 from zerofit.convert.conversion import Conversion, number
 from zerofit.convert.page import written
+from zerofit.tools import convert
 
 QLORA = """
 base_model: a/b
@@ -193,5 +193,5 @@ def test_numbers_are_read_and_names_are_not():
 
 
 def test_the_verb_is_listed_and_needs_no_torch():
-    assert VERBS["convert"] == "commands.convert" and "convert" in LIGHT and "zerofit convert" in USAGE
+    assert VERBS["convert"] == "tools.convert" and "convert" in LIGHT and "zerofit convert" in USAGE
     assert not set(synonyms.NO_GUESS) & synonyms.RENAMED.keys()

@@ -8,9 +8,9 @@ import yaml
 from counted import said_of, uncounted
 
 from zerofit.base.errors import UserError
-from zerofit.commands import convert
 from zerofit.convert import kits, page
 from zerofit.convert.conversion import convert as converted
+from zerofit.tools import convert
 
 BASES = {
     "axolotl": "base_model: a/b\ndatasets: [{path: a.jsonl, type: alpaca}]\n",

@@ -4,7 +4,7 @@ import pytest
 from converted import Case, check
 
 from zerofit.base.errors import UserError
-from zerofit.commands import convert
+from zerofit.tools import convert
 
 REST = """
 tokenizer:

@@ -18,10 +18,10 @@ from conftest import ROOT, TINY, run_world
 from transformers import AutoTokenizer
 
 from zerofit.base.errors import UserError
-from zerofit.export import export, source
-from zerofit.export.servers import gguf, http, modelfile, reference, serve
-from zerofit.export.servers.check import Check
-from zerofit.export.servers.reference import Prompt
+from zerofit.export import source
+from zerofit.tools.servers import gguf, http, modelfile, reference, serve
+from zerofit.tools.servers.check import Check
+from zerofit.tools.servers.reference import Prompt
 
 MODEL = TINY / "model"
 TEMPLATES = ROOT / "src" / "zerofit" / "data" / "chat_templates"
@@ -54,7 +54,7 @@ def tokenizer_with(template):
 def test_what_cannot_be_written_is_refused(tmp_path, monkeypatch, words, says):
     monkeypatch.delenv("LLAMA_CPP", raising=False)
     with pytest.raises(UserError, match=says):
-        export.main([str(MODEL), "--output_dir", str(tmp_path / "out"), *words])
+        serve.main([str(MODEL), "--output_dir", str(tmp_path / "out"), *words])
     assert not list(tmp_path.iterdir())
 
 
@@ -232,7 +232,7 @@ def test_a_gguf_file_has_the_name_of_its_run(tmp_path):
     lines = ("import pathlib, sys", "words = sys.argv", "out = pathlib.Path(words[words.index('--outfile') + 1])")
     (checkout / gguf.SCRIPT).write_text("\n".join([*lines, "out.write_text(' '.join(words[-2:]))"]))
     words = ["--for", "llama.cpp", "--llama_cpp", str(checkout), "--check", "false"]
-    export.main([str(run), *words, "--output_dir", str(tmp_path / "out")])
+    serve.main([str(run), *words, "--output_dir", str(tmp_path / "out")])
     assert {file.read_text() for file in (tmp_path / "out").glob("*.gguf")} == {"--model-name my-run"}
 
 
@@ -252,7 +252,7 @@ def test_a_converter_that_fails_leaves_nothing(tmp_path):
         str(tmp_path / "out"),
     ]
     with pytest.raises(UserError, match=r"converter failed .this model is unknown to me.; nothing is kept"):
-        export.main([str(MODEL), *words])
+        serve.main([str(MODEL), *words])
     assert [file.name for file in tmp_path.iterdir()] == ["llama.cpp"]
 
 
@@ -322,7 +322,7 @@ def trained(tmp_path_factory):
 
 
 def exported(run, server, out, *more):
-    export.main([str(run), "--for", server, "--output_dir", str(out), *more])
+    serve.main([str(run), "--for", server, "--output_dir", str(out), *more])
     return json.loads((out / serve.FILE).read_text())
 
 

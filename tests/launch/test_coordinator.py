@@ -17,11 +17,11 @@ from conftest import ROOT, TINY, Run, python, run_world
 
 from zerofit.base.errors import EXIT_CODES, UserError
 from zerofit.checkpoint import next_settings
-from zerofit.commands import hostfile
 from zerofit.config import parse
 from zerofit.job.request import Request
 from zerofit.launch import doctor_nodes, launch, prepare
 from zerofit.launch.cluster import coordinator, messages, node_options, rounds
+from zerofit.tools import hostfile
 from zerofit.train import consistency, network_check
 
 SHORT = [

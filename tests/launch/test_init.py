@@ -9,10 +9,10 @@ from conftest import ROOT
 
 from zerofit.base import command_line, paths
 from zerofit.base.errors import UserError
-from zerofit.commands import init
 from zerofit.job import program
 from zerofit.launch import launch, prepare
 from zerofit.launch.cluster import node_options
+from zerofit.tools import init
 
 
 def test_a_project_has_what_a_run_reads(tmp_path):

@@ -12,8 +12,8 @@ import yaml
 
 from zerofit.base import distributed
 from zerofit.base.errors import UserError
-from zerofit.commands import kubernetes
 from zerofit.launch import launch
+from zerofit.tools import kubernetes
 
 ROOT = Path(__file__).resolve().parents[2]
 TEMPLATE = ROOT / kubernetes.TEMPLATE

@@ -19,12 +19,13 @@ from test_retry import COMMON, launch
 
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import differences
-from zerofit.commands import replay, resume, slurm
+from zerofit.commands import resume
 from zerofit.config import deepspeed_json, early_check, parse, resolve
 from zerofit.job import program
 from zerofit.launch import launch as launcher
 from zerofit.launch import prepare
 from zerofit.plan import simulate, simulated_rank
+from zerofit.tools import replay, slurm
 from zerofit.train import trainer
 
 DOUBLED = '''class Doubled(ZerofitTrainer):

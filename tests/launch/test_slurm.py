@@ -16,8 +16,9 @@ import pytest
 from conftest import ROOT
 
 from zerofit.base.errors import UserError
-from zerofit.commands import cancel, slurm, status
+from zerofit.commands import cancel, status
 from zerofit.job import run_lock
+from zerofit.tools import slurm
 
 RECIPE = "recipes/sft.py"
 STUB = """#!{python}

@@ -17,7 +17,7 @@ from conftest import ROOT, TINY, Run, recipe_process, run_world
 from zerofit.base.errors import Unavailable, UserError
 from zerofit.export import source
 from zerofit.job import scores
-from zerofit.scores import evaluate, tasks
+from zerofit.tools.scores import evaluate, tasks
 
 pytest.importorskip("lm_eval", reason="lm_eval is not installed: pip install 'zerofit[eval]'")
 pytestmark = pytest.mark.slow

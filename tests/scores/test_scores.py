@@ -17,7 +17,7 @@ from zerofit.base.errors import UserError
 from zerofit.export import card, source
 from zerofit.job import scores
 from zerofit.report import run_page
-from zerofit.scores import evaluate, models, rank, tasks
+from zerofit.tools.scores import evaluate, models, rank, tasks
 from zerofit.train import model_card
 
 HARNESS = {  # as simple_evaluate returns it

@@ -12,9 +12,9 @@ from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world, run
 from safetensors.torch import load_file, save_file
 from test_retry import launch
 
-from zerofit.commands import replay
 from zerofit.config import resolve
 from zerofit.model.load import model_fingerprint
+from zerofit.tools import replay
 from zerofit.train import preference
 
 MODEL = TINY / "preference" / "model"

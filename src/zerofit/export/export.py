@@ -16,7 +16,6 @@ from zerofit.base.errors import UserError
 from zerofit.base.paths import beside, nearest_existing, write_text
 from zerofit.checkpoint import integrity, zero_shards
 from zerofit.export import card, compare, ends, merge, source
-from zerofit.export.servers import serve
 from zerofit.job import run_folder
 from zerofit.model import generation
 from zerofit.model.image_text import classes
@@ -32,9 +31,10 @@ SMALL = ("*.jinja", "*.py", "tokenizer*", "special_tokens_map.json", "added_toke
          "generation_config.json", "additional_chat_templates", saved_towers.PROCESSORS)  # fmt: skip
 
 
-def main(argv: list[str]) -> None:
+def main(argv: list[str], servers=None) -> None:
     """Run `zerofit export`; see --help.
 
+    Args: servers: the module that writes what servers read (tools/servers/serve.py); None: none does.
     Raises: UserError for what cannot be exported, and for an export that does not compute what was trained.
     """
     parser = argparse.ArgumentParser(prog="zerofit export", allow_abbrev=False, description=__doc__)
@@ -49,12 +49,14 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--check", choices=("true", "false"), default="true", help="compare with what was trained")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="to load and compare on")
     parser.add_argument("--trust_remote_code", action="store_true")
-    serve.add_arguments(parser)
+    parser.set_defaults(server="")
+    if servers:
+        servers.add_arguments(parser)
     args = parser.parse_args(argv)
-    args.llama_cpp = args.llama_cpp or os.environ.get("LLAMA_CPP", "")
     signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM too deletes the temporary folder
     saved = source.find(args.run, args.base, args.trust_remote_code)
-    serve.check_asked(args, saved)
+    if args.server:
+        servers.check_asked(args, saved)
     _check_asked(args, saved)
     _check_links(args, saved)
     out = _choose_out(args, saved)
@@ -68,7 +70,7 @@ def main(argv: list[str]) -> None:
         done["agreement"] = compare.check(args, saved, tmp_folder, done)
         write_text(tmp_folder / "README.md", card.text(saved, done))
         if args.server:
-            done["served"] = serve.finish(args, saved, tmp_folder, out, done)
+            done["served"] = servers.finish(args, saved, tmp_folder, out, done)
             write_text(tmp_folder / "README.md", card.text(saved, done))
         tmp_folder.replace(out)
     finally:

@@ -4,8 +4,8 @@ import json
 import os
 from dataclasses import dataclass
 
-from zerofit.export.servers.check import Check
-from zerofit.export.servers.reference import Prompt
+from zerofit.tools.servers.check import Check
+from zerofit.tools.servers.reference import Prompt
 
 FILE = "Modelfile"
 

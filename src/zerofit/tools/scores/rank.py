@@ -1,6 +1,6 @@
 """One process of `zerofit eval`: score models by lm-evaluation-harness, which shares the rows among the processes.
 
-python -m zerofit.scores.rank QUESTION.json     writes answer.json, or error-<rank>.json, beside it
+python -m zerofit.tools.scores.rank QUESTION.json     writes answer.json, or error-<rank>.json, beside it
 """
 
 import gc
@@ -18,7 +18,7 @@ if __name__ == "__main__":
 
 from zerofit.base import distributed, log_filters, rank_status
 from zerofit.base.errors import OutOfMemory, UserError, first_line
-from zerofit.scores import models, tasks
+from zerofit.tools.scores import models, tasks
 
 
 def main() -> None:

@@ -17,7 +17,7 @@ from zerofit.data.chat_templates import arguments
 from zerofit.export import source
 from zerofit.job import scores
 from zerofit.report import run_page
-from zerofit.scores import models, rank, tasks
+from zerofit.tools.scores import models, rank, tasks
 from zerofit.train import model_card
 
 EXAMPLES = """examples:

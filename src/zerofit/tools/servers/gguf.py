@@ -12,9 +12,9 @@ import torch
 
 from zerofit.base.errors import UserError
 from zerofit.export import compare
-from zerofit.export.servers import reference
-from zerofit.export.servers.check import Check
-from zerofit.export.servers.reference import Prompt
+from zerofit.tools.servers import reference
+from zerofit.tools.servers.check import Check
+from zerofit.tools.servers.reference import Prompt
 
 SCRIPT = "convert_hf_to_gguf.py"
 

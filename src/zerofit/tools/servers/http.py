@@ -14,10 +14,10 @@ from pathlib import Path
 
 from zerofit.base import distributed
 from zerofit.base.errors import first_line
-from zerofit.export.servers import reference
-from zerofit.export.servers.check import Check
-from zerofit.export.servers.reference import Prompt
 from zerofit.job import run_folder
+from zerofit.tools.servers import reference
+from zerofit.tools.servers.check import Check
+from zerofit.tools.servers.reference import Prompt
 
 START_SECONDS, ANSWER_SECONDS = 300.0, 300.0
 

@@ -1,8 +1,10 @@
 """Write an export for a server, prove of it what can be proven here, and say the rest in export.json."""
 
 import json
+import os
 import shlex
 import shutil
+import sys
 from collections.abc import Callable
 from dataclasses import dataclass, replace
 from pathlib import Path
@@ -10,11 +12,12 @@ from pathlib import Path
 from zerofit.base.errors import UserError
 from zerofit.base.paths import write_text
 from zerofit.export import compare, ends, source
-from zerofit.export.servers import gguf, http, modelfile, reference
-from zerofit.export.servers.check import Check
-from zerofit.export.servers.reference import Prompt
+from zerofit.export import export as export_command
 from zerofit.job import run_folder
 from zerofit.model import generation
+from zerofit.tools.servers import gguf, http, modelfile, reference
+from zerofit.tools.servers.check import Check
+from zerofit.tools.servers.reference import Prompt
 
 FILE = "export.json"
 
@@ -92,19 +95,24 @@ def _best(export: Export) -> Path:
     return export.out / f"model-{export.given.gguf[-1]}.gguf"
 
 
+def main(argv: list[str]) -> None:
+    """Run `zerofit export`, also for a server. Raises: as export.main."""
+    export_command.main(argv, servers=sys.modules[__name__])
+
+
 def add_arguments(parser) -> None:
     """Add the flags of an export for a server."""
     parser.add_argument(
         "--for", dest="server", default="", metavar="|".join(SERVERS), help="what is to serve the export"
     )
     parser.add_argument("--gguf", nargs="+", default=[*gguf.TYPES], metavar="|".join(gguf.TYPES), help="types of files")
-    parser.add_argument("--llama_cpp", default="", help="a checkout of llama.cpp; default: $LLAMA_CPP")
+    parser.add_argument(
+        "--llama_cpp", default=os.environ.get("LLAMA_CPP", ""), help="a checkout of llama.cpp; default: $LLAMA_CPP"
+    )
 
 
 def check_asked(given, saved: source.Saved) -> None:
     """Check a server's name and what it can read, and merge an adapter for those that take none. Raises: UserError."""
-    if not given.server:
-        return
     if given.server not in SERVERS:
         raise UserError(f"--for {given.server}: is no server that is written for; name one of {', '.join(SERVERS)}.")
     server = SERVERS[given.server]

@@ -5,8 +5,8 @@ from dataclasses import dataclass, field
 import torch
 
 from zerofit.base.errors import first_line
-from zerofit.export.servers.check import Check
 from zerofit.model import generation
+from zerofit.tools.servers.check import Check
 
 MOST_TOKENS = 24  # of an answer; the logits of each are kept
 

@@ -1,0 +1,1 @@
+"""Verbs that stand above the core, which imports none of them."""
