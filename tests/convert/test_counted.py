@@ -101,6 +101,14 @@ def of_text(text, folder, kit=""):
             "dataset_shuffle: false\ntrain_dataloader_shuffle: false",
             {"train_sampling_strategy": "sequential"},
         ),
+        *[
+            (kit, f"{key}: '.*[.](q|v){{1,1}}_proj'", {"lora_target_modules": [".*[.](q|v){1,1}_proj"]})
+            for kit, key in (
+                ("axolotl", "adapter: lora\nlora_target_modules"),
+                ("ms-swift", "target_modules: [k_proj]\ntarget_regex"),
+                ("TRL", "use_peft: true\nlora_target_modules"),
+            )
+        ],
         ("axolotl", "gradient_checkpointing: false", {"gradient_checkpointing": False}),
         ("LLaMA-Factory", "disable_gradient_checkpointing: true", {"gradient_checkpointing": False}),
         ("TRL", "run_name: 3.10", {"run_name": "3.10"}),
@@ -157,12 +165,10 @@ NINE = "\n".join(f"b{n}: &b{n} [{', '.join([f'*b{n - 1}' if n else '1'] * 9)}]" 
         ("TRL", f"seed: {'9' * 5000}", "cannot be read as int"),
         ("TRL", r'x: "\ud800"', "half of a surrogate pair"),
         *[
-            (kit, f"{key}: 'layers.[0-9]+.(q|v)_proj'", f"{key}: .*is a regular expression; name the modules")
+            (kit, f"{key}: [q_proj, 'layers.[0-9]+.(q|v)_proj']", f"{key}: .*is a regular expression; name the modules")
             for kit, key in (
                 ("axolotl", "adapter: lora\nlora_target_modules"),
-                ("LLaMA-Factory", "lora_target"),
                 ("ms-swift", "target_modules"),
-                ("ms-swift", "target_regex"),
                 ("TRL", "use_peft: true\nlora_target_modules"),
             )
         ],

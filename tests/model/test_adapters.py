@@ -266,6 +266,10 @@ MISSPELT = {
     "target of one layer": (
         "--lora_target_modules q_proj layers.9.self_attn.k_proj", "layers.9.self_attn.k_proj: none of the adapted",
     ),
+    "expression": (r"--lora_target_modules .*\.(kproj|vproj)", r"_modules \.\*.*vproj\): .*not found in the base"),
+    "expression of layers that hold others": ("--lora_target_modules .*mlp", r"Target module LlamaMLP is not"),
+    "expression without an end": ("--lora_target_modules (.*)*x", r"target_modules \(\.\*\)\*x is no expression"),
+    "expression beside a name": ("--lora_target_modules q_proj .*k_proj", r"k_proj: a regular expression stands alone"),
     "saved module": ("--modules_to_save lm_head lmhead", "--modules_to_save lmhead: .* did you mean lm_head"),
     "target that is saved": (
         "--lora_target_modules q_proj lm_head --modules_to_save lm_head", "_modules lm_head: none",
@@ -292,6 +296,12 @@ def test_each_name_of_a_list_names_something(what):
     flags, said = MISSPELT[what]
     with pytest.raises(UserError, match=said):
         check_model(settings_of(*flags.split()))
+
+
+def test_an_expression_adapts_the_modules_whose_whole_names_it_matches():
+    model = check_model(settings_of("--lora_target_modules", r".*\.1\.self_attn\.(q|v)_proj"))
+    adapted = [name for name, _ in model.named_modules() if name.endswith("lora_A")]
+    assert adapted == [f"model.layers.1.self_attn.{letter}_proj.lora_A" for letter in "qv"]
 
 
 @pytest.mark.bad_input

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.base.errors import UserError, first_line, one_line
+from zerofit.job.settings import MODULE_NAME
 from zerofit.job.settings_file import DEEPEST, RepeatedKey, without_repeated_keys
 
 
@@ -205,7 +206,11 @@ class Conversion:
         """Write a line. origin: their key, or several with commas; None: it is the kit's default."""
         if name in TEXTS:
             value = self._text(value, origin)
-        if name in MODULES and (pattern := next((word for word in value if not re.fullmatch(r"[\w.-]+", word)), None)):
+        alone = name == "lora_target_modules" and len(value) == 1
+        pattern = (
+            name in MODULES and not alone and next((word for word in value if not MODULE_NAME.fullmatch(word)), None)
+        )
+        if pattern:
             self.refuse(f"{origin}: {pattern}", "is a regular expression; name the modules, in a list")
         _read_all(value)
         is_text = name in (*TEXTS, "chat_template_kwargs")  # whose values are as they are, too

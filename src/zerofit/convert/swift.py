@@ -65,10 +65,8 @@ def _adapter(done: Conversion, kind: str) -> None:
             "lora_dropout": (done.given.get("lora_dropout_p") is not None and done.named("lora_dropout_p", 0.05))
             or done.named("lora_dropout", 0.05),
         })  # fmt: skip
-    if done.take("target_regex"):
-        done.refuse("target_regex", "is a regular expression; name the modules, in a list, with target_modules")
     shared.parameters(done, "target_parameters")
-    key, value = done.first("target_modules", "lora_target_modules")
+    key, value = done.first("target_regex", "target_modules", "lora_target_modules")
     value = "all-linear" if str(value).upper() in ("ALL", "['ALL']") else value
     shared.targets(done, key, value, "all-linear")
     if value := done.take("modules_to_save"):
@@ -249,7 +247,7 @@ KIT = Kit(
     rules=(
         Rule("tuner_type train_type sft_type rlhf_type learning_rate", "recipe sft, lora or dpo; learning_rate",
              _recipe, "default rate 1e-4, of all weights 1e-5"),
-        Rule("lora_rank lora_alpha lora_dropout target_modules quant_bits",
+        Rule("lora_rank lora_alpha lora_dropout target_modules target_regex quant_bits",
              "lora_r, lora_alpha, lora_dropout, lora_target_modules, load_in_4bit",
              note="defaults 8, 32, 0.05, all-linear"),
         Rule("beta loss_type rpo_alpha simpo_gamma cpo_alpha", "beta, loss_type, rpo_alpha, simpo_gamma"),
