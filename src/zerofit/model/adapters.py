@@ -8,9 +8,8 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-import yaml
-
 from zerofit.base.errors import UserError, first_line, in_one_line
+from zerofit.job import settings_file
 from zerofit.job.settings import MODULE_NAME, decide
 from zerofit.job.technique import AllBut, Conflict, Technique
 from zerofit.model import initial_adapter
@@ -246,7 +245,7 @@ def _pairs(pairs: list[str], config_class, names: set[str]) -> dict:
         if key not in names or _NOT_BY_HAND.fullmatch(key):
             known = sorted(n for n in names - set(flag_of) if not _NOT_BY_HAND.fullmatch(n))
             raise UserError(f"--adapter_config {pair}: {config_class.__name__} takes {', '.join(known) or 'nothing'}.")
-        values[key] = yaml.safe_load(value)
+        values[key] = settings_file.value_of(value, f"--adapter_config {key}")
         if isinstance(values[key], float) and not math.isfinite(values[key]):
             raise UserError(f"--adapter_config {pair}: it must be a finite number.")
     return values
