@@ -127,6 +127,10 @@ def test_what_a_value_says_is_in_the_converted_file(kit, line, expected, tmp_pat
     "kit, line, listed",
     [
         ("ms-swift", "dataset_shuffle: false", "dataset_shuffle"),
+        ("ms-swift", "train_type: full", "train_type"),
+        ("ms-swift", "lora_dropout_p: 0.1\nlora_dropout: 0.3", "lora_dropout"),
+        ("ms-swift", "target_regex: a.*b\ntarget_modules: [q_proj]", "target_modules"),
+        ("TRL", "max_length: 100\nmax_seq_length: 200", "max_seq_length"),
         ("axolotl", "shuffle_merged_datasets: false", "shuffle_merged_datasets"),
         ("axolotl", "test_datasets: [{path: b, train_on_eos: last}]", "test_datasets: b: train_on_eos"),
         ("TRL", "disable_dropout: false", "disable_dropout"),
@@ -135,7 +139,7 @@ def test_what_a_value_says_is_in_the_converted_file(kit, line, expected, tmp_pat
          "fsdp_config: fsdp_activation_checkpointing"),
     ],
 )  # fmt: skip
-def test_off_is_listed_where_the_kits_default_is_on(kit, line, listed, tmp_path):
+def test_off_where_the_kits_default_is_on_and_a_second_name_of_a_setting_are_listed(kit, line, listed, tmp_path):
     text = BASES[kit].replace("MULTI_GPU", "FSDP")
     assert listed in of_text(f"{text}{line}\n", tmp_path, kit)[0].lost
 

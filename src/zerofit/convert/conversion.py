@@ -194,9 +194,14 @@ class Conversion:
         return (key if value is not None else None), value, default
 
     def first(self, *keys: str) -> tuple[str | None, Any]:
-        """Return (key, value) of the first of several keys that the file has; (None, None) if it has none."""
-        had = [(key, self.take(key)) for key in keys]
-        return next(((key, value) for key, value in had if value is not None), (None, None))
+        """Return (key, value) of the first of several keys that the file has, and list the others."""
+        had = [(key, value) for key in keys if (value := self.take(key)) is not None]
+        for key, value in had[1:]:
+            if number(value) == number(had[0][1]):
+                self.keep(key)
+            else:
+                self.lose(key, f"{had[0][0]} is there too, and is taken")
+        return had[0] if had else (None, None)
 
     def is_null(self, key: str) -> bool:
         """Return whether the file has the key with a null, which its kit does not take for an absent key."""
