@@ -158,6 +158,24 @@ def test_pissa_is_saved_as_a_plain_lora_of_twice_the_rank(runs):
         assert all(w.shape[0] == 32 for n, w in weights.items() if "lora_A" in n)
 
 
+def test_pissa_beside_an_adapted_embedding_is_saved_as_what_was_trained(tmp_path):
+    """The embedding's factors have other names, and were joined along the wrong axes."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    settings = settings_of("--lora_target_modules", "q_proj", "embed_tokens", "--init_lora_weights", "pissa")
+    model = adapters.add_adapter(AutoModelForCausalLM.from_pretrained(TINY / "model", dtype=torch.float32), settings)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path)
+    adapters.convert_to_plain_lora(model, tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(TINY / "model", dtype=torch.float32)
+    ids = torch.tensor([[3, 4, 5, 6]])
+    saved = PeftModel.from_pretrained(base, tmp_path)
+    torch.testing.assert_close(saved(ids).logits, model.eval()(ids).logits, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("stage", "03")
 def test_loraplus_moves_b_by_ratio_times_the_learning_rate(runs, stage):
     """Adam's first step moves each number by its learning rate; A, whose gradient is 0 while B is 0, stays."""

@@ -96,7 +96,7 @@ def resolve(settings) -> None:
             f"--init_lora_weights {init}: must be one of {', '.join(_KEEPS_BASE)}, pissa, pissa_niter_16 (any number), "
             "olora; peft's others (eva, corda, loftq, lora_ga, mica) need a pass over data or train less than A and B."
         )
-    targets = settings.lora_target_modules
+    targets = [] if settings.initial_adapter else settings.lora_target_modules  # that one has its own
     expression = next((word for word in targets if not MODULE_NAME.fullmatch(word)), None)
     if expression is not None and len(targets) > 1:
         raise UserError(
@@ -354,7 +354,7 @@ def convert_to_plain_lora(model, folder: Path) -> None:
 
     weights = load_file(folder / "adapter_model.safetensors")
     for name, weight in initial.items():
-        addend, axis = (weight, 0) if "lora_A" in name else (-weight, 1)
+        addend, axis = (weight, 0) if re.search("lora_(embedding_)?A", name) else (-weight, 1)
         weights[name] = torch.cat([weights[name], addend.to(weights[name].dtype)], axis).contiguous()
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     file = folder / "adapter_config.json"
