@@ -111,6 +111,7 @@ $(or $(MAKECMDGOALS),help):
 else
 # a variable may be exported for something else: each that is read is named
 FROM_ENVIRONMENT := $(if $(ASKED),$(filter PYTHON ENV $(foreach verb,$(ASKED),$(READS_$(verb))),$(IN_ENVIRONMENT)))
+export ZEROFIT_FROM_ENVIRONMENT := $(FROM_ENVIRONMENT)
 $(if $(FROM_ENVIRONMENT),$(if $(shell "$(PYTHON)" $(MAKE_VARIABLES) --environment $(FROM_ENVIRONMENT)),))
 
 # --- the environment: .venv, or the active one with ENV=active ---

@@ -33,7 +33,15 @@ atexit.register(gc.freeze)  # as zerofit's commands do: the interpreter ends sec
 ROOT = Path(__file__).resolve().parents[1]
 if "MAKELEVEL" in os.environ:  # `make test` exports its variables, which a test's own make would take for the user's
     variables = re.search(r"^VARIABLES := (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()
-    for name in ("MAKELEVEL", "MAKEFLAGS", "MFLAGS", "MAKEOVERRIDES", "ZEROFIT_GOALS", *variables):
+    for name in (
+        "MAKELEVEL",
+        "MAKEFLAGS",
+        "MFLAGS",
+        "MAKEOVERRIDES",
+        "ZEROFIT_GOALS",
+        "ZEROFIT_FROM_ENVIRONMENT",
+        *variables,
+    ):
         os.environ.pop(name, None)
 
 TINY = ROOT / "examples" / "tiny"

@@ -2,7 +2,9 @@
 
 import pytest
 
+from zerofit import entrypoint
 from zerofit.base import command_line
+from zerofit.base.errors import UserError, shortened
 
 LINE = ["run.py", "--max-steps=2", "--data", "a.jsonl", "b.jsonl", "--packing", "--zero", "auto"]
 
@@ -44,3 +46,17 @@ def test_a_flag_with_several_values_is_named():
 def test_put_replaces_a_flag():
     changed = command_line.put(LINE, max_steps=3, packing=False, output_dir="x")
     assert changed == ["run.py", *LINE[2:5], "--zero", "auto", *"--max_steps 3 --packing false --output_dir x".split()]
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("said", ["--max_steps {}: must be a whole number.", "--new_tokens '{}': it has it already."])
+def test_a_value_of_thousands_of_letters_is_not_printed_whole(said, capsys):
+    def main():
+        raise UserError(said.format("9" * 6000))
+
+    with pytest.raises(SystemExit, match="2"):
+        entrypoint.guard(main)
+    line = capsys.readouterr().err
+    assert "99... (6,000 characters)" in line and said[:12] in line and len(line) < 120
+    path = "/a" * 400
+    assert shortened(path) == path

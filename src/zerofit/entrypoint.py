@@ -9,7 +9,7 @@ import sys
 import time
 
 from zerofit.base import distributed, process
-from zerofit.base.errors import EXIT_CODES, DiskFull, OutOfMemory, Stopped, UserError, full_disk, printable
+from zerofit.base.errors import EXIT_CODES, DiskFull, OutOfMemory, Stopped, UserError, full_disk, printable, shortened
 from zerofit.job import job
 from zerofit.job.recipe import Recipe
 
@@ -59,7 +59,8 @@ def guard(main) -> None:
             time.sleep(10)
         # An error from a data loading process arrives with its traceback in front.
         prefix = "zerofit" if isinstance(error, Stopped) else "zerofit: error"
-        print(f"{prefix}: {printable(str(error).rpartition('UserError: ')[2].strip())}", file=sys.stderr, flush=True)
+        said = shortened(str(error).rpartition("UserError: ")[2].strip())
+        print(f"{prefix}: {printable(said)}", file=sys.stderr, flush=True)
         distributed.stop(wait=False)
         raise SystemExit(error.exit_code) from None
     except KeyboardInterrupt as error:

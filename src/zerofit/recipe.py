@@ -13,7 +13,7 @@ import sys
 from pathlib import Path
 
 from zerofit.base import allocator, command_line, distributed, hub, log_filters
-from zerofit.base.errors import UserError, printable
+from zerofit.base.errors import UserError, printable, shortened
 from zerofit.base.paths import from_here
 from zerofit.checkpoint import restart
 from zerofit.config import resolve
@@ -166,7 +166,7 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
         described = [dataset.describe(name, rows) for name, rows in sets.items()]
         few = tokens.few_steps(settings, train_set)
         for sentence in [*settings.decisions, *described, *dataset.notes(sets), *few]:
-            print(f"  - {from_here(printable(sentence))}", flush=True)
+            print(f"  - {from_here(printable(shortened(sentence)))}", flush=True)
         facts = {name: {"fingerprint": rows.fingerprint, **rows.statistics} for name, rows in sets.items()}
         started = _job(settings)
         more = {name: fact for name, fact in started.facts.items() if fact}

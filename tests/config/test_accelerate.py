@@ -57,12 +57,12 @@ def compare(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     (tmp_path / "ds.json").write_text(json.dumps({"zero_optimization": {"stage": 3}}))
 
-    def said(config: dict, named: bool, *flags, options=()):
+    def said(config: dict | str, named: bool, *flags, options=()):
         monkeypatch.setenv("HF_HOME", str(tmp_path / "home"))
         file = tmp_path / ("mine.yaml" if named else "home/accelerate/default_config.yaml")
         shutil.rmtree(tmp_path / "home", ignore_errors=True)
         file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(yaml.safe_dump(config))
+        file.write_text(config if isinstance(config, str) else yaml.safe_dump(config))
         argv = ["python", "/bin/accelerate", "launch", *(["--config_file", str(file)] if named else []), *options]
         monkeypatch.setattr(accelerate_env, "_accelerate_command", lambda: argv)
         settings = resolve.resolve_settings("sft", ["--data", "none", "--zero", "2", "--use_cpu", *flags], 2)
@@ -81,6 +81,14 @@ def test_a_file_of_accelerate_that_is_named_and_contradicts_the_run_stops_it(com
     assert f"Give the recipe {flags}, or leave" in str(refused.value)
     (line,) = compare(config, False)  # of `accelerate config`, which the user may have made for other jobs
     assert "default_config.yaml of accelerate is not used" in line and line.endswith(f"here: {flags}")
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("named", [True, False])
+def test_a_key_that_stands_twice_in_a_file_of_accelerate_is_refused(compare, named):
+    text = "deepspeed_config:\n  zero_stage: 2\n  zero_stage: 3\n"
+    with pytest.raises(UserError, match=r"\.yaml:3:3: not valid YAML: 'zero_stage' stands in line 2 too"):
+        compare(text, named)
 
 
 @pytest.mark.parametrize("what", NOTHING)

@@ -188,6 +188,8 @@ def test_same_value_in_both_places_is_no_contradiction(write):
         (BASE | {"expert_parallel": {"enabled": True}}, [], "expert_parallel.enabled = true: DeepSpeed's AutoEP"),
         (BASE | {"pipeline": {"stages": 2}}, [], "pipeline.stages = 2"),
         (BASE | {"sequence_parallel_size": 2}, [], "sequence_parallel_size = 2"),
+        (BASE | {"autotuning": {"enabled": True}}, [], "autotuning.enabled = true: DeepSpeed would end the run"),
+        (BASE | {"autotuning": True}, [], "autotuning = true: must be an object"),
         (BASE | {"amp": {"enabled": True}}, [], "amp: "),
         (BASE | {"elasticity": {}}, [], "elasticity"),
         (BASE | {"bf16": {"loss_scale": 0}}, [], "unknown key 'bf16.loss_scale'"),

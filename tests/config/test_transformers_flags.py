@@ -177,6 +177,10 @@ def test_the_default_of_a_refused_argument_passes():
     ("words", "says"),
     [
         (["--do_train", "false"], "--do_train false: a recipe trains"),
+        (
+            ["--torch_compile_backend", "x"],
+            "--torch_compile_backend x: accelerate has no such backend; it has .*inductor",
+        ),
         (["--do_eval", "true", "--data", "x.jsonl"], "--do_eval true: there are no rows"),
         (["--do_eval", "false", "--eval_fraction", "0.1", "--data", "x.jsonl"], "--do_eval false: there are rows"),
     ],

@@ -101,6 +101,14 @@ def of_text(text, folder, kit=""):
             "dataset_shuffle: false\ntrain_dataloader_shuffle: false",
             {"train_sampling_strategy": "sequential"},
         ),
+        *[
+            (kit, f"{key}: '.*[.](q|v){{1,1}}_proj'", {"lora_target_modules": [".*[.](q|v){1,1}_proj"]})
+            for kit, key in (
+                ("axolotl", "adapter: lora\nlora_target_modules"),
+                ("ms-swift", "target_modules: [k_proj]\ntarget_regex"),
+                ("TRL", "use_peft: true\nlora_target_modules"),
+            )
+        ],
         ("axolotl", "gradient_checkpointing: false", {"gradient_checkpointing": False}),
         ("LLaMA-Factory", "disable_gradient_checkpointing: true", {"gradient_checkpointing": False}),
         ("TRL", "run_name: 3.10", {"run_name": "3.10"}),
@@ -119,6 +127,10 @@ def test_what_a_value_says_is_in_the_converted_file(kit, line, expected, tmp_pat
     "kit, line, listed",
     [
         ("ms-swift", "dataset_shuffle: false", "dataset_shuffle"),
+        ("ms-swift", "train_type: full", "train_type"),
+        ("ms-swift", "lora_dropout_p: 0.1\nlora_dropout: 0.3", "lora_dropout"),
+        ("ms-swift", "target_regex: a.*b\ntarget_modules: [q_proj]", "target_modules"),
+        ("TRL", "max_length: 100\nmax_seq_length: 200", "max_seq_length"),
         ("axolotl", "shuffle_merged_datasets: false", "shuffle_merged_datasets"),
         ("axolotl", "test_datasets: [{path: b, train_on_eos: last}]", "test_datasets: b: train_on_eos"),
         ("TRL", "disable_dropout: false", "disable_dropout"),
@@ -127,7 +139,7 @@ def test_what_a_value_says_is_in_the_converted_file(kit, line, expected, tmp_pat
          "fsdp_config: fsdp_activation_checkpointing"),
     ],
 )  # fmt: skip
-def test_off_is_listed_where_the_kits_default_is_on(kit, line, listed, tmp_path):
+def test_off_where_the_kits_default_is_on_and_a_second_name_of_a_setting_are_listed(kit, line, listed, tmp_path):
     text = BASES[kit].replace("MULTI_GPU", "FSDP")
     assert listed in of_text(f"{text}{line}\n", tmp_path, kit)[0].lost
 
@@ -157,12 +169,10 @@ NINE = "\n".join(f"b{n}: &b{n} [{', '.join([f'*b{n - 1}' if n else '1'] * 9)}]" 
         ("TRL", f"seed: {'9' * 5000}", "cannot be read as int"),
         ("TRL", r'x: "\ud800"', "half of a surrogate pair"),
         *[
-            (kit, f"{key}: 'layers.[0-9]+.(q|v)_proj'", f"{key}: .*is a regular expression; name the modules")
+            (kit, f"{key}: [q_proj, 'layers.[0-9]+.(q|v)_proj']", f"{key}: .*is a regular expression; name the modules")
             for kit, key in (
                 ("axolotl", "adapter: lora\nlora_target_modules"),
-                ("LLaMA-Factory", "lora_target"),
                 ("ms-swift", "target_modules"),
-                ("ms-swift", "target_regex"),
                 ("TRL", "use_peft: true\nlora_target_modules"),
             )
         ],

@@ -158,6 +158,24 @@ def test_pissa_is_saved_as_a_plain_lora_of_twice_the_rank(runs):
         assert all(w.shape[0] == 32 for n, w in weights.items() if "lora_A" in n)
 
 
+def test_pissa_beside_an_adapted_embedding_is_saved_as_what_was_trained(tmp_path):
+    """The embedding's factors have other names, and were joined along the wrong axes."""
+    from peft import PeftModel
+    from transformers import AutoModelForCausalLM
+
+    settings = settings_of("--lora_target_modules", "q_proj", "embed_tokens", "--init_lora_weights", "pissa")
+    model = adapters.add_adapter(AutoModelForCausalLM.from_pretrained(TINY / "model", dtype=torch.float32), settings)
+    for parameter in model.parameters():
+        if parameter.requires_grad:
+            parameter.data += 0.1 * torch.randn_like(parameter)
+    model.save_pretrained(tmp_path)
+    adapters.convert_to_plain_lora(model, tmp_path)
+    base = AutoModelForCausalLM.from_pretrained(TINY / "model", dtype=torch.float32)
+    ids = torch.tensor([[3, 4, 5, 6]])
+    saved = PeftModel.from_pretrained(base, tmp_path)
+    torch.testing.assert_close(saved(ids).logits, model.eval()(ids).logits, rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("stage", "03")
 def test_loraplus_moves_b_by_ratio_times_the_learning_rate(runs, stage):
     """Adam's first step moves each number by its learning rate; A, whose gradient is 0 while B is 0, stays."""
@@ -229,6 +247,9 @@ REFUSED = [
     (["--adapter", "oft", "--adapter_config", "block=1"], "OFTConfig takes"),
     (["--adapter_config", "lora_alpha=1"], "use --lora_alpha"),
     (["--adapter_config", "init_weights"], "must be key=value"),
+    (["--adapter_config", "alpha_pattern={q_proj: 8, q_proj: 4}"], "alpha_pattern:1:13: not valid YAML: 'q_proj'"),
+    (["--adapter_config", f"rank_pattern={'[' * 5000}"], "rank_pattern:1:21: not valid YAML: more than 20 levels"),
+    (["--adapter_config", "rank_pattern={q_proj"], "rank_pattern:1:8: not valid YAML"),
     (["--init_lora_weights", "eva"], "--init_lora_weights eva"),
     (["--init_lora_weights", "pissa", "--use_dora", "true"], "--use_dora with --init_lora_weights pissa"),
     (["--init_lora_weights", "orthogonal", "--lora_r", "3"], "even --lora_r"),
@@ -266,6 +287,10 @@ MISSPELT = {
     "target of one layer": (
         "--lora_target_modules q_proj layers.9.self_attn.k_proj", "layers.9.self_attn.k_proj: none of the adapted",
     ),
+    "expression": (r"--lora_target_modules .*\.(kproj|vproj)", r"_modules \.\*.*vproj\): .*not found in the base"),
+    "expression of layers that hold others": ("--lora_target_modules .*mlp", r"Target module LlamaMLP is not"),
+    "expression without an end": ("--lora_target_modules (.*)*x", r"target_modules \(\.\*\)\*x is no expression"),
+    "expression beside a name": ("--lora_target_modules q_proj .*k_proj", r"k_proj: a regular expression stands alone"),
     "saved module": ("--modules_to_save lm_head lmhead", "--modules_to_save lmhead: .* did you mean lm_head"),
     "target that is saved": (
         "--lora_target_modules q_proj lm_head --modules_to_save lm_head", "_modules lm_head: none",
@@ -292,6 +317,12 @@ def test_each_name_of_a_list_names_something(what):
     flags, said = MISSPELT[what]
     with pytest.raises(UserError, match=said):
         check_model(settings_of(*flags.split()))
+
+
+def test_an_expression_adapts_the_modules_whose_whole_names_it_matches():
+    model = check_model(settings_of("--lora_target_modules", r".*\.1\.self_attn\.(q|v)_proj"))
+    adapted = [name for name, _ in model.named_modules() if name.endswith("lora_A")]
+    assert adapted == [f"model.layers.1.self_attn.{letter}_proj.lora_A" for letter in "qv"]
 
 
 @pytest.mark.bad_input

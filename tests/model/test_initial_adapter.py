@@ -106,6 +106,35 @@ def test_an_adapter_with_odd_files_is_one_sentence(folder, tmp_path, what):
         check_model(settings_of(copy))
 
 
+@pytest.mark.bad_input
+def test_an_adapter_with_nan_is_refused_as_such(folder, tmp_path):
+    """As one to go on with, and by the export, which blamed its own sums."""
+    copy = shutil.copytree(folder, tmp_path / "nan")
+    weights = load_file(copy / "adapter_model.safetensors")
+    name = next(name for name in weights if "lora_B" in name)
+    weights[name][0, 0] = float("nan")
+    save_file(weights, copy / "adapter_model.safetensors")
+    said = rf"{name} of adapter_model.safetensors holds NaN or Inf \(1 numbers\)"
+    with pytest.raises(UserError, match=said):
+        check_model(settings_of(copy))
+    with pytest.raises(UserError, match=said):
+        export.main([str(copy), "--output_dir", str(tmp_path / "out")])
+
+
+@pytest.mark.bad_input
+@pytest.mark.parametrize("merge", [[], ["--merge"]])
+def test_an_adapter_that_needs_a_missing_package_names_it_to_the_export(folder, tmp_path, merge, monkeypatch):
+    import peft.tuners.lora.config
+
+    copy = shutil.copytree(folder, tmp_path / "loftq")
+    config = json.loads((copy / "adapter_config.json").read_text())
+    config |= {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}
+    (copy / "adapter_config.json").write_text(json.dumps(config))
+    monkeypatch.setattr(peft.tuners.lora.config.importlib.util, "find_spec", lambda name: None)
+    with pytest.raises(UserError, match=r"loftq: peft reads it with scipy alone: pip install scipy\."):
+        export.main([str(copy), *merge, "--output_dir", str(tmp_path / "out")])
+
+
 def test_adapters_before_the_last_are_merged_by_the_commands_of_the_refusal(folder, tmp_path, monkeypatch):
     """The logits that the first step starts from are those of the base with both adapters, added by peft."""
     from peft import PeftModel

@@ -266,6 +266,7 @@ def test_a_header_that_does_not_fit_its_file_is_one_sentence(tmp_path, what):
     assert damaged != header
     file.write_bytes(len(damaged).to_bytes(8, "little") + damaged + rest)
     assert re.search(r"model.safetensors is damaged \(.+\); download or copy it again", refusal(folder))
+    load_config(settings_of(folder))  # which looks for a head of its own in the files
 
 
 # What config.json says -> what is said: values, or the file's text after its first brace.

@@ -168,6 +168,8 @@ def test_a_path_to_a_linear_layer_adapts_no_experts(tmp_path):
     ("gpt_oss", ("--lora_target_parameters", "experts.w1"), "no parameter of that name .*mlp.experts.down_proj, mlp.e"),
     ("gpt_oss", ("--adapter_config", "target_parameters=[a]"), "a flag of its own; use --lora_target_parameters"),
     ("gpt_oss", ("--lora_target_modules", "qkv", *EXPERTS[2:]), "qkv: the model has no such module.*k_proj o_proj q_"),
+    ("qwen3_moe", ("--lora_target_modules", r".*\.0\.self_attn\.q_proj"), "adapt model.layers.1.self_attn.q_proj"),
+    ("qwen3_moe", ("--lora_target_modules", r".*\.0\..*(gate|up)_proj"), "would adapt .*gate_up_proj of Qwen3Moe"),
     ("gpt_oss", ("--adapter", "loha", *EXPERTS[2:]), "peft's LoHaConfig has no such setting"),
     *((kind, flags, f"{flags[0]} {flags[1]}: the targets hold fused experts.*linear layers only: .*o_proj")
       for kind, flags in (("olmoe", ("--lora_dropout", "0.1")), ("olmoe", ("--use_dora", "true")),

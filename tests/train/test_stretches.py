@@ -74,3 +74,6 @@ def test_the_users_own_command_line(monkeypatch):
     monkeypatch.setenv("MAKEFLAGS", "s -- GPUS=2 ARGS=--run_name\\ $$x\\ --hub_token\\ abc")
     wanted = ["make", "sft", "GPUS=2", "ARGS=--run_name '$x' --hub_token '<hidden>'"]
     assert shlex.split(command_line.as_typed()) == wanted
+    monkeypatch.setenv("ZEROFIT_FROM_ENVIRONMENT", "OUT MODEL")  # MODEL: exported, and empty
+    monkeypatch.setenv("OUT", "my runs")
+    assert shlex.split(command_line.as_typed()) == ["OUT=my runs", *wanted]

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from conftest import ROOT, TINY, Run, run_python, run_world, runs_slow, two_layers
+from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world, runs_slow, two_layers
 from peft import PeftModel
 from torch.nn import functional
 from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer
@@ -331,6 +331,15 @@ OF_DEFAULTS = {
     "polynomial": ({"lr_end": 1e-4, "power": 1.0}, lambda rate: rate + (1e-4 - rate) * 3 / 4),
     "cosine_with_min_lr": ({"min_lr": 1e-4}, lambda rate: 1e-4 + (rate - 1e-4) * (1 + math.cos(math.pi * 3 / 4)) / 2),
 }
+
+
+@pytest.mark.bad_input
+def test_a_warm_up_of_all_steps_before_a_polynomial_is_one_sentence(tmp_path):
+    """A ZeroDivisionError behind the last step."""
+    words = ["--max_steps", "1", "--warmup_steps", "1", "--lr_scheduler_type", "polynomial", "--use_cpu", "true"]
+    done = recipe_process("sft", *flags("sft"), *words, "--output_dir", str(tmp_path / "run"))
+    assert done.returncode == 2 and "Traceback" not in done.stderr
+    assert "polynomial --lr_scheduler_kwargs '{}': the warm-up takes all 1 steps" in done.stderr, done.stderr
 
 
 @pytest.mark.bad_input

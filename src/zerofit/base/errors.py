@@ -71,6 +71,11 @@ def printable(text: str) -> str:
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]", lambda m: f"\\x{ord(m[0]):02x}", text)
 
 
+def shortened(text: str) -> str:
+    """Return the text with each word of 300 letters and more cut; no name of a file is so long."""
+    return re.sub(r"[^\s/:,;'\"]{300,}", lambda word: f"{word[0][:20]}... ({len(word[0]):,} characters)", text)
+
+
 def one_line(text: str) -> str:
     """Return the text as `printable` does, on one line: text that others have written adds no line."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")

@@ -3,11 +3,10 @@
 import os
 from pathlib import Path
 
-import yaml
-
 from zerofit.base import command_line, distributed
 from zerofit.base.errors import UserError
 from zerofit.convert import conversion, sharding
+from zerofit.job import settings_file
 from zerofit.job.settings import Settings, as_typed, json_value, merge_json
 
 # `accelerate launch` and its cached default_config.yaml put these into the environment, but the recipe decides about
@@ -89,6 +88,12 @@ def cached_accelerate_config() -> Path:
     return folder / "accelerate" / "default_config.yaml"
 
 
+def _held(file: Path) -> dict:
+    """Return the values of a file of accelerate; {} without one. Raises: UserError for a key twice, and the like."""
+    values = settings_file.load(str(file))[0] if file.is_file() else {}
+    return values if isinstance(values, dict) else {}
+
+
 def compare(settings: Settings) -> list[str]:
     """Return lines about what `accelerate launch` was asked for and this run does otherwise.
 
@@ -99,10 +104,7 @@ def compare(settings: Settings) -> list[str]:
         return []
     named = command_line.value_of(argv, ("--config_file",))
     file = Path(named).expanduser() if named else cached_accelerate_config()
-    try:
-        in_file = (yaml.safe_load(file.read_text()) if file.is_file() else None) or {}
-    except (OSError, ValueError, yaml.YAMLError):
-        return []  # accelerate started without an error, so the file is not checked here
+    in_file = _held(file)
     typed = merge_json(in_file if named else {}, _options(argv))
     if differing := _differing(settings, _asked(typed, file)):
         raise UserError(
@@ -121,7 +123,9 @@ def _options(argv: list[str]) -> dict:
     found: dict = {}
     for section, names in _SECTIONS.items():
         values = {name: command_line.value_of(argv, (f"--{name}",)) for name in names}
-        if values := {name: yaml.safe_load(value) for name, value in values.items() if value is not None}:
+        if values := {
+            name: settings_file.value_of(value, f"--{name}") for name, value in values.items() if value is not None
+        }:
             found[section] = values
     if "deepspeed_config" in found:
         found["distributed_type"] = "DEEPSPEED"
@@ -200,10 +204,7 @@ def check_size() -> str | None:
     file = command_line.value_of(argv, ("--config_file",))
     file = Path(file) if file else cached_accelerate_config()
     if not count and file.is_file():
-        try:
-            in_file = (yaml.safe_load(file.read_text()) or {}).get("num_processes")
-        except (OSError, yaml.YAMLError, AttributeError):
-            return None  # accelerate started without an error, so the file is not checked here
+        in_file = _held(file).get("num_processes")
         if in_file and in_file != distributed.size():
             started = distributed.size()
             return f"{started} process: {file} asks accelerate for {in_file}, but it started {started}"

@@ -416,7 +416,10 @@ class LoraArguments:
     lora_dropout: float = field(default=0.0, metadata={"help": "Dropout on the adapter's input."})
     lora_target_modules: list[str] = field(
         default_factory=lambda: ["all-linear"],
-        metadata={"help": "Module names to adapt, or all-linear (every linear layer but the head)."},
+        metadata={
+            "help": "Module names to adapt, all-linear (every linear layer but the head), or one regular expression "
+            "of whole names."
+        },
     )
     lora_target_parameters: list[str] | None = field(
         default=None,

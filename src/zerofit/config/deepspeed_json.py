@@ -24,7 +24,7 @@ CONFIGS = PROJECT / "deepspeed_configs"
 
 # Top-level keys that DeepSpeed reads past DeepSpeedConfig's own look-ups (see known_keys).
 READ_ELSEWHERE = frozenset(
-    "activation_checkpointing aio flops_profiler optimizer scheduler sequence_parallel_size".split()
+    "activation_checkpointing aio autotuning flops_profiler optimizer scheduler sequence_parallel_size".split()
 )
 
 # Top-level keys that DeepSpeed reads, and that would change batch, data or checkpoints without the kit's knowledge.
@@ -34,7 +34,7 @@ NOT_SUPPORTED = frozenset(
 )
 
 # Keys of parallelism other than ZeRO, with the values that turn it off. DeepSpeed accepts them, but the ranks would
-# then train on other rows than the batch arithmetic assumes.
+# then train on other rows than the batch arithmetic assumes; or, with autotuning, would not train to the end.
 OTHER_PARALLELISM = {
     "tensor_parallel.autotp_size": (0, 1),
     "tensor_parallel.tp_size": (0, 1),
@@ -43,6 +43,7 @@ OTHER_PARALLELISM = {
     "expert_parallel.enabled": (False,),
     "pipeline.stages": (0, 1),
     "sequence_parallel_size": (0, 1),
+    "autotuning.enabled": (False,),
 }
 
 # Their section -> what to do instead.
@@ -52,6 +53,7 @@ INSTEAD = {
     "expert_parallel": "DeepSpeed's AutoEP fails with transformers 5 (deepspeed/module_inject/auto_ep_presets/base.py "
     "calls its registry of outputs with one argument too many), and ZeRO then refuses the optimizer's groups; delete "
     "it, and use --zero 3, which shards the experts too",
+    "autotuning": "DeepSpeed would end the run after the few steps that it measures; delete it, and use zerofit plan",
     "pipeline": "this section starts no pipeline; delete it, and use recipes/pipeline.py with --pp_size",
 }
 
@@ -99,7 +101,7 @@ TYPES = (
     (
         (dict,),
         "an object {...}",
-        """activation_checkpointing checkpoint comms_logger compile data_types flops_profiler optimizer
+        """activation_checkpointing autotuning checkpoint comms_logger compile data_types flops_profiler optimizer
         optimizer.params scheduler scheduler.params tensorboard torch_autocast wandb""",
     ),
     (
@@ -294,7 +296,7 @@ def _refuse_writer(config: dict, path: str | Path) -> None:
 
 
 def _refuse_other_parallelism(config: dict, path: str | Path) -> None:
-    """Refuse tensor, expert, pipeline and sequence parallelism."""
+    """Refuse tensor, expert, pipeline and sequence parallelism, and autotuning."""
     for dotted, off in OTHER_PARALLELISM.items():
         value = json_value(config, dotted)
         if value is not None and value not in off:

@@ -69,11 +69,18 @@ def resolve(settings) -> None:
 
     Raises: UserError that names the argument, the reason and what to use instead.
     """
+    from accelerate.utils import DynamoBackend
+
     given, defaults = settings.given, settings.defaults
     for name, why in REFUSED.items():
         off = given.get(name) == defaults[name] or (not defaults[name] and str(given.get(name)).lower() in OFF)
         if name in given and not off:
             raise UserError(f"--{name} {given[name]}: {why}.")
+    backend = given.get("torch_compile_backend")
+    if backend and backend.upper() not in (known := DynamoBackend.__members__):
+        raise UserError(
+            f"--torch_compile_backend {backend}: accelerate has no such backend; it has {', '.join(known).lower()}."
+        )
     if given.get("do_train") is False:
         raise UserError("--do_train false: a recipe trains; leave it out, or use --plan true to see whether it fits.")
     if given.get("logging_nan_inf_filter"):

@@ -12,6 +12,7 @@ from pathlib import Path
 from typing import Any
 
 from zerofit.base.errors import UserError, first_line, one_line
+from zerofit.job.settings import MODULE_NAME
 from zerofit.job.settings_file import DEEPEST, RepeatedKey, without_repeated_keys
 
 
@@ -193,9 +194,14 @@ class Conversion:
         return (key if value is not None else None), value, default
 
     def first(self, *keys: str) -> tuple[str | None, Any]:
-        """Return (key, value) of the first of several keys that the file has; (None, None) if it has none."""
-        had = [(key, self.take(key)) for key in keys]
-        return next(((key, value) for key, value in had if value is not None), (None, None))
+        """Return (key, value) of the first of several keys that the file has, and list the others."""
+        had = [(key, value) for key in keys if (value := self.take(key)) is not None]
+        for key, value in had[1:]:
+            if number(value) == number(had[0][1]):
+                self.keep(key)
+            else:
+                self.lose(key, f"{had[0][0]} is there too, and is taken")
+        return had[0] if had else (None, None)
 
     def is_null(self, key: str) -> bool:
         """Return whether the file has the key with a null, which its kit does not take for an absent key."""
@@ -205,7 +211,11 @@ class Conversion:
         """Write a line. origin: their key, or several with commas; None: it is the kit's default."""
         if name in TEXTS:
             value = self._text(value, origin)
-        if name in MODULES and (pattern := next((word for word in value if not re.fullmatch(r"[\w.-]+", word)), None)):
+        alone = name == "lora_target_modules" and len(value) == 1
+        pattern = (
+            name in MODULES and not alone and next((word for word in value if not MODULE_NAME.fullmatch(word)), None)
+        )
+        if pattern:
             self.refuse(f"{origin}: {pattern}", "is a regular expression; name the modules, in a list")
         _read_all(value)
         is_text = name in (*TEXTS, "chat_template_kwargs")  # whose values are as they are, too

@@ -244,8 +244,9 @@ def kto(done: Conversion, wanted: str = "desirable_weight", unwanted: str = "und
 
 
 def targets(done: Conversion, key: str | None, value: Any, default: Any) -> None:
-    """Write the modules that get an adapter: a list, or all-linear."""
-    listed = words(default if value in (None, "", []) else value)
+    """Write the modules that get an adapter: a list, all-linear, or a text that is a regular expression, as in peft."""
+    is_names = not isinstance(value, str) or re.fullmatch(r"[\w.,\s-]*", value)
+    listed = words(default if value in (None, "", []) else value) if is_names else [value]
     if {"all-linear", "all", "all_linear"} & set(listed):
         listed = ["all-linear"]
     done.put("lora_target_modules", listed, key if value not in (None, "", []) else None)

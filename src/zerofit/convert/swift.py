@@ -13,7 +13,8 @@ ADAPTERS = ("lora", "ia3", "oft", "vera")
 
 def _recipe(done: Conversion) -> None:
     """Choose the recipe from `tuner_type` and `rlhf_type`, and write the preference loss and the adapter."""
-    kind = done.first("tuner_type", "train_type", "sft_type")[1] or "lora"
+    key, kind = done.first("tuner_type", "train_type", "sft_type")
+    kind = kind or "lora"
     rl = done.take("rlhf_type")
     if rl and rl not in PREFERENCE:
         done.refuse(f"rlhf_type: {rl}", f"has no counterpart: {OTHER_JOBS}")
@@ -23,9 +24,7 @@ def _recipe(done: Conversion) -> None:
         done.refuse(f"tuner_type: {kind}", f"is no adapter of zerofit's: {', '.join(ADAPTERS)} (docs/adapters.md)")
     if "dpo" in done.file.stem and not rl and not done.recipe:
         done.differ("rlhf_type: not in the file; `swift rlhf` takes dpo: convert with --recipe dpo.")
-    done.choose(
-        "dpo" if rl else "sft" if kind == "full" else "lora", "rlhf_type", "tuner_type", "train_type", "sft_type"
-    )
+    done.choose("dpo" if rl else "sft" if kind == "full" else "lora", "rlhf_type", key or "tuner_type")
     if done.recipe == "dpo":
         _preference(done, rl or "dpo")
     if kind != "full":
@@ -62,13 +61,10 @@ def _adapter(done: Conversion, kind: str) -> None:
         shared.lora(done, {
             "lora_r": done.named("lora_rank", 8),
             "lora_alpha": done.named("lora_alpha", 32),
-            "lora_dropout": (done.given.get("lora_dropout_p") is not None and done.named("lora_dropout_p", 0.05))
-            or done.named("lora_dropout", 0.05),
+            "lora_dropout": (*done.first("lora_dropout_p", "lora_dropout"), 0.05),
         })  # fmt: skip
-    if done.take("target_regex"):
-        done.refuse("target_regex", "is a regular expression; name the modules, in a list, with target_modules")
     shared.parameters(done, "target_parameters")
-    key, value = done.first("target_modules", "lora_target_modules")
+    key, value = done.first("target_regex", "target_modules", "lora_target_modules")
     value = "all-linear" if str(value).upper() in ("ALL", "['ALL']") else value
     shared.targets(done, key, value, "all-linear")
     if value := done.take("modules_to_save"):
@@ -195,13 +191,13 @@ def _length(done: Conversion) -> None:
 
 def _machine(done: Conversion) -> None:
     """Convert precision, attention, kernels, sharding, trackers and the template."""
-    dtype = str(done.first("torch_dtype", "dtype")[1] or "")
+    key, dtype = done.first("torch_dtype", "dtype")
     if dtype in ("float32", "fp32") and not {"fp16", "bf16"} & done.given.keys():
-        shared.single(done, "torch_dtype")
+        shared.single(done, key)
     elif dtype in ("float16", "fp16") and "fp16" not in done.given:
-        shared.half(done, "fp16", "torch_dtype")
+        shared.half(done, "fp16", key)
     elif dtype in ("bfloat16", "bf16") and "bf16" not in done.given:
-        done.put("bf16", True, "torch_dtype")
+        done.put("bf16", True, key)
     shared.precision(done)
     shared.tf32(done)
     shared.attention(done, "attn_impl", done.take("attn_impl"))
@@ -249,7 +245,7 @@ KIT = Kit(
     rules=(
         Rule("tuner_type train_type sft_type rlhf_type learning_rate", "recipe sft, lora or dpo; learning_rate",
              _recipe, "default rate 1e-4, of all weights 1e-5"),
-        Rule("lora_rank lora_alpha lora_dropout target_modules quant_bits",
+        Rule("lora_rank lora_alpha lora_dropout target_modules target_regex quant_bits",
              "lora_r, lora_alpha, lora_dropout, lora_target_modules, load_in_4bit",
              note="defaults 8, 32, 0.05, all-linear"),
         Rule("beta loss_type rpo_alpha simpo_gamma cpo_alpha", "beta, loss_type, rpo_alpha, simpo_gamma"),

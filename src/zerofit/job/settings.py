@@ -1,6 +1,7 @@
 """Define Settings: every resolved argument of a job, its source, and the decisions made for the user."""
 
 import copy
+import re
 from collections.abc import Mapping
 from dataclasses import FrozenInstanceError, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
@@ -59,6 +60,8 @@ class Check:
     sentence: str  # what was checked, with its number; or why it was not
     numbers: dict = field(default_factory=dict)  # the figures, as JSON holds them
 
+
+MODULE_NAME = re.compile(r"[\w.-]+")  # of a target; anything else is a regular expression to peft, and stands alone
 
 UNPAIRED = ("kto", "apo_zero_unpaired")  # values of --loss_type for answers with a label, each trained by itself
 

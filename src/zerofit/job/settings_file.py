@@ -37,19 +37,33 @@ def load(path: str, said: str = "", as_written: bool = False) -> tuple[Any, dict
     Raises: UserError for a file that cannot be read, is no YAML, or is more than a file of settings is.
     """
     said = said or path
-    loader = None
     try:
         text = read_text(Path(path).expanduser())
-        loader = _Loader(text.replace("\t", "  ") if path.endswith(".json") else text)  # YAML indents by spaces alone
-        loader.as_written = as_written
-        root = loader.get_single_node()
-        values = loader.construct_document(root) or {} if root else {}
     except OSError as error:
         raise UserError(f"{said}: cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise UserError(f"{said}: is not a UTF-8 text file.") from None
     except RuntimeError as error:  # ~nobody
         raise UserError(f"{said}: cannot be looked up: {str(error).rstrip('.')}.") from None
+    text = text.replace("\t", "  ") if path.endswith(".json") else text  # YAML indents by spaces alone
+    values, root = _parsed(text, path, as_written)
+    values = values or {}
+    return values, {key.value: value for key, value in root.value} if isinstance(values, dict) and values else {}
+
+
+def value_of(text: str, place: str) -> Any:
+    """Return what a text says as YAML; None for an empty one. Raises: UserError as `load`, naming the place."""
+    return _parsed(text, place)[0]
+
+
+def _parsed(text: str, path: str, as_written: bool = False) -> tuple[Any, yaml.Node | None]:
+    """Return the value of a YAML text and its node."""
+    loader = None
+    try:
+        loader = _Loader(text)
+        loader.as_written = as_written
+        root = loader.get_single_node()
+        return loader.construct_document(root) if root else None, root
     except yaml.YAMLError as error:
         mark = getattr(error, "problem_mark", None)
         place = f"{path}:{mark.line + 1}:{mark.column + 1}" if mark else path
@@ -58,7 +72,6 @@ def load(path: str, said: str = "", as_written: bool = False) -> tuple[Any, dict
     finally:
         if loader:
             loader.dispose()
-    return values, {key.value: value for key, value in root.value} if isinstance(values, dict) and values else {}
 
 
 class WholeNumber(int):

@@ -8,10 +8,9 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
-import yaml
-
 from zerofit.base.errors import UserError, first_line, in_one_line
-from zerofit.job.settings import decide
+from zerofit.job import settings_file
+from zerofit.job.settings import MODULE_NAME, decide
 from zerofit.job.technique import AllBut, Conflict, Technique
 from zerofit.model import initial_adapter
 from zerofit.model.image_text import towers
@@ -97,6 +96,13 @@ def resolve(settings) -> None:
             f"--init_lora_weights {init}: must be one of {', '.join(_KEEPS_BASE)}, pissa, pissa_niter_16 (any number), "
             "olora; peft's others (eva, corda, loftq, lora_ga, mica) need a pass over data or train less than A and B."
         )
+    targets = [] if settings.initial_adapter else settings.lora_target_modules  # that one has its own
+    expression = next((word for word in targets if not MODULE_NAME.fullmatch(word)), None)
+    if expression is not None and len(targets) > 1:
+        raise UserError(
+            f"--lora_target_modules {expression}: a regular expression stands alone; write all modules as one, such as "
+            r"'.*\.(q_proj|v_proj)'."
+        )
     config = _config(settings)
     if kind == "adaption_prompt" and not (config.adapter_len and config.adapter_layers):
         raise UserError(
@@ -115,7 +121,9 @@ def resolve(settings) -> None:
 
 
 def resolve_for_model(settings, config) -> None:
-    """Leave out of all-linear what no adapter can stand on: Mamba's weights that kernels read, other forwards.
+    """Leave out of all-linear, or of an expression, what no adapter can stand on.
+
+    Mamba's weights that kernels read, other forwards.
 
     Raises: UserError for such a layer that --lora_target_modules names.
     """
@@ -123,7 +131,7 @@ def resolve_for_model(settings, config) -> None:
     takes_targets = settings.trains_adapter and settings.adapter in _LORA_LIKE and not settings.initial_adapter
     if not takes_targets:  # an initial adapter has its own list
         return
-    read, of_all = linear_attention.read_by_kernels(config), settings.lora_target_modules == ["all-linear"]
+    read, of_all = linear_attention.read_by_kernels(config), isinstance(_targets(settings), str)
     if not of_all:
         _refuse_read(settings, config, read)
     left, why = _left_out(config, read, of_all)
@@ -134,7 +142,7 @@ def resolve_for_model(settings, config) -> None:
 def _left_out(config, read: tuple[str, ...], of_all: bool) -> tuple[str, str]:
     """Return (peft's exclude_modules for a model, why); ("", "") if there are none.
 
-    Args: read: of the model's linear layers, by kernels; of_all: the targets are all-linear, not named ones.
+    Args: read: of the model's linear layers, by kernels; of_all: the targets are all-linear or an expression.
     """
     kind = config.model_type
     if kind in UNREADABLE:
@@ -157,6 +165,12 @@ def _refuse_read(settings, config, read: tuple[str, ...]) -> None:
             f"{'these layers' if len(named) > 1 else 'this layer'} in {config.model_type}, and no adapter there would "
             "train; leave it out."
         )
+
+
+def _targets(settings) -> list[str] | str:
+    """Return the target modules as peft takes them: all-linear and a regular expression are texts, names a list."""
+    targets = settings.lora_target_modules
+    return targets[0] if targets == ["all-linear"] or not all(map(MODULE_NAME.fullmatch, targets)) else targets
 
 
 def _resolve_prompts(settings) -> None:
@@ -205,8 +219,8 @@ def _config(settings, new_token_ids: dict[str, list[int]] | None = None):
             values[name] = settings.values[flag]
     if "target_modules" in names and kind not in OWN_TARGETS:
         values["target_modules"] = settings.lora_target_modules
-    if values.get("target_modules") == ["all-linear"]:
-        values["target_modules"] = "all-linear"
+    if "target_modules" in values:
+        values["target_modules"] = _targets(settings)
     if values.get("init_lora_weights") == "true":
         values["init_lora_weights"] = True
     if new_token_ids:
@@ -231,7 +245,7 @@ def _pairs(pairs: list[str], config_class, names: set[str]) -> dict:
         if key not in names or _NOT_BY_HAND.fullmatch(key):
             known = sorted(n for n in names - set(flag_of) if not _NOT_BY_HAND.fullmatch(n))
             raise UserError(f"--adapter_config {pair}: {config_class.__name__} takes {', '.join(known) or 'nothing'}.")
-        values[key] = yaml.safe_load(value)
+        values[key] = settings_file.value_of(value, f"--adapter_config {key}")
         if isinstance(values[key], float) and not math.isfinite(values[key]):
             raise UserError(f"--adapter_config {pair}: it must be a finite number.")
     return values
@@ -276,7 +290,8 @@ def add_adapter(model, settings, tokenizer=None):
         flag = where or f"--adapter {settings.adapter}"
         if settings.adapter not in OWN_TARGETS and not where:
             flag += f" --lora_target_modules {' '.join(settings.lora_target_modules)}"
-        raise UserError(f"{flag}: {first_line(error)}") from None
+        said = re.sub(r"\(\n.*\n\)", "", str(error), flags=re.DOTALL)  # peft prints all that a module holds
+        raise UserError(f"{flag}: {first_line(ValueError(said))}") from None
     tuner = model.base_model
     names = [*getattr(tuner, "targeted_module_names", ()), *getattr(tuner, "targeted_parameter_names", ())]
     _refuse_unmatched(_config(settings), settings, model.get_base_model(), names, *OF_ADAPTED)
@@ -339,7 +354,7 @@ def convert_to_plain_lora(model, folder: Path) -> None:
 
     weights = load_file(folder / "adapter_model.safetensors")
     for name, weight in initial.items():
-        addend, axis = (weight, 0) if "lora_A" in name else (-weight, 1)
+        addend, axis = (weight, 0) if re.search("lora_(embedding_)?A", name) else (-weight, 1)
         weights[name] = torch.cat([weights[name], addend.to(weights[name].dtype)], axis).contiguous()
     save_file(weights, folder / "adapter_model.safetensors", metadata={"format": "pt"})
     file = folder / "adapter_config.json"

@@ -149,7 +149,10 @@ def load(model, where: str) -> None:
     from peft import get_peft_model_state_dict, set_peft_model_state_dict
     from safetensors.torch import load_file
 
+    from zerofit.model.weights import finite
+
     weights = load_file(Path(where).expanduser() / FILE)
+    finite.check(weights, f"--initial_adapter {where}", FILE)
     expected = get_peft_model_state_dict(model, save_embedding_layers=False)
     shapes = {name: tuple(getattr(tensor, "ds_shape", tensor.shape)) for name, tensor in expected.items()}
     wrong = sorted(name for name in {*weights, *shapes} if name not in weights or name not in shapes)

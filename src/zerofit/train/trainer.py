@@ -380,10 +380,13 @@ class ZerofitTrainer(Trainer):
         if engines is not None and not hasattr(engines, "defaults"):
             engines.defaults = engines.optimizer.defaults
         try:
+            warmup = self.args.get_warmup_steps(num_training_steps)
+            if self.args.lr_scheduler_type == "polynomial" and warmup >= num_training_steps:  # divides by 0 there
+                raise ValueError(f"the warm-up takes all {num_training_steps} steps of the run; lower --warmup_steps")
             return super().create_scheduler(num_training_steps, optimizer)
         except (TypeError, ValueError) as error:
-            kind, more = self.args.lr_scheduler_type, json.dumps(self.args.lr_scheduler_kwargs)
-            flags = f"--lr_scheduler_type {kind} --lr_scheduler_kwargs '{more}'"
+            more = json.dumps(self.args.lr_scheduler_kwargs or {})
+            flags = f"--lr_scheduler_type {self.args.lr_scheduler_type.value} --lr_scheduler_kwargs '{more}'"
             raise UserError(f"{flags}: {first_line(error)}.") from None
 
     def get_train_dataloader(self):

@@ -37,6 +37,7 @@ def complete(config, model, settings) -> None:
             )
         named += [f"{path}.weight" for path in sorted(paths)]
     of_model = _copied(config, model, named)
+    _refuse_widened(config, of_model, model)
     lost = _lost(config, of_model, model)
     if lost and _is_packed(settings):
         lost = []  # a packed weight cannot be added to; left_out says so
@@ -96,6 +97,21 @@ def _check_modules(config, model) -> None:
         raise UserError(
             f"--lora_target_modules {shown}: the model has no such module; the attention's are "
             f"{attention_only(model).partition(' ')[2]}."
+        )
+
+
+def _refuse_widened(config, of_model, model) -> None:
+    """Raise UserError where peft adapts more than an expression matches: in a mixture it takes the last names alone."""
+    from peft.tuners.tuners_utils import check_target_module_exists as is_target
+
+    if not isinstance(config.target_modules, str) or config.target_modules == "all-linear":
+        return
+    wider = [name for name, _ in model.named_modules() if is_target(of_model, name) and not is_target(config, name)]
+    wider += sorted({*(of_model.target_parameters or ())} - {*(config.target_parameters or ())})
+    if wider:
+        raise UserError(
+            f"--lora_target_modules {config.target_modules}: peft 0.21 would adapt {wider[0]} of "
+            f"{type(model).__name__} too; name the modules, and experts with --{FLAG}."
         )
 
 

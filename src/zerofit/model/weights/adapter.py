@@ -63,10 +63,15 @@ def unmatched(config, field: str, names, model) -> tuple[str, str] | None:
 
 
 def check(folder: Path, base: Path, remote: bool = False) -> None:
-    """Raise UserError if the adapter lacks weights, which peft would leave as they were drawn, or has others.
+    """Raise UserError if the adapter lacks weights, which peft would leave as drawn, others, or NaN.
 
     Args: base: the folder of its base model; remote: --trust_remote_code.
     """
+    from safetensors.torch import load_file
+
+    from zerofit.model.weights import finite
+
+    finite.check(load_file(folder / FILE), str(folder), FILE)
     held = files.tensors(folder / FILE).keys()
     expected = _names(folder, base, remote)
     if missing := sorted(expected - held):
@@ -109,5 +114,7 @@ def _names(folder: Path, base: Path, remote: bool) -> set[str]:
             return set(get_peft_model_state_dict(get_peft_model(model, config), save_embedding_layers=False))
     except UserError:
         raise
-    except Exception:  # a kind of adapter that needs values: loading it decides
+    except Exception as error:  # a kind of adapter that needs values: loading it decides
+        if missing := re.match(r"The required package '([\w-]+)'", str(error)):  # scipy, of init_lora_weights loftq
+            raise UserError(f"{folder}: peft reads it with {missing[1]} alone: pip install {missing[1]}.") from None
         return set()

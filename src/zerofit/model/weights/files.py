@@ -91,7 +91,7 @@ def damage(file: Path) -> str:
         return "a git-lfs pointer; `git lfs pull` fetches the weights"
     try:
         ends = [entry["data_offsets"][1] for entry in tensors(file).values()]
-    except (ValueError, LookupError, TypeError, AttributeError, RecursionError, struct.error):
+    except (ValueError, LookupError, TypeError, AttributeError, struct.error):
         return f"its header is cut or no safetensors header, {size:,} bytes"
     expected = _data_start(file) + max((end for end in ends if type(end) is int), default=0)
     if size < expected:
@@ -109,7 +109,13 @@ def read_header(file: Path) -> dict:
         length = struct.unpack("<Q", opened.read(8))[0]
         if length > file.stat().st_size:
             raise ValueError("the header is longer than the file")
-        return json.loads(opened.read(length))
+        try:
+            header = json.loads(opened.read(length))
+        except RecursionError:
+            header = None
+    if not isinstance(header, dict):
+        raise ValueError("the header is no JSON object")
+    return header
 
 
 def tensors(file: Path) -> dict:

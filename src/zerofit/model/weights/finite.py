@@ -9,11 +9,11 @@ TYPES = (torch.float32, torch.bfloat16, torch.float16, torch.float64)  # aminmax
 
 
 @torch.no_grad()
-def check(weights: dict, place: str) -> None:
+def check(weights: dict, place: str, of: str = "the base") -> None:
     """Raise UserError if a weight of any rank is not finite; collective. One pass, and one wait for the GPU.
 
     A rank of ZeRO-3 looks at its own part of each parameter.
-    Args: weights: name -> parameter; place: what named the model, for the message.
+    Args: weights: name -> parameter; place: what named the model, and of: what holds them, for the message.
     """
     parts = {name: part for name, parameter in weights.items() for part in _numbers(parameter)}
     bad = None
@@ -27,8 +27,8 @@ def check(weights: dict, place: str) -> None:
         part = parts.get(damaged[0])
         count = f" ({int((~part.isfinite()).sum()):,} numbers)" if part is not None and bad == damaged[0] else ""
         raise UserError(
-            f"{place}: {damaged[0]} of the base holds NaN or Inf{count}, so losses would be NaN; the file is damaged "
-            "or was saved by a run that diverged: take another copy of the model."
+            f"{place}: {damaged[0]} of {of} holds NaN or Inf{count}, so losses would be NaN; the file is damaged "
+            "or was saved by a run that diverged: take another copy."
         )
 
 
