@@ -20,7 +20,7 @@ from transformers import AutoConfig, AutoModelForCausalLM
 
 from zerofit.config import resolve
 from zerofit.model import attention
-from zerofit.model.kernels import compiled
+from zerofit.model.experimental import compiled
 
 
 def batch(tokens: int, device: str) -> dict:

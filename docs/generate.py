@@ -17,7 +17,8 @@ sys.path.insert(0, str(SRC.parent))
 
 FOLDERS = [
     *("", "base", "job", "data", "data/chat_templates", "data/published", "data/unpaired"),
-    *("model", "model/image_text", "model/weights", "model/kernels", "parallel", "optim", "convert", "config"),
+    *("model", "model/image_text", "model/weights", "model/kernels", "model/experimental"),
+    *("parallel", "optim", "convert", "config"),
     *("certificate", "checkpoint", "train", "train/unpaired", "report", "plan", "plan/advice", "plan/speed", "export"),
     *("launch", "launch/cluster", "commands", "tools", "tools/scores", "tools/servers"),
 ]

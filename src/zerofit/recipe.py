@@ -92,7 +92,7 @@ def start_processes(settings: Settings, train_set, eval_set):
     from zerofit.checkpoint import resumable, save, upload, verify
     from zerofit.config import nvme
     from zerofit.model import attention
-    from zerofit.model.kernels import flex
+    from zerofit.model.experimental import flex
     from zerofit.parallel import sequence_parallel
     from zerofit.train import deepspeed_ops, memory_report, network_check
     from zerofit.train.trainer import training_arguments

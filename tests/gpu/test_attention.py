@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Training
 
 from zerofit.base.errors import UserError
 from zerofit.model import attention, fused_loss
-from zerofit.model.kernels import flex_proof
+from zerofit.model.experimental import flex_proof
 
 pytestmark = pytest.mark.gpu
 BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # relative difference in norm

@@ -24,7 +24,8 @@ from transformers import AutoConfig, AutoModelForCausalLM
 from transformers.integrations.liger import apply_liger_kernel
 from triton.runtime import interpreter
 
-from zerofit.model import attention, gradient_checkpointing, liger
+from zerofit.model import attention, gradient_checkpointing
+from zerofit.model.kernels import liger
 
 SMALL = {
     "hidden_size": 48, "intermediate_size": 96, "num_hidden_layers": 2, "num_attention_heads": 4,

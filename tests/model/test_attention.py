@@ -24,6 +24,7 @@ from zerofit.config import resolve
 from zerofit.data.batches import Collator, PackedCollator
 from zerofit.data.tokens import PackedDataset
 from zerofit.model import attention
+from zerofit.model.experimental import flash_3
 from zerofit.model.load import load_model, load_tokenizer
 from zerofit.parallel import sequence_parallel
 
@@ -481,15 +482,15 @@ class FlashSwitch:
 
     def __init__(self, monkeypatch, of_fa3=lambda out: out, leaks=False, capability=(9, 0), installed=True):
         self.calls, self.of_fa3, self.leaks, self.heads = [], of_fa3, leaks, set()
-        real = attention._flash_3_problem
+        real = flash_3._problem
         for name, instead in (("activate_flash_attention_impl", self.calls.append),
                               ("restore_flash_attention_impl", lambda: self.calls.append("restored"))):  # fmt: skip
             monkeypatch.setattr(torch.nn.attention, name, instead)
         monkeypatch.setattr(torch.cuda, "get_device_capability", lambda: capability)
-        monkeypatch.setattr(attention, "find_spec", lambda name: installed or None)
-        monkeypatch.setattr(attention, "_varlen", self.varlen)
+        monkeypatch.setattr(flash_3, "find_spec", lambda name: installed or None)
+        monkeypatch.setattr(attention, "varlen", self.varlen)
         monkeypatch.setattr(
-            attention, "_flash_3_problem", lambda text, dtype, _, ranks: real(text, dtype, torch.device("cpu"), ranks)
+            flash_3, "_problem", lambda text, dtype, _, ranks: real(text, dtype, torch.device("cpu"), ranks)
         )
 
     def varlen(self, query, key, value, bounds, longest, window, scaling):
@@ -504,7 +505,7 @@ class FlashSwitch:
     def line(self, config, **values) -> str:
         given = {"use_cpu": False, "attn_implementation": attention.NAME, "precision": "bf16", "sp_size": 1} | values
         settings = SimpleNamespace(decisions=[], full_determinism=False, **given)
-        attention.prove_flash_3(settings, config)
+        flash_3.prove(settings, config)
         return "".join(settings.decisions)
 
 
@@ -544,7 +545,7 @@ def test_split_rows_have_flash_attention_3_for_the_heads_of_a_rank(monkeypatch):
 
 def test_gpus_of_which_some_are_not_hopper_share_flash_attention_2_with_a_line(monkeypatch):
     switch = FlashSwitch(monkeypatch)
-    monkeypatch.setattr(attention.distributed, "all_gather", lambda value: [value, False] if value is True else [value])
+    monkeypatch.setattr(flash_3.distributed, "all_gather", lambda value: [value, False] if value is True else [value])
     line = switch.line(CONFIGS["llama"])
     assert line.startswith("attention by FlashAttention 2: ") and "Hopper GPUs only, which 1 of the 2 are not" in line
     assert not switch.calls
@@ -562,7 +563,7 @@ def test_torch_still_has_the_switch_to_flash_attention_3():
     assert "FA3" in torch.nn.attention.list_flash_attention_impls()
     assert (
         inspect.signature(torch.nn.attention._fa3.register_flash_attention_fa3).parameters["module_path"].default
-        == attention.FLASH_3
+        == flash_3.MODULE
     )
 
 
@@ -692,7 +693,7 @@ def test_varlen_attention_copies_no_value_that_fits(monkeypatch):
     query, bounds = torch.zeros(1, 2, 5, 8), torch.tensor([0, 5])
     for size in (8, 4):
         value = torch.ones(1, 2, 5, size)
-        out = attention._varlen(query, query, value, bounds, 5, 0, None)
+        out = attention.varlen(query, query, value, bounds, 5, 0, None)
         assert (seen["value"].data_ptr() == value.data_ptr()) is (size == 8)
         assert seen["value"].shape == (5, 2, 8) and out.shape == (1, 5, 2, size)
 

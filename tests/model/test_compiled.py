@@ -15,7 +15,7 @@ from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
 from zerofit.model import adapters, attention
-from zerofit.model.kernels import compiled
+from zerofit.model.experimental import compiled
 
 needs_compiler = pytest.mark.skipif(not shutil.which("g++"), reason="torch compiles for a CPU with g++")
 

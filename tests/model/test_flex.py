@@ -16,7 +16,7 @@ from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
 from zerofit.model import attention
-from zerofit.model.kernels import flex, flex_proof
+from zerofit.model.experimental import flex, flex_proof
 from zerofit.plan import simulate
 
 CPU = torch.device("cpu")

@@ -16,7 +16,7 @@ from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.config import parse, resolve
 from zerofit.model import adapters, load
-from zerofit.model.kernels import fp8
+from zerofit.model.experimental import fp8
 from zerofit.plan import candidates, simulate
 from zerofit.plan.speed import step
 

@@ -20,7 +20,8 @@ from zerofit import recipe
 from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
-from zerofit.model import liger, prove, tiled_mlp
+from zerofit.model import prove, tiled_mlp
+from zerofit.model.kernels import liger
 from zerofit.plan import candidates
 from zerofit.train import network_check
 

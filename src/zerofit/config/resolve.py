@@ -22,14 +22,14 @@ from zerofit.model import (
     fused_loss,
     gradient_checkpointing,
     initial_adapter,
-    liger,
     load,
     preference_loss,
     quantization,
     tiled_mlp,
 )
+from zerofit.model.experimental import compiled, flash_3, flex, fp8
 from zerofit.model.image_text import towers
-from zerofit.model.kernels import compiled, flex, fp8, linear_attention
+from zerofit.model.kernels import liger, linear_attention
 from zerofit.model.tried import classes
 from zerofit.optim import registry
 from zerofit.parallel import ways, whole_layers
@@ -242,6 +242,7 @@ TECHNIQUES = (
     ),
     *quantization.TECHNIQUES,
     *attention.TECHNIQUES,  # decide the attention too
+    flash_3.TECHNIQUE,
     flex.TECHNIQUE,
     # may wrap or replace that attention
     Technique(name="shared rows", resolve=ways.resolve, resolve_for_model=ways.resolve_for_model),

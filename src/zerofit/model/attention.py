@@ -12,22 +12,20 @@ checks this on the loaded model before the first step: `packed_logit_error` and 
 import contextlib
 import functools
 import inspect
-import itertools
-import math
 import sys
-from importlib.util import find_spec
 
 import torch
 from accelerate.utils import send_to_device
 
-from zerofit.base import distributed, hardware
+from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.job import groups
 from zerofit.job.settings import decide
 from zerofit.job.technique import Conflict, Technique
-from zerofit.model import patches, prove
+from zerofit.model import patches
+from zerofit.model.experimental import flex_proof
 from zerofit.model.image_text import classes
-from zerofit.model.kernels import flex_proof, linear_attention
+from zerofit.model.kernels import linear_attention
 from zerofit.model.kernels.linear_attention import spans
 
 NAME = "zerofit_packed"
@@ -49,13 +47,6 @@ INSTALL = {  # flash attention: (function of transformers that checks for it, ho
     "flash_attention_3": ("is_flash_attn_3_available", KERNELS),
     "flash_attention_4": ("is_flash_attn_4_available", KERNELS),
 }
-
-FLASH_3 = "flash_attn_interface"  # the module that torch's switch imports
-
-DOCUMENTS = (40, 216, 128)  # tokens of the proof's documents
-
-# Of the relative errors of FlashAttention 3: its rounding and that of FlashAttention 2, each below 0.005 in bf16.
-FLASH_BOUNDS = {torch.bfloat16: 0.02, torch.float16: 0.004}
 
 
 def is_flash(name: str) -> bool:
@@ -166,7 +157,7 @@ def _dropout(config) -> tuple[str | None, float]:
 def tell_of_loop(settings, config) -> None:
     """Add a line to the decisions where a GPU cannot use the varlen kernel, but attends to documents one by one."""
     why, where = why_one_by_one(settings, config), ""
-    sizes = _head_dims(config.get_text_config())
+    sizes = head_dims(config.get_text_config())
     if not settings.use_cpu and not why and not all(map(varlen_takes, sizes)):
         why = f"head_dim {max(sizes)}: the varlen kernel takes multiples of 8 up to {WIDEST_HEAD}"
         where = "in these layers "
@@ -190,7 +181,7 @@ def varlen_takes(head_dim: int) -> bool:
     return head_dim <= WIDEST_HEAD and head_dim % 8 == 0
 
 
-def _head_dims(text) -> set[int]:
+def head_dims(text) -> set[int]:
     """Return the sizes of a head of the queries, of all layers."""
     layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
     return {size for layer in layers if (size := _head_dim(layer))}
@@ -334,7 +325,7 @@ def packed_attention(module, query, key, value, attention_mask, dropout=0.0, sca
     is_taken = dtype in (torch.float16, torch.bfloat16) and not dropout and varlen_takes(query.shape[-1])
     if query.is_cuda and is_taken and _is_ampere_or_later(query.device):
         rounded = in_autocast_dtype(query, key, value)
-        return _varlen(*rounded, bounds, int(kwargs["max_length_q"]), window, scaling), None
+        return varlen(*rounded, bounds, int(kwargs["max_length_q"]), window, scaling), None
     lengths = [end - start for start, end in (documents or spans)(bounds)]
     if query.is_cuda:
         key, value = _in_all_heads(query, key, value)
@@ -414,7 +405,7 @@ def _window_mask(tokens, window, device):
     return (distance >= 0) & (distance < window)
 
 
-def _varlen(query, key, value, bounds, longest, window, scaling):
+def varlen(query, key, value, bounds, longest, window, scaling):
     from torch.nn.attention.varlen import varlen_attn
 
     size = value.shape[-1]
@@ -431,89 +422,6 @@ def _varlen(query, key, value, bounds, longest, window, scaling):
         window_size=(window - 1 if window else -1, 0), **extra,
     )  # fmt: skip
     return out[None, ..., :size]
-
-
-def prove_flash_3(settings, config) -> None:
-    """Replace the varlen kernel, FlashAttention 2, by FlashAttention 3 on Hopper, if it computes the same. Collective.
-
-    torch 2.13 has the switch (activate_flash_attention_impl); the kernels are a package of their own. A line among the
-    decisions says which of the two it is, on a Hopper GPU. --sp_size calls the same kernel, with a part of the heads.
-    Args: config: the model's.
-    """
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)
-    has_kernel = settings.attn_implementation == NAME or settings.sp_size > 1
-    if settings.use_cpu or not has_kernel or dtype is None:
-        return
-    hopper = distributed.all_gather(torch.cuda.get_device_capability()[0] == 9)
-    if not any(hopper):
-        return
-    why = next(filter(None, distributed.all_gather(_flash_3_is_missing(settings))), None)
-    if not all(hopper):
-        why = f"FlashAttention 3 is for Hopper GPUs only, which {hopper.count(False)} of the {len(hopper)} are not"
-    if why is None:
-        text, device = config.get_text_config(), torch.device("cuda")
-        find = functools.partial(_flash_3_problem, text, dtype, device, settings.sp_size)
-        why = prove.problem(find, FLASH_3, "uninstall it")
-        if why is None:
-            torch.nn.attention.activate_flash_attention_impl("FA3")
-    name = "FlashAttention 3, which computes here what FlashAttention 2 does (off: uninstall its package)"
-    settings.decisions.append(f"attention by {name}" if why is None else f"attention by FlashAttention 2: {why}")
-
-
-def _flash_3_is_missing(settings) -> str | None:
-    """Return why this rank cannot have FlashAttention 3; None if it can."""
-    if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
-        return f"torch {torch.__version__} has no switch to FlashAttention 3"
-    if find_spec(FLASH_3) is None:
-        return f"{FLASH_3} of FlashAttention 3 is not installed, which is faster, the more the longer the rows"
-    if settings.full_determinism:
-        return "--full_determinism"
-    return None
-
-
-def _flash_3_problem(text, dtype: torch.dtype, device: torch.device, ranks: int) -> str | None:
-    """Return what is wrong with FlashAttention 3's numbers for the model's heads and windows; None if nothing is.
-
-    Leaves FlashAttention 2 on.
-    Args: ranks: among which --sp_size divides the heads.
-    """
-    heads = text.num_attention_heads
-    sizes = {size for size in _head_dims(text) if varlen_takes(size)}
-    if sizes != {getattr(text, "v_head_dim", size) for size in sizes}:
-        return "FlashAttention 3 is not tested with values narrower than keys"
-    kv_heads = math.lcm(getattr(text, "num_key_value_heads", None) or heads, ranks)  # repeated to as many
-    windows = {0, getattr(text, "sliding_window", None) or 0}
-    for size, window in itertools.product(sorted(sizes), sorted(windows)):
-        shape = (heads // ranks, kv_heads // ranks, size, window)
-        expected, _ = _attended(*shape, dtype, device)
-        torch.nn.attention.activate_flash_attention_impl("FA3")
-        try:
-            outputs, leak = _attended(*shape, dtype, device)
-        finally:
-            torch.nn.attention.restore_flash_attention_impl()
-        if leak > 0:
-            return "documents in one row read each other with FlashAttention 3"
-        errors = [((x - y).norm() / y.norm()).item() for x, y in zip(outputs, expected, strict=True)]
-        if not max(errors) <= FLASH_BOUNDS[dtype]:
-            return f"FlashAttention 3 is {max(errors):.1%} off it (bound {FLASH_BOUNDS[dtype]:.1%})"
-    return None
-
-
-def _attended(heads: int, kv_heads: int, size: int, window: int, dtype: torch.dtype, device) -> tuple[list, float]:
-    """Return outputs and gradients of the varlen kernel for random documents, fp32, and the middle one's effect.
-
-    That is the largest gradient of the middle document's output by the tokens of the others: 0 if they are apart.
-    """
-    tokens, generator = sum(DOCUMENTS), torch.Generator(device).manual_seed(0)
-    draws = [torch.randn(1, n, tokens, size, generator=generator, device=device) for n in (heads, kv_heads, kv_heads)]
-    inputs = [x.to(dtype).requires_grad_() for x in draws]
-    bounds = torch.tensor([0, *itertools.accumulate(DOCUMENTS)], dtype=torch.int32, device=device)
-    out = _varlen(*inputs, bounds, max(DOCUMENTS), window, None)
-    gradients = torch.autograd.grad(out.float().square().sum(), inputs, retain_graph=True)
-    start, end = DOCUMENTS[0], DOCUMENTS[0] + DOCUMENTS[1]
-    of_middle = torch.autograd.grad(out[:, start:end].float().square().sum(), inputs)
-    leak = max(torch.cat([x[:, :, :start], x[:, :, end:]], 2).abs().max().item() for x in of_middle)
-    return [x.detach().float() for x in (out, *gradients)], leak
 
 
 def mask(*args, attention_mask=None, **kwargs):
@@ -620,6 +528,5 @@ TECHNIQUES = (
         example="--padding_free true",
         resolve=resolve,
         resolve_for_model=resolve_for_model,
-        self_test=prove_flash_3,
     ),
 )

@@ -17,7 +17,7 @@ from zerofit.job.recipe import BUNDLED_MODEL, Recipe
 from zerofit.job.request import FLAG, Request
 from zerofit.job.settings import as_typed
 from zerofit.model import gradient_checkpointing, preference_loss, tiled_mlp
-from zerofit.model.kernels import fp8
+from zerofit.model.experimental import fp8
 from zerofit.parallel import whole_layers
 from zerofit.plan import formulas, gpu_memory
 from zerofit.plan.candidate import Candidate, Plan
@@ -324,7 +324,8 @@ def lacks_data(request: Request) -> bool:
 
 def shape_of(settings, gpu: hardware.Gpu | None = None) -> Shape:
     """Return the shape of a job's model. gpu: on which Liger's kernels may run, None: they do not count."""
-    from zerofit.model import attention, liger, quantization
+    from zerofit.model import attention, quantization
+    from zerofit.model.kernels import liger
     from zerofit.model.load import check_model, load_config, weight_dtype
 
     resolve.resolve_for_model(settings)

@@ -18,7 +18,8 @@ from zerofit.data import tokens
 from zerofit.job import program
 from zerofit.job.request import BY_PLAN, Request
 from zerofit.job.run_folder import read_record
-from zerofit.model import gradient_checkpointing, liger
+from zerofit.model import gradient_checkpointing
+from zerofit.model.kernels import liger
 from zerofit.model.load import load_config
 from zerofit.parallel import whole_layers
 from zerofit.plan import candidates, formulas, gpu_memory, predict, preflight, simulate

@@ -306,7 +306,7 @@ def key(question: Question) -> str:
     import importlib.metadata
 
     from zerofit.config import deepspeed_json
-    from zerofit.model.kernels import flex_proof
+    from zerofit.model.experimental import flex_proof
 
     versions = [importlib.metadata.version(p) for p in ("torch", "transformers", "accelerate", "deepspeed", "peft")]
     sources = [file.stat().st_mtime_ns for file in sorted(PACKAGE.rglob("*.py"))]

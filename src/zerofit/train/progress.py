@@ -18,7 +18,7 @@ from zerofit.checkpoint.facts import read_facts
 from zerofit.config import offload
 from zerofit.job import run_folder, stretches
 from zerofit.model import generation, patches, quantization
-from zerofit.model.kernels import compiled
+from zerofit.model.experimental import compiled
 from zerofit.model.load import count_parameters
 from zerofit.optim import build
 from zerofit.train import memory_report, memory_tracker, stop, trial

@@ -1,1 +1,1 @@
-"""Compute what a decoder layer computes with other kernels: compiled ones, and products of 8-bit floats."""
+"""Layers that the kernels of other packages compute: Liger, flash-linear-attention, causal-conv1d."""

@@ -7,7 +7,8 @@ from zerofit.base.errors import UserError
 from zerofit.config import resolve
 from zerofit.job import groups
 from zerofit.job.request import Request
-from zerofit.model import gradient_checkpointing, liger
+from zerofit.model import gradient_checkpointing
+from zerofit.model.kernels import liger
 from zerofit.plan import candidates
 from zerofit.plan.candidate import Candidate, Plan
 

@@ -15,7 +15,7 @@ from zerofit.base import distributed
 from zerofit.base.errors import UserError
 from zerofit.job.technique import Technique
 from zerofit.model import attention, load, prove
-from zerofit.model.kernels import flex_proof
+from zerofit.model.experimental import flex_proof
 
 FLAG = f"--attn_implementation {flex_proof.NAME}"
 
