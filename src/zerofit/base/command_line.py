@@ -45,14 +45,14 @@ def install(extra: str = "") -> str:
 def as_typed() -> str:
     """Return the command line that has started this process of `zerofit`, as the user typed it, without secrets.
 
-    The Makefile exports its goals, and make the variables of its command line behind `--` in MAKEFLAGS, with `$` twice.
+    The Makefile exports its goals, the variables of its command line, and their names.
     """
-    goals, variables = os.environ.get("ZEROFIT_GOALS", ""), os.environ.get("MAKEFLAGS", "").partition("-- ")[2]
+    goals = os.environ.get("ZEROFIT_GOALS", "")
     if not goals or "MAKELEVEL" not in os.environ:
         return hide_secrets(["zerofit", *sys.argv[1:]])
     typed = ["make", goals]
-    for word in shlex.split(variables):
-        name, _, value = word.replace("$$", "$").partition("=")
+    for name in os.environ["ZEROFIT_GIVEN"].split():
+        value = os.environ.get(name, "")
         typed.append(f"{name}={shlex.quote(hide_secrets(shlex.split(value)) if name == 'ARGS' else value)}")
     return " ".join(typed)
 
