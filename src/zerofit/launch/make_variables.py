@@ -21,12 +21,8 @@ ON_HOSTS = "hosts HOSTS INCLUDE EXCLUDE GPUS MASTER_ADDR JOIN_TIMEOUT INTERFACE"
 HERE = "launch HOSTS GPUS LAUNCHER {nodes}"
 OF_NODE = "NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE"
 VERBS = {
-    "sft": f"{TRAIN} recipes/sft.py {KNOBS}",
-    "lora": f"{TRAIN} recipes/lora.py {KNOBS}",
-    "dpo": f"{TRAIN} recipes/dpo.py {KNOBS}",
-    "pipeline": f"{TRAIN} recipes/pipeline.py {KNOBS}",
-    "launch": f"{TRAIN} recipes/RECIPE.py {KNOBS}",
-    "show": f"{TRAIN} recipes/RECIPE.py {KNOBS}",
+    **{name: f"{TRAIN} recipes/{name}.py {KNOBS}" for name in ("sft", "lora", "dpo", "pipeline")},
+    **dict.fromkeys(["launch", "show"], f"{TRAIN} recipes/RECIPE.py {KNOBS}"),
     "resume": "resume LAUNCHER PORT GPUS RECIPE ARGS {nodes} RUN: ZERO OFFLOAD SP:sp_size TP:tp_size PP:pp_size",
     "convert": "convert OUT:output FILE: ARGS+",
     "export": "export MERGE? DTYPE FOR LLAMA_CPP OUT:output_dir RUN: ARGS+",
@@ -34,12 +30,12 @@ VERBS = {
     "eval": "eval RUN: TASKS GPUS ARGS+",
     "report": "report RUN: ARGS+",
     "watch": "watch RUN: ARGS+",
-    "slurm": "slurm NODES GPUS SBATCH SWEEP SETUP IMAGE JOIN_TIMEOUT INTERFACE PORT ARGS [--print] recipes/RECIPE.py "
-    + KNOBS,
+    "slurm": "slurm NODES GPUS SBATCH SWEEP SETUP IMAGE JOIN_TIMEOUT INTERFACE PORT ARGS [--print] "
+    f"recipes/RECIPE.py {KNOBS}",
     "status": "status RUN:",
     "cancel": "cancel RUN: ARGS+",
     "doctor": "doctor GPUS PORT OUT:output_dir NODES ARGS+",
-    "plan": "plan RECIPE GPUS ARGS NODES GPU_TYPE METHOD HOST_MEMORY " + KNOBS,
+    "plan": f"plan RECIPE GPUS ARGS NODES GPU_TYPE METHOD HOST_MEMORY {KNOBS}",
     "batch-size": f"batch-size RECIPE GPUS ARGS {KNOBS}",
     "data": "data RECIPE ARGS MODEL DATA CONFIG OUT:output_dir [--show]",
     "calibrate": "calibrate",
@@ -151,7 +147,7 @@ def _template(verb: str, given: Mapping[str, str]) -> str:
     """Return what VERBS says of a verb, with the words of the place that the variables name."""
     if verb == "show" and SHOWN & {*given["ZEROFIT_GOALS"].split()}:
         return ""
-    text = VERBS.get(verb, "").replace("{place}", ON_HOSTS if given.get("HOSTS") else HERE)
+    text = VERBS[verb].replace("{place}", ON_HOSTS if given.get("HOSTS") else HERE)
     return text.replace("{nodes}", f"NODES:nnodes {OF_NODE}" if given.get("NODES") else "NODES")
 
 
@@ -161,7 +157,7 @@ def reads(verb: str, given: Mapping[str, str]) -> set[str]:
 
 
 def words(verb: str, given: Mapping[str, str]) -> list[str]:
-    """Return what the variables add to the command of a verb. Raises: ValueError for an unclosed quote in ARGS."""
+    """Return what the variables add to the command of a verb."""
     if verb == "pipeline" and not given.get("GPUS") and given.get("NODES", "") in ("", "1"):
         given = {**given, "GPUS": "" if given.get("HOSTS") else given.get("PP") or "2"}
     added = []
@@ -202,6 +198,10 @@ def check(given: Mapping[str, str]) -> tuple[list[str], list[str]]:
     if not wrong:
         needed = {verb: re.findall("[A-Z]+(?==)", REQUIRED[verb]) for verb in asked if verb in REQUIRED}
         wrong = [f"make {verb}: {REQUIRED[verb]}" for verb, names in needed.items() if not all(map(given.get, names))]
+        try:
+            shlex.split(given.get("ARGS", "") if "ARGS" in read else "")
+        except ValueError as error:
+            wrong.append(f"ARGS={given['ARGS']}: cannot be split into words: {str(error).lower()}.")
     notes = []
     for name in sorted({*read, *(("PYTHON", "ENV") if asked else ())} - {*typed}):
         if value := given.get(name):  # it may be meant for another program
@@ -218,14 +218,7 @@ def main() -> None:
             print("".join(letter if letter.isprintable() else "?" for letter in line), file=sys.stderr)
         raise SystemExit(2 * bool(wrong))
     verb, *command = sys.argv[1:]
-    try:
-        added = words(verb, os.environ)
-    except ValueError as error:
-        print(
-            f"zerofit: error: ARGS={os.environ['ARGS']}: cannot be split into words: {str(error).lower()}.",
-            file=sys.stderr,
-        )
-        raise SystemExit(2) from None
+    added = words(verb, os.environ)
     if verb == "show" and not added:  # the verb beside it shows its own command
         return
     try:
