@@ -214,7 +214,7 @@ def main() -> None:
     """Check all variables, or become the command of a verb; exit with 2 for what is wrong."""
     if len(sys.argv) == 1:
         wrong, notes = check(os.environ)
-        for line in [f"zerofit: error: {one}" for one in wrong] or [f"note: {one}" for one in notes]:
+        for line in [f"note: {one}" for one in notes] + [f"zerofit: error: {one}" for one in wrong]:
             print("".join(letter if letter.isprintable() else "?" for letter in line), file=sys.stderr)
         raise SystemExit(2 * bool(wrong))
     verb, *command = sys.argv[1:]
