@@ -17,6 +17,7 @@ RUN python -m venv /opt/venv
 # The packages of the set change less often than the project: their layer stays while only the project changes.
 COPY --chown=zerofit pyproject.toml setup.py constraints.txt README.md LICENSE Makefile /opt/zerofit/
 COPY --chown=zerofit src/zerofit/__init__.py /opt/zerofit/src/zerofit/
+COPY --chown=zerofit src/zerofit/launch/make_variables.py /opt/zerofit/src/zerofit/launch/
 
 # TORCH_INDEX: the index of PyTorch's CPU wheels (pytorch.org names it); without it CUDA's libraries come along, unused.
 FROM base AS cpu

@@ -69,7 +69,7 @@ then watches the ranks (`launch/supervisor.py`).
 
 The stations of a setting, e.g. `make sft GPUS=2 ZERO=3`; it is parsed once and resolved once:
 
-1. `Makefile` (`KNOBS`): `ZERO=3` becomes `--zero 3` of `launchers/local.sh`, which is `zerofit launch`.
+1. `launch/make_variables.py`, which the Makefile calls: `ZERO=3` becomes `--zero=3` of `zerofit launch`.
 2. `config/early_check.py`: mistakes are reported before torch is imported.
 3. `config/parse.py`, `request`: flags and YAML file become a `Request` (`job/request.py`), typed values with their
    sources. What is decided later edits this: `request.put(zero=3)`, never words of a command line.

@@ -6,7 +6,6 @@ import functools
 import gc
 import json
 import os
-import re
 import select
 import shutil
 import signal
@@ -21,6 +20,7 @@ import pytest
 from fork_server import ForkServer, start
 
 from zerofit.base import distributed, rank_status
+from zerofit.launch import make_variables
 
 # `make test-gpu` runs only the tests marked `gpu`. All others expect the CPU's numbers, so a GPU of the machine is
 # hidden from them.
@@ -32,16 +32,16 @@ atexit.register(gc.freeze)  # as zerofit's commands do: the interpreter ends sec
 
 ROOT = Path(__file__).resolve().parents[1]
 if "MAKELEVEL" in os.environ:  # `make test` exports its variables, which a test's own make would take for the user's
-    variables = re.search(r"^VARIABLES := (.*)$", (ROOT / "Makefile").read_text(), re.M)[1].split()
-    for name in (
+    exported = (
         "MAKELEVEL",
         "MAKEFLAGS",
         "MFLAGS",
         "MAKEOVERRIDES",
         "ZEROFIT_GOALS",
+        "ZEROFIT_GIVEN",
         "ZEROFIT_FROM_ENVIRONMENT",
-        *variables,
-    ):
+    )
+    for name in (*exported, *make_variables.VARIABLES):
         os.environ.pop(name, None)
 
 TINY = ROOT / "examples" / "tiny"

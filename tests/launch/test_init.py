@@ -26,13 +26,23 @@ def test_the_makefile_of_a_project_uses_this_interpreter_and_installs_nothing(tm
     (tmp_path / "Makefile").write_text(init.makefile())
     done = subprocess.run(["make", "-n", "lora", "GPUS=2"], cwd=tmp_path, capture_output=True, text=True)
     assert done.returncode == 0 and "pip" not in done.stdout, done.stdout + done.stderr
-    assert f'PYTHON="{sys.executable}"' in done.stdout and "recipes/lora.py" in done.stdout
+    assert f"{sys.executable} -m zerofit\n" in done.stdout
     unknown = subprocess.run(["make", "lora", "STAGE=2"], cwd=tmp_path, capture_output=True, text=True)
     assert "did you mean ZERO?" in unknown.stderr
     words = ["make", "-n", "reproduce", "RECIPE=zephyr-sft"]  # examples/reproduce/README.md of a project names it
     assert "examples/reproduce/run.py" in subprocess.run(words, cwd=tmp_path, capture_output=True, text=True).stdout
     for verb in ("test", "install", "ledger"):
         assert "No rule" in subprocess.run(["make", verb], cwd=tmp_path, capture_output=True, text=True).stderr
+
+
+@pytest.mark.parametrize(("script", "verb"), [("local", "launch"), ("multinode", "launch"), ("hostfile", "hosts")])
+def test_a_launcher_is_a_zerofit_command(script, verb, tmp_path):
+    stub = tmp_path / "python"
+    stub.write_text('#!/bin/sh\nprintf "%s|" "$PYTHONPATH" "$@"\n')
+    stub.chmod(0o755)
+    words = [ROOT / "launchers" / f"{script}.sh", "--gpus", "2", "recipes/sft.py", "--data", "a b"]
+    done = subprocess.run(words, cwd=tmp_path, env={"PATH": "/usr/bin:/bin", "PYTHON": str(stub)}, capture_output=True)
+    assert done.stdout.decode() == f"{ROOT}/src|-m|zerofit|{verb}|--gpus|2|recipes/sft.py|--data|a b|"
 
 
 @pytest.mark.bad_input

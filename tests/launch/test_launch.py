@@ -87,7 +87,8 @@ def test_a_recipe_name_is_no_code(tmp_path, verb, code):
     """It reaches the interpreter, a stub here, in one word."""
     python, mark = tmp_path / "bin" / "python", tmp_path / "ran"
     python.parent.mkdir()
-    python.write_text('#!/bin/sh\nprintf "<%s>" "$@"\n')
+    kit = f'case $* in -c*|*make_variables*) exec {sys.executable} "$@";; esac'
+    python.write_text(f'#!/bin/sh\n{kit}\nprintf "<%s>" "$@"\n')
     python.chmod(0o755)
     (tmp_path / ".zerofit-installed").touch()
     code = code.replace("MARK", str(mark))

@@ -10,6 +10,8 @@ import sys
 import pytest
 from conftest import ROOT
 
+from zerofit.launch import make_variables
+
 
 def make(*words):
     command = ["make", "-C", str(ROOT), "--no-print-directory", "ENV=active", f"PYTHON={sys.executable}", *words]
@@ -44,11 +46,36 @@ def test_an_unknown_variable_is_refused(word, says):
     assert not (ROOT / "pwned").exists()
 
 
-def test_a_resume_takes_the_recipe_of_the_environment_and_not_the_default(monkeypatch):
-    assert '--recipe="$RECIPE"' not in make("-n", "resume", "RUN=x").stdout
-    assert '--recipe="$RECIPE"' in make("-n", "resume", "RUN=x", "RECIPE=my_sft.py").stdout
-    monkeypatch.setenv("RECIPE", "my_sft.py")
-    assert '--recipe="$RECIPE"' in make("-n", "resume", "RUN=x").stdout
+@pytest.mark.parametrize(
+    ("line", "runs"),
+    [
+        ("sft", "launch recipes/sft.py"),
+        ("show lora GPUS=2 SP=2", "launch --gpus=2 --show recipes/lora.py --sp_size=2"),
+        ("lora HOSTS=h GPUS=2 PORT=1", "hosts --hosts=h --gpus=2 --port=1 recipes/lora.py"),
+        ("dpo NODES=2 NODE_RANK=0 MASTER_ADDR=a GPUS=8",
+         "launch --gpus=8 --nnodes=2 --node_rank=0 --master_addr=a recipes/dpo.py"),
+        ("pipeline", "launch --gpus=2 recipes/pipeline.py"),
+        ("pipeline PP=4", "launch --gpus=4 recipes/pipeline.py --pp_size=4"),
+        ("pipeline PP=4 NODES=2", "launch --nnodes=2 recipes/pipeline.py --pp_size=4"),
+        ("pipeline PP=4 HOSTS=h", "hosts --hosts=h recipes/pipeline.py --pp_size=4"),
+        ("launch RECIPE=a/my.py OUT=", "launch a/my.py"),
+        ("resume RUN=r", "resume r"),
+        ("resume RUN=r RECIPE=my.py ZERO=3 GPUS=1", "resume --gpus=1 --recipe=my.py r --zero=3"),
+        ("show slurm RECIPE=lora OUT=o", "slurm --print recipes/lora.py --output_dir=o"),
+        ("export RUN=r MERGE=1 FOR=vllm", "export --merge --for=vllm r"),
+        ("export RUN=r MERGE=0", "export r"),
+        ("convert FILE=f OUT=o", "convert --output=o f"),
+    ],
+)  # fmt: skip
+def test_what_a_line_runs(line, runs):
+    goals = [word for word in line.split() if "=" not in word]
+    given = dict(word.split("=") for word in line.split() if "=" in word) | {"ZEROFIT_GOALS": " ".join(goals)}
+    assert make_variables.words(goals[-1], given) == runs.split()
+    assert set(given) - {"ZEROFIT_GOALS"} <= make_variables.reads(goals[-1], given)
+
+
+def test_the_first_word_of_two_goals_runs_nothing():
+    assert make_variables.words("show", {"ZEROFIT_GOALS": "show lora", "GPUS": "2"}) == []
 
 
 @pytest.mark.bad_input
@@ -67,47 +94,51 @@ def test_known_variables_and_those_of_make_pass():
 
 TEXT = (ROOT / "Makefile").read_text()
 VERBS = [verb for verb in re.findall(r"^([a-z-]+):.*##", TEXT, re.M) if verb != "help"]
-VARIABLES = re.search(r"^VARIABLES := (.*)", TEXT, re.M)[1].split()
+
+
+STUB = f"""#!{sys.executable}
+import json, os, sys
+if sys.argv[1] == "-c" or sys.argv[1:3] == ["-m", "zerofit.launch.make_variables"]:
+    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
+print(json.dumps(sys.argv[1:]))
+"""
 
 
 @pytest.fixture
 def installed(tmp_path):
-    """A folder with the Makefile in which everything is installed by its time stamps."""
+    """A folder with the Makefile in which everything is installed by its time stamps, and every program is a stub."""
     for name in ("pyproject.toml", "constraints.txt", ".venv/.zerofit-installed", ".venv/.zerofit-dev-installed",
                  ".venv-peers/.installed"):  # fmt: skip
         (tmp_path / name).parent.mkdir(exist_ok=True)
         (tmp_path / name).touch()
+    for program in (".venv/bin/python", ".venv/bin/docker", ".venv-peers/bin/python"):
+        (tmp_path / program).parent.mkdir(exist_ok=True)
+        (tmp_path / program).write_text(STUB)
+        (tmp_path / program).chmod(0o755)
     (tmp_path / "Makefile").write_text(TEXT)
     return tmp_path
 
 
 def in_folder(folder, words, **more):
-    done = subprocess.run(["make", "--no-print-directory", *words], cwd=folder, capture_output=True, text=True, **more)
+    env = os.environ | {"PYTHONPATH": str(ROOT / "src")} | more
+    words = ["make", "--no-print-directory", *words]
+    done = subprocess.run(words, cwd=folder, capture_output=True, text=True, env=env)
     return done.stdout, done.stderr
 
 
 @pytest.mark.oracle
 @pytest.mark.parametrize("beside", [set(), {"NODES"}, {"HOSTS", "NODES"}], ids=["here", "nodes", "hosts"])
 @pytest.mark.parametrize("verb", [*VERBS, "show lora", "show slurm", "show data"])
-def test_a_verb_refuses_each_variable_that_its_commands_do_not_read(installed, monkeypatch, verb, beside):
-    """What the commands read: the variables that they expand when all are in the environment, where none is refused."""
-    given = [name for name in VARIABLES if name in beside or name not in ("NODES", "HOSTS")]
-    words = [f"{name}=7" for name in given]
-    _, errors = in_folder(installed, [*verb.split(), *words, f"PYTHON={sys.executable}"], env=with_package())
-    refused = set(re.findall(r"error: (\w+)=7: make [a-z -]+ does not read it; ", errors))
-    for name in given:
-        monkeypatch.setenv(name, "7")
-    commands, _ = in_folder(installed, ["-n", *verb.split()])
-    read = {name for name in given if re.search(rf"\$\{{?{name}\b", commands)}
-    read |= {"MERGE"} if "--merge" in commands else set()
-    if verb == "install":  # its commands are those of a file, which another make runs
-        read |= {"EXTRAS"}
-    assert set(given) - refused == read, commands
+def test_a_verb_refuses_each_variable_that_its_commands_do_not_read(installed, verb, beside):
+    """What the commands read: the variables whose values their programs, which are stubs, are given."""
+    given = [name for name in make_variables.VARIABLES if name in beside or name not in ("NODES", "HOSTS")]
+    words = {name: f"{name}=<{name}>" for name in given}
+    _, errors = in_folder(installed, [*verb.split(), *words.values()])
+    refused = set(re.findall(r"error: (\w+)=<\w+>: make [a-z -]+ does not read it; ", errors))
     assert len(errors.splitlines()) == len(refused) + 1, errors
-
-
-def with_package():
-    return os.environ | {"PYTHONPATH": str(ROOT / "src")}
+    commands, _ = in_folder(installed, [*verb.split(), *(words[name] for name in given if name not in refused)])
+    read = {name for name in given if f"<{name}>" in commands} | ({"MERGE"} if "--merge" in commands else set())
+    assert set(given) - refused == read, commands
 
 
 @pytest.mark.bad_input
@@ -155,8 +186,7 @@ ENVIRONMENT = {"OUT": "/x y$HOME", "MODEL": "m", "DATA": "d", "PORT": "8080", "G
     ],
 )
 def test_no_variable_is_taken_from_the_environment_without_a_line(installed, words, said):
-    env = with_package() | ENVIRONMENT
-    output, errors = in_folder(installed, ["-n", *words.split(), f"PYTHON={sys.executable}"], env=env)
+    output, errors = in_folder(installed, ["-n", *words.split(), f"PYTHON={sys.executable}"], **ENVIRONMENT)
     lines = [line for line in errors.splitlines() if line.startswith("note: ")]
     assert sorted(re.findall(r"^note: (\w+)", line)[0] for line in lines) == sorted(said.split()), errors
     for line in lines:
@@ -168,34 +198,20 @@ def test_no_variable_is_taken_from_the_environment_without_a_line(installed, wor
 
 ARGS = """--system 'You are a cat' --file=a\\ b "*" '$HOME' """
 
-STUB = f"""#!{sys.executable}
-import json, os, sys
-if sys.argv[1:3] == ["-m", "zerofit.launch.make_variables"]:
-    os.execv({sys.executable!r}, [{sys.executable!r}, *sys.argv[1:]])
-print(json.dumps(sys.argv[1:]))
-"""
-
 NEEDED = {"RUN": "r", "TASKS": "t", "FILE": "f", "RECIPE": "x"}
 
 
 def arguments_of(folder, verb, args):
-    """Return the arguments of the last command of a verb, every program of which is a stub."""
-    for program in (".venv/bin/python", ".venv/bin/docker", ".venv-peers/bin/python", "launchers/local.sh"):
-        (folder / program).parent.mkdir(parents=True, exist_ok=True)
-        (folder / program).write_text(STUB)
-        (folder / program).chmod(0o755)
-    reads = re.search(rf"^READS_{verb} := (.*)", TEXT, re.M)[1].replace("$(READS_sft)", "")
-    words = [f"{name}={value}" for name, value in NEEDED.items() if name in reads.split()]
-    output, errors = in_folder(folder, [verb, f"ARGS={args}", *words], env=with_package())
+    """Return the arguments of the last command of a verb."""
+    read = make_variables.reads(verb, {"ZEROFIT_GOALS": verb})
+    words = [f"{name}={value}" for name, value in NEEDED.items() if name in read]
+    output, errors = in_folder(folder, [verb, f"ARGS={args}", *words])
     return [json.loads(line) for line in output.splitlines() if line.startswith("[")][-1:], errors
 
 
-def reads_args(verb):
-    reads = re.search(rf"^READS_{verb} := (.*)", TEXT, re.M)
-    return reads and re.search(r"\bARGS\b|READS_sft|OF_RECIPE", reads[1])
-
-
-@pytest.mark.parametrize("verb", [*filter(reads_args, VERBS)])
+@pytest.mark.parametrize(
+    "verb", [verb for verb in VERBS if "ARGS" in make_variables.reads(verb, {"ZEROFIT_GOALS": verb})]
+)
 def test_every_verb_splits_args_as_the_recipes_do(installed, verb):
     [given], errors = arguments_of(installed, verb, ARGS)
     words = shlex.split(ARGS)

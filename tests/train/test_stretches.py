@@ -71,9 +71,11 @@ def test_the_users_own_command_line(monkeypatch):
     assert command_line.as_typed() == "zerofit sft --gpus 2 --hub_token '<hidden>'"
     monkeypatch.setenv("ZEROFIT_GOALS", "sft")
     monkeypatch.setenv("MAKELEVEL", "1")
-    monkeypatch.setenv("MAKEFLAGS", "s -- GPUS=2 ARGS=--run_name\\ $$x\\ --hub_token\\ abc")
-    wanted = ["make", "sft", "GPUS=2", "ARGS=--run_name '$x' --hub_token '<hidden>'"]
+    monkeypatch.setenv("ZEROFIT_GIVEN", "ARGS OUT")
+    monkeypatch.setenv("OUT", "it's")
+    monkeypatch.setenv("ARGS", "--run_name $x --hub_token abc")
+    wanted = ["make", "sft", "ARGS=--run_name '$x' --hub_token '<hidden>'", "OUT=it's"]
     assert shlex.split(command_line.as_typed()) == wanted
-    monkeypatch.setenv("ZEROFIT_FROM_ENVIRONMENT", "OUT MODEL")  # MODEL: exported, and empty
-    monkeypatch.setenv("OUT", "my runs")
-    assert shlex.split(command_line.as_typed()) == ["OUT=my runs", *wanted]
+    monkeypatch.setenv("ZEROFIT_FROM_ENVIRONMENT", "MODEL")
+    monkeypatch.setenv("MODEL", "my base")
+    assert shlex.split(command_line.as_typed()) == ["MODEL=my base", *wanted]

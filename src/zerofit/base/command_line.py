@@ -45,20 +45,18 @@ def install(extra: str = "") -> str:
 def as_typed() -> str:
     """Return the command line that has started this process of `zerofit`, as the user typed it, without secrets.
 
-    The Makefile exports its goals and the names that it takes from the environment, which stand in front, and make the
-    variables of its command line behind `--` in MAKEFLAGS, with `$` twice.
+    The Makefile exports its goals, the variables of its command line, and their names. Those that it has taken from the
+    environment (launch/make_variables.py) stand in front.
     """
-    goals, variables = os.environ.get("ZEROFIT_GOALS", ""), os.environ.get("MAKEFLAGS", "").partition("-- ")[2]
+    goals = os.environ.get("ZEROFIT_GOALS", "")
     if not goals or "MAKELEVEL" not in os.environ:
         return hide_secrets(["zerofit", *sys.argv[1:]])
 
-    def assignment(name: str, value: str) -> str:
-        return f"{name}={shlex.quote(hide_secrets(shlex.split(value)) if name == 'ARGS' else value)}"
+    def assigned(names: str) -> list[str]:
+        values = [(name, os.environ.get(name, "")) for name in os.environ.get(names, "").split()]
+        return [f"{n}={shlex.quote(hide_secrets(shlex.split(v)) if n == 'ARGS' else v)}" for n, v in values]
 
-    exported = [name for name in os.environ.get("ZEROFIT_FROM_ENVIRONMENT", "").split() if os.environ.get(name)]
-    typed = [word.replace("$$", "$").partition("=") for word in shlex.split(variables)]
-    first, last = [assignment(name, os.environ[name]) for name in exported], [assignment(n, v) for n, _, v in typed]
-    return " ".join([*first, "make", goals, *last])
+    return " ".join([*assigned("ZEROFIT_FROM_ENVIRONMENT"), "make", goals, *assigned("ZEROFIT_GIVEN")])
 
 
 def with_auto_as_probe(argv: list[str]) -> list[str]:

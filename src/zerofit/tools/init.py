@@ -52,7 +52,7 @@ def makefile() -> str:
     for before, after in CHANGES.items():
         assert head.count(before) == 1, before
         head = head.replace(before, after.format(python=_interpreter()))
-    return head + "endif\n"
+    return head
 
 
 def _interpreter() -> str:
