@@ -130,8 +130,9 @@ def run(python: Path, name: str, only: list[str], failed_only: bool) -> str:
     passed = count["tests"] - len(bad) - count["skipped"]
     if bad:
         test(python, name, again, bad)
-        still = failed(ElementTree.parse(again).getroot().find("testsuite"))
-        alone = len(bad) - len(still)
+        alone_suite = ElementTree.parse(again).getroot().find("testsuite")
+        still, skipped = failed(alone_suite), int(alone_suite.get("skipped"))
+        alone, count["skipped"] = len(bad) - len(still) - skipped, count["skipped"] + skipped
         again_passed = f" ({alone} of them alone)" if alone else ""
         said = [f"{passed + alone} passed{again_passed}", *([f"{len(still)} failed"] if still else [])]
     else:

@@ -1280,10 +1280,7 @@ def test_mistakes(words, said, monkeypatch):
     ("kind", "said"), [("git", "without a language model of its own inside"), ("mllama", "cross-attention layers")]
 )
 def test_an_image_text_model_without_a_model_of_text_is_refused(kind, said, tmp_path):
-    try:
-        AutoConfig.for_model(kind).save_pretrained(tmp_path)
-    except StrictDataclassError as error:
-        pytest.skip(f"this transformers cannot make a default {kind}: {error}")
+    AutoConfig.for_model(kind).save_pretrained(tmp_path)
     with pytest.raises(UserError, match=rf"^--model .* {said}.* name a text-only checkpoint"):
         candidates.candidates("sft", job(["--model", str(tmp_path), "--zero", "2"]), 2, GPU)
 
@@ -1326,7 +1323,10 @@ def test_towers_count_to_the_byte_where_they_are_in_memory(kind, zero, tmp_path)
 )
 def test_what_is_no_causal_language_model_is_refused(kind, said, tmp_path):
     """Though transformers has a causal class of each."""
-    AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    try:
+        AutoConfig.for_model(kind).save_pretrained(tmp_path)
+    except StrictDataclassError as error:  # transformers 5.17 makes no default of Musicgen
+        pytest.skip(f"this transformers cannot make a default {kind}: {error}")
     with pytest.raises(UserError, match=rf"^--model .*: {kind} {said}"):
         candidates.candidates("sft", job(["--model", str(tmp_path), "--zero", "2"]), 2, GPU)
 
