@@ -313,9 +313,11 @@ def watch(
     Returns: exit code (128 + n for signal n), signals received, the rank furthest behind if the job hung, else None.
     """
     env = env | {rank_status.SUPERVISOR: str(os.getpid())}
-    before = signal.signal(signal.SIGHUP, lambda *_: None)  # ignored by nohup, it would be in the ranks too
-    child = subprocess.Popen(command, env=env, start_new_session=True, stdout=stdout)
-    signal.signal(signal.SIGHUP, before)
+    of_nohup = signal.signal(signal.SIGHUP, lambda *_: None)  # ignored by nohup, it would be in the ranks too
+    try:
+        child = subprocess.Popen(command, env=env, start_new_session=True, stdout=stdout)
+    finally:
+        signal.signal(signal.SIGHUP, of_nohup)
     signals: list[int] = []
     hung = None
     last_poll = awake = time.monotonic()

@@ -83,7 +83,7 @@ def resolve_for_model(settings, config) -> None:
     size, text = settings.sp_size, config.get_text_config()
     if size == 1:
         return
-    # RecurrentGemma before transformers 5.20 has block_types.
+    # RecurrentGemma has block_types in transformers 5.17.
     layers = getattr(text, "layer_types", None) or getattr(text, "block_types", None) or ()
     other_layers = set(layers) - linear_attention.ATTENTION_LAYERS
     why = attention.cannot_pack(config, attention.NAME, settings.max_length)
