@@ -16,10 +16,10 @@ DOCS, SRC = ROOT / "docs", ROOT / "src" / "zerofit"
 sys.path.insert(0, str(SRC.parent))
 
 FOLDERS = [
-    *("", "base", "job", "data", "data/chat_templates", "data/published", "data/unpaired"),
+    *("", "base", "job", "data", "data/chat_templates", "data/published"),
     *("model", "model/image_text", "model/weights", "model/kernels", "model/experimental"),
-    *("parallel", "optim", "convert", "config"),
-    *("certificate", "checkpoint", "train", "train/unpaired", "report", "plan", "plan/advice", "plan/speed", "export"),
+    *("parallel", "objective", "optim", "convert", "config"),
+    *("certificate", "checkpoint", "train", "report", "plan", "plan/advice", "plan/speed", "export"),
     *("launch", "launch/cluster", "commands", "tools", "tools/scores", "tools/servers"),
 ]
 
@@ -64,8 +64,8 @@ in one kind of process: the launcher (`launch/`), a rank (`train/`) or either.
 
 How a run goes: `recipes/sft.py` → `recipe.parse` (`Settings`: read from the launcher's job, or resolved from flags,
 YAML file and DeepSpeed JSON) → `data/` → `recipe.start_processes` (process group, checks, `plan/choice.py`) →
-`model/load.py` → `train/trainer.py`. `make sft` starts `launch/launch.py`, which checks the same things first and
-then watches the ranks (`launch/supervisor.py`).
+`model/load.py` → `train/trainer.py`, whose loss and metrics are those of the objective (`objective/`). `make sft`
+starts `launch/launch.py`, which checks the same things first and then watches the ranks (`launch/supervisor.py`).
 
 The stations of a setting, e.g. `make sft GPUS=2 ZERO=3`; it is parsed once and resolved once:
 

@@ -17,9 +17,7 @@ RECIPE = Recipe(
     defaults={"learning_rate": 1e-6, "adapter": None},
     adapter_defaults={"learning_rate": 5e-6},
     common=("beta", "loss_type", "label_smoothing", "rpo_alpha", "precompute_ref_log_probs", "adapter", "lora_r"),
-    data="pairs",
-    trainer="zerofit.train.preference:PreferenceTrainer",
-    score=("loss",),
+    objectives=("zerofit.objective.pairs:Pairs", "zerofit.objective.labeled:Labeled"),
     bundled="examples/tiny/preference/dpo.yaml",
     variants=(Variant("LoRA", {"adapter": "lora"}),),
 )
@@ -32,9 +30,8 @@ from zerofit.certificate.data import check_data
 from zerofit.data.load import load_datasets
 from zerofit.model.adapters import add_adapter
 from zerofit.model.load import load_model, load_tokenizer
-from zerofit.model.preference_loss import disable_dropout
-from zerofit.train.preference import PreferenceTrainer
 from zerofit.train.run import evaluate, failures_reported, save_final, write_result
+from zerofit.train.trainer import ZerofitTrainer
 
 
 def main() -> None:
@@ -48,13 +45,13 @@ def main() -> None:
 
     # --- process group and transformers' arguments; under ZeRO-3 the model is sharded while it loads ---
     training_args = recipe.start_processes(settings, train_set, eval_set)
-    model = disable_dropout(load_model(settings, tokenizer))
+    model = load_model(settings, tokenizer)
     if settings.adapter:
         model = add_adapter(model, settings, tokenizer)
 
     # --- train; the reference: the model with its adapter off, or log-probabilities computed before the first step ---
     recipe.open_run_folder(settings, train_set, eval_set)
-    trainer = PreferenceTrainer(settings, model, tokenizer, training_args, train_set, eval_set)
+    trainer = ZerofitTrainer(settings, model, tokenizer, training_args, train_set, eval_set)
     with failures_reported(trainer):
         trainer.train(resume_from_checkpoint=settings.resume_from_checkpoint)
 

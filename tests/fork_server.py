@@ -24,7 +24,7 @@ LIBRARIES = """
 OWN = """
     zerofit.cli zerofit.recipe zerofit.data.dataset zerofit.data.load zerofit.export.export zerofit.launch.launch
     zerofit.commands.data zerofit.plan.search zerofit.plan.simulated_rank zerofit.train.deepspeed_ops
-    zerofit.train.network_check zerofit.train.preference zerofit.train.run zerofit.train.trainer
+    zerofit.train.network_check zerofit.objective.labeled zerofit.train.run zerofit.train.trainer
 """
 ADDRESS = "ZEROFIT_FORK_SERVER"
 SIGNALS = (signal.SIGINT, signal.SIGTERM, signal.SIGHUP, signal.SIGUSR1)

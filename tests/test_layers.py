@@ -9,8 +9,8 @@ from conftest import ROOT
 SRC = ROOT / "src" / "zerofit"
 FILES = sorted(SRC.rglob("*.py"))
 ORDER = [
-    *("base", "job", "data", "model", "parallel", "optim", "convert", "config", "certificate", "checkpoint", "train"),
-    *("report", "plan", "export", "launch", "commands", "tools", ""),
+    *("base", "job", "data", "model", "parallel", "objective", "optim", "convert", "config", "certificate"),
+    *("checkpoint", "train", "report", "plan", "export", "launch", "commands", "tools", ""),
 ]
 LAST = ["entrypoint", "recipe", "cli", "__main__", "__init__"]  # files of the package that may import all folders
 

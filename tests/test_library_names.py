@@ -67,5 +67,5 @@ def test_what_is_looked_at_is_what_src_takes():
     taken = library_names.taken()
     assert len(taken) > 100 and ("train/trainer.py", "transformers.trainer_utils", "EvalLoopOutput") in taken
     methods = {(file, name) for file, _, _, name, _ in library_names.overridden()}
-    assert {("train/trainer.py", "_clip_grad_norm"), ("train/preference.py", "_get_num_items_in_batch")} <= methods
+    assert {("train/trainer.py", "_clip_grad_norm"), ("train/trainer.py", "_get_num_items_in_batch")} <= methods
     assert all((ROOT / "src" / "zerofit" / file).is_file() for file, _, _ in taken)

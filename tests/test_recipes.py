@@ -12,7 +12,7 @@ FILES = [
 ]
 
 # What a recipe does beyond the common steps.
-MORE = {"add_adapter", "disable_dropout", "trainer.add_callback"}
+MORE = {"add_adapter", "trainer.add_callback"}
 
 # Names of the same step: a pipeline loads a stage of the model, and each recipe has a trainer of its own.
 SAME = {"load_stage": "load_model"}

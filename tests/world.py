@@ -22,7 +22,7 @@ import torch.distributed as dist
 
 from zerofit import entrypoint
 from zerofit.base import distributed
-from zerofit.train import preference, run
+from zerofit.train import run
 from zerofit.train import trainer as train_trainer
 
 ROOT = Path(__file__).resolve().parents[1]
@@ -66,10 +66,6 @@ class Recording:
 
 
 class RecordingTrainer(Recording, train_trainer.ZerofitTrainer):
-    pass
-
-
-class RecordingPreferenceTrainer(Recording, preference.PreferenceTrainer):
     pass
 
 
@@ -153,7 +149,6 @@ def main() -> None:
 
     entrypoint.report = lambda told=False: None  # one page of many cases is drawn by tests/export/test_report.py
     train_trainer.ZerofitTrainer, run.write_result = RecordingTrainer, write_and_record
-    preference.PreferenceTrainer = RecordingPreferenceTrainer
     launched = {name: os.environ[name] for name in distributed.LAUNCHER_SETS if name in os.environ}
     stop, distributed.stop = distributed.stop, lambda wait=True: None  # the process group is needed for the next case
     for case in json.loads(Path(sys.argv[1]).read_text()):

@@ -163,7 +163,7 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
             f"{settings.zero}, offload {settings.offload}, {settings.precision}; run folder {settings.output_dir}"
             f"{from_checkpoint}"
         )
-        described = [dataset.describe(name, rows) for name, rows in sets.items()]
+        described = [dataset.describe(name, rows, settings.objective.unit) for name, rows in sets.items()]
         few = tokens.few_steps(settings, train_set)
         for sentence in [*settings.decisions, *described, *dataset.notes(sets), *few]:
             print(f"  - {from_here(printable(shortened(sentence)))}", flush=True)

@@ -20,6 +20,7 @@ from zerofit.data.batches import EpochSampler
 from zerofit.data.load import load_datasets
 from zerofit.job.settings import Check
 from zerofit.model.load import load_model, load_tokenizer
+from zerofit.objective.causal_lm import CausalLM
 from zerofit.train.trainer import ZerofitTrainer
 
 SHORT = [
@@ -101,7 +102,7 @@ def test_a_cut_epoch_is_called_cut(first, last):
     sampler, seen = EpochSampler(28, 8, 0), rows.RowsSeen()
     for step in range(first, last):
         seen.add(step // 4, sampler.indices(step // 4)[step % 4 * 8 : step % 4 * 8 + 8], 28)
-    settings = SimpleNamespace(ranks_per_row=1, packing=False, documents_per_row=1, data_ranks=1)
+    settings = SimpleNamespace(ranks_per_row=1, packing=False, objective=CausalLM, data_ranks=1)
     ended = SimpleNamespace(
         settings=settings, train_sampler=sampler, given_rows=seen, state=SimpleNamespace(global_step=last),
         args=SimpleNamespace(ignore_data_skip=False),

@@ -167,7 +167,7 @@ def test_the_job_of_a_retry_differs_in_what_was_changed(tmp_path):
         ({"request": []}, "its request is missing or of another type"),
         ({"request": {"zero": 3}}, "its request have no value and source for zero"),
         ({"arguments": {"zero": {"value": 3}}}, "its arguments have no value and source for zero"),
-        ({"decisions": [1]}, "its decisions are no sentences"),
+        ({"decisions": [1]}, "its decisions are no sentences with their arguments"),
         ({"program": {"file": 1, "sha256": "x"}}, "its program has no file and sha256"),
         ({"deepspeed": {"$exec": 1}}, "it has a value that no job has"),
         ({"facts": {"plan": {"$float": "1"}}}, "it has a value that no job has"),

@@ -6,9 +6,10 @@ from types import SimpleNamespace
 import pytest
 
 from zerofit.config import resolve
-from zerofit.data import encoding, end_tokens, formats, pairs, reading
+from zerofit.data import encoding, end_tokens, formats, reading
 from zerofit.data.chat_templates import built_in
 from zerofit.data.load import load_datasets
+from zerofit.objective import pairs
 
 CALL = {"role": "assistant", "content": "", "tool_calls": [{"type": "function", "function": {"name": "f"}}]}
 
@@ -137,7 +138,7 @@ def test_text_ends_with_the_eos_token_and_token_ids_with_what_they_hold(tokenize
 def test_both_sides_of_pairs_are_counted(chatml):
     report = reading.ReadingReport()
     settings = SimpleNamespace(
-        documents_per_row=2, unpaired=False, columns=None, max_length=64, truncation="truncate_right", bad_rows="drop"
+        objective=pairs.Pairs, columns=None, max_length=64, truncation="truncate_right", bad_rows="drop"
     )
     rows = [("f:1", {"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."}, reading.Form(pairs.KIND))]
     reading.tokenized(rows, settings, encoding.Encoder(chatml), report)

@@ -15,6 +15,7 @@ from zerofit.data import sources as data_sources
 from zerofit.data import streaming as data_streaming
 from zerofit.job import program
 from zerofit.job.data_entry import DataEntry
+from zerofit.objective.causal_lm import CausalLM
 
 FLAGS = [
     "--model", two_layers(),
@@ -92,8 +93,7 @@ def test_every_row_once_an_epoch(tokenizer):
         columns=None,
         data_format="auto",
         max_samples=None,
-        documents_per_row=1,
-        unpaired=False,
+        objective=CausalLM,
     )
     source = data_sources.Source(TINY / "train.jsonl")
     found = data_streaming.Stream([source], settings, encoding.Encoder(tokenizer), seed=3, effective=8)
@@ -118,8 +118,7 @@ def test_sources_advance_side_by_side_and_weights_repeat_rows(tmp_path, tokenize
         columns=None,
         data_format="auto",
         max_samples=None,
-        documents_per_row=1,
-        unpaired=False,
+        objective=CausalLM,
     )
     found = data_streaming.Stream(sources, settings, encoding.Encoder(tokenizer), None, 8)
     places = [place for place, _, _ in found.rows()]
@@ -142,8 +141,7 @@ def test_a_weight_below_one_takes_other_rows_in_each_epoch_also_after_a_resume(t
         shuffle_buffer_size=16,
         packing=False,
         bad_rows="error",
-        documents_per_row=1,
-        unpaired=False,
+        objective=CausalLM,
     )
     found = data_streaming.Stream(
         [data_sources.Source(file, entry=DataEntry("", weight=0.5))], settings, encoding.Encoder(tokenizer), 3, 4
@@ -196,8 +194,7 @@ def test_hub_sets_are_not_downloaded(monkeypatch, tokenizer):
         columns=None,
         data_format="auto",
         max_samples=None,
-        documents_per_row=1,
-        unpaired=False,
+        objective=CausalLM,
     )
     found = list(data_streaming.Stream(train, settings, encoding.Encoder(tokenizer), None, 8).rows())
     assert len(found) == 2 and found[1][0] == "someone/something (train): row 2"
@@ -211,8 +208,7 @@ def test_rows_without_an_answer_keep_their_place(tokenizer, capsys):
         max_length=16,
         truncation="truncate_right",
         columns=None,
-        documents_per_row=1,
-        unpaired=False,
+        objective=CausalLM,
     )
     batches = []
     found = data_streaming.Stream([], settings, encoding.Encoder(tokenizer), None, 8)
@@ -270,8 +266,7 @@ def test_bad_rows_of_a_stream_keep_their_place_and_train_on_nothing(tmp_path, to
         columns=None,
         data_format="auto",
         bad_rows="drop",
-        documents_per_row=1,
-        unpaired=False,
+        objective=CausalLM,
     )
     found = data_streaming.Stream([], settings, encoding.Encoder(tokenizer), None, 8)
     raw = [

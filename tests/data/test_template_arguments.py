@@ -13,9 +13,10 @@ from zerofit.base.errors import UserError
 from zerofit.certificate import rendering
 from zerofit.commands import chat as chat_command
 from zerofit.config import resolve
-from zerofit.data import dataset, encoding, formats, pairs
+from zerofit.data import dataset, encoding, formats
 from zerofit.data.chat_templates import arguments, built_in
 from zerofit.data.conversations import IGNORE
+from zerofit.objective import pairs
 
 # As the hybrid thinkers': a switch in the system turn, an empty block before answers without thinking.
 SWITCHED = """{%- macro mood() %}{{ style | default('plain') }}{% endmacro %}

@@ -125,6 +125,52 @@ def test_the_metric_is_that_of_a_loop_over_the_rows(tmp_path):
     assert measured[-1] == pytest.approx(right / count, abs=1e-9) and 0 < right < count
 
 
+def answers(file, labels):
+    """Write the bundled questions and answers, with these labels in turn, and return the flags of a run on them."""
+    rows = [json.loads(line)["messages"] for line in (TINY / "train.jsonl").read_text().splitlines()[:48]]
+    rows = [{"prompt": question["content"], "completion": answer["content"]} for question, answer in rows]
+    rows = [row | ({"label": labels[i % len(labels)]} if labels else {}) for i, row in enumerate(rows)]
+    file.write_text("\n".join(map(json.dumps, rows)))
+    return ["--model", str(TINY / "model"), "--data", str(file), "--eval_data", str(file), "--zero", "0"]
+
+
+@pytest.mark.oracle
+def test_an_objective_has_rows_a_loss_and_a_metric_of_its_own(tmp_path):
+    """One file: the metrics are those of a loop over the rows of the saved model, token by token."""
+    from transformers import AutoModelForCausalLM, AutoTokenizer
+
+    flags = answers(tmp_path / "rows.jsonl", [True, False, True])
+    run = train("objective", tmp_path / "run", *flags, "--max_steps", "2", "--learning_rate", "1e-3")
+    facts = run.json("run.json")
+    assert facts["objective"] == "unlikelihood" and facts["data"]["training"]["wanted"] == 32
+    model = AutoModelForCausalLM.from_pretrained(run.folder / "final")
+    tokenizer = AutoTokenizer.from_pretrained(run.folder / "final")
+    loss, count, probabilities = 0.0, 0, {True: [], False: []}
+    for row in map(json.loads, (tmp_path / "rows.jsonl").read_text().splitlines()):
+        prompt = f"<|user|>\n{row['prompt']}<|end|>\n<|assistant|>\n"
+        start = len(tokenizer(prompt)["input_ids"])
+        ids = tokenizer(f"{prompt}{row['completion']}<|end|>", return_tensors="pt")
+        chances = model(**ids).logits[0, start - 1 : -1].softmax(-1)
+        chances = chances.gather(-1, ids["input_ids"][0, start:, None])[:, 0]
+        loss += -(chances if row["label"] else 1 - chances).log().sum().item()
+        count += len(chances)
+        probabilities[row["label"]] += chances.tolist()
+    measured = [line for line in run.metrics if "eval_loss" in line][-1]
+    assert measured["eval_loss"] == pytest.approx(loss / count, rel=1e-5)
+    for name, label in (("wanted", True), ("unwanted", False)):
+        mean = sum(probabilities[label]) / len(probabilities[label])
+        assert measured[f"eval_{name}_probability"] == pytest.approx(mean, rel=1e-5)
+
+
+@pytest.mark.slow
+def test_an_objective_without_unwanted_answers_is_the_usual_one_on_any_ranks(tmp_path):
+    usual, flags = answers(tmp_path / "plain.jsonl", []), answers(tmp_path / "rows.jsonl", [True])
+    plain = run_world(1, {"sft": ("sft", [*SHORT, *usual])}, tmp_path)["sft"]
+    assert train("objective", tmp_path / "one", *flags).losses == pytest.approx(plain.losses, rel=1e-5)
+    two = train("objective", tmp_path / "two", *flags, "--zero", "2", ranks=2)
+    assert two.json("run.json")["world_size"] == 2 and two.losses == pytest.approx(plain.losses, rel=1e-4)
+
+
 @pytest.mark.slow
 def test_the_callback_ends_the_run(tmp_path):
     flags = ["--eval_strategy", "steps", "--eval_steps", "2", "--stop_below", "9"]

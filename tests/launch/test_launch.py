@@ -25,6 +25,7 @@ from zerofit.data.batches import Share
 from zerofit.data.tokens import TokenizedDataset
 from zerofit.job import run_folder
 from zerofit.launch import prepare
+from zerofit.objective.causal_lm import CausalLM
 from zerofit.train import progress
 
 BIN = Path(sys.executable).parent
@@ -378,7 +379,7 @@ def test_divergence_stops_with_its_own_code(tmp_path, zero):
 def test_the_mean_row_of_a_plan_does_not_depend_on_weights():
     rows = Dataset.from_dict({"input_ids": [[1] * 10] * 4, "labels": [[1] * 10] * 4})
     train_set = dataset.repeated(TokenizedDataset(rows, {"tokens": 40, "kept": 4}, "", weights=[Share(3.0)] * 4))
-    assert tokens.row_tokens(SimpleNamespace(packing=False, documents_per_row=1), train_set) == 10
+    assert tokens.row_tokens(SimpleNamespace(packing=False, objective=CausalLM), train_set) == 10
     packed = SimpleNamespace(max_steps=-1, packing=True, max_length=20, num_train_epochs=1, effective_batch_size=2)
     assert tokens.number_of_steps(packed, train_set) == 3  # 12 rows in 6 packs
 

@@ -134,10 +134,9 @@ def test_the_command_that_a_stopped_run_prints_resumes_it_as_itself(tmp_path):
 
 @pytest.mark.slow
 def test_an_own_loss_of_pairs_is_evaluated(tmp_path):
-    text = (ROOT / "recipes" / "dpo.py").read_text().replace("PreferenceTrainer(", "Doubled(")
-    doubled = DOUBLED.replace("ZerofitTrainer", "PreferenceTrainer")
+    text = (ROOT / "recipes" / "dpo.py").read_text().replace("= ZerofitTrainer(", "= Doubled(")
     own = tmp_path / "my_pairs.py"
-    own.write_text(text.replace("def main() -> None:\n", doubled))
+    own.write_text(text.replace("def main() -> None:\n", DOUBLED))
     flags = ["--max_steps", "2", "--logging_steps", "1", "--max_samples", "32", "--effective_batch_size", "8",
              "--zero", "2", "--num_samples", "0", "--save_strategy", "no"]  # fmt: skip
     evaluated = {}

@@ -27,7 +27,6 @@ from zerofit.model import attention, load, patches
 from zerofit.model.kernels import linear_attention
 from zerofit.plan import simulate
 from zerofit.train.pipeline_trainer import PipelineTrainer
-from zerofit.train.preference import PreferenceTrainer
 from zerofit.train.trainer import ZerofitTrainer
 
 PLAIN = bitsandbytes.matmul_4bit
@@ -345,13 +344,12 @@ def test_a_trace_of_another_form_goes_on(capsys):
 def test_a_method_that_would_never_be_called_is_refused(monkeypatch):
     """transformers' Trainer is no abstract class: one of its methods that has another name calls none of ours."""
     patches.check_overrides(ZerofitTrainer)
-    patches.check_overrides(PreferenceTrainer)
     monkeypatch.delattr(Trainer, "_load_best_model")
     with pytest.raises(UserError, match=r"Trainer\._load_best_model: transformers \S+ no longer has it"):
-        patches.check_overrides(PreferenceTrainer)
+        patches.check_overrides(ZerofitTrainer)
 
 
-@pytest.mark.parametrize("cls", [ZerofitTrainer, PreferenceTrainer, PipelineTrainer])
+@pytest.mark.parametrize("cls", [ZerofitTrainer, PipelineTrainer])
 def test_each_private_method_of_the_trainer_that_is_overridden_is_marked(cls):
     marked = {name for name, value in vars(cls).items() if getattr(value, "__override__", False)}
     assert marked == {name for name in vars(cls) if is_private(name) and callable(getattr(Trainer, name, None))}

@@ -130,7 +130,7 @@ def test_auto_takes_the_method_that_the_search_takes_first(case, monkeypatch):
 def test_methods_are_those_of_the_recipes():
     own = candidates.methods()
     for name, method in quick.METHODS.items():
-        assert (method.answers == 2) == (own[name].recipe.data == "pairs")
+        assert (method.answers == 2) == (own[name].recipe.name == "dpo")
         assert (method.bits < 16) == bool(own[name].arguments)
     for recipe, names in quick.AUTO.items():
         assert names == candidates.methods_to_try("auto", recipe, [])

@@ -2,8 +2,7 @@
 
 from zerofit.base import distributed
 from zerofit.data import encoding, end_tokens, inspection
-from zerofit.data.unpaired import rows as unpaired
-from zerofit.job.settings import Check
+from zerofit.job.settings import Check, Decision
 
 
 def check_data(settings, train_set, eval_set, tokenizer) -> None:
@@ -28,8 +27,7 @@ def check_data(settings, train_set, eval_set, tokenizer) -> None:
 
 def note(settings, train_set, eval_set, tokenizer) -> end_tokens.Ends:
     """Add what the rows say about labels, positions and template to the settings, and return where answers end."""
-    if settings.unpaired:
-        settings.decisions += unpaired.check(settings, train_set)
+    settings.decisions += settings.objective.check_rows(settings, train_set)
     _note_positions(train_set, eval_set, settings)
     _check_template_text(settings, train_set, tokenizer)
     return _ends(settings, train_set, tokenizer)
@@ -51,10 +49,11 @@ def _note_positions(train_set, eval_set, settings) -> None:
     most = getattr(load_config(settings).get_text_config(), "max_position_embeddings", None)
     longest = max(rows.statistics["longest"] for rows in (train_set, eval_set) if rows is not None)
     if most and longest > most:
-        settings.decisions.append(
-            f"{inspection.LONG_ROWS} {longest:,} tokens, but the model was made for {most:,} "
-            f"(max_position_embeddings): use --max_length {most}"
+        said = (
+            f"rows have up to {longest:,} tokens, but the model was made for {most:,} (max_position_embeddings): use "
+            f"--max_length {most}"
         )
+        settings.decisions.append(Decision(said, "max_length"))
 
 
 def _check_template_text(settings, train_set, tokenizer) -> None:
@@ -85,7 +84,8 @@ def _check_template_text(settings, train_set, tokenizer) -> None:
     settings.checks.append(Check("template_tokens", holds, sentence, numbers))
     if openings and holds:
         written = " or ".join(map(repr, encoding.Encoder(tokenizer).openings))
-        settings.decisions.append(
+        said = (
             f"chat template: {openings / supervised:.1%} of the tokens in the loss are {written}, which no row holds; "
             "--mask_generation_prompt true leaves them out (docs/templates.md)"
         )
+        settings.decisions.append(Decision(said, "chat_template"))

@@ -82,8 +82,8 @@ def whole_step(trainer) -> bool:
 
 def _not_checked(trainer) -> str:
     settings = trainer.settings
-    if settings.recipe.data == "pairs":
-        return "the loss is a preference loss"
+    if trainer.objective.not_recomputed:
+        return trainer.objective.not_recomputed
     if trainer.own_loss:
         return "the recipe has its own loss"
     if settings.ranks_per_row > 1:

@@ -91,7 +91,7 @@ def check(trainer, first_step: int) -> Check:
     if wrong:
         named = ", ".join(str(epoch + 1) for epoch in wrong)
         return Check("rows", False, f"rows seen: NOT those of the data in epoch {named}", {"epochs": epochs})
-    unit = "packs" if settings.packing else "pairs" if settings.documents_per_row == 2 else "rows"
+    unit = "packs" if settings.packing else settings.objective.unit
     after = f" since step {first_step}" if first_step else ""
     if epochs and (end := epochs[-1]["steps"][1]) < steps:
         after += f", {'the last' if len(epochs) > 1 else 'which was'} cut after {end} of its {steps} steps,"

@@ -169,7 +169,7 @@ def _rows(request: Request, ranks: int, gpu, node: int, number: str = "") -> tup
     except UserError as error:
         return request, f"{full}, since they cannot be read: {error}", run
     width = min(length, -(-longest // 8) * 8)  # as the collator rounds
-    kind = "pack" if settings.packing else "side of a pair" if settings.documents_per_row == 2 else "row"
+    kind = "pack" if settings.packing else "side of a pair" if settings.objective.documents == 2 else "row"
     if width == length:
         return request, f"the longest {kind} of --data fills --max_length {length}", run
     sentence = f"the longest {kind} of --data has {longest} tokens: planned with --max_length {width} instead of "

@@ -23,7 +23,6 @@ from zerofit.model import (
     gradient_checkpointing,
     initial_adapter,
     load,
-    preference_loss,
     quantization,
     tiled_mlp,
 )
@@ -31,6 +30,7 @@ from zerofit.model.experimental import compiled, flash_3, flex, fp8
 from zerofit.model.image_text import towers
 from zerofit.model.kernels import liger, linear_attention
 from zerofit.model.tried import classes
+from zerofit.objective import preference_losses
 from zerofit.optim import registry
 from zerofit.parallel import ways, whole_layers
 
@@ -224,7 +224,7 @@ TECHNIQUES = (
         ),
     ),
     initial_adapter.TECHNIQUE,  # decides flags that the next ones read
-    preference_loss.TECHNIQUE,
+    preference_losses.TECHNIQUE,
     towers.TECHNIQUE,  # which class the model is of, before others build it
     *adapters.TECHNIQUES,  # turn padding_free off for prompts, so before attention's
     Technique(

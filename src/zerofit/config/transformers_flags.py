@@ -103,7 +103,7 @@ def _check_best_metric(settings, given: dict[str, Any]) -> None:
     name = given.get("metric_for_best_model")
     if name is None:
         return
-    score = [f"eval_{known}" for known in settings.recipe.score]
+    score = [f"eval_{known}" for known in settings.recipe.score or settings.objective.metrics]
     if f"eval_{name.removeprefix('eval_')}" not in score:
         raise UserError(
             f"--metric_for_best_model {name}: an evaluation of {settings.recipe} computes {' and '.join(score)}."

@@ -73,8 +73,8 @@ class DatasetWithFiller(torch.utils.data.Dataset):
     reference: log-probabilities of the reference model, (pairs, 2), which go along with the rows of a preference set.
     """
 
-    def __init__(self, sequences, pad_token_id: int, documents_per_row: int = 1):
-        self.sequences, self.filler, self.reference = sequences, filler(pad_token_id, documents_per_row), None
+    def __init__(self, sequences, pad_token_id: int, documents: int = 1):
+        self.sequences, self.filler, self.reference = sequences, filler(pad_token_id, documents), None
 
     def __len__(self) -> int:
         return len(self.sequences)

@@ -20,20 +20,18 @@ import torch
 
 from zerofit.base.errors import UserError
 from zerofit.base.paths import cache_root, hash_file, locked, private_folder, write_text
-from zerofit.data import conversations, encoding, formats, pairs, reading, template_text
+from zerofit.data import conversations, encoding, formats, reading, template_text
 from zerofit.data.batches import Share, lengths_of, rows_of_epoch, tables
 from zerofit.data.sources import Source, of_revision, suffix
 from zerofit.data.tokens import CHUNK, TokenizedDataset
-from zerofit.data.unpaired import rows as unpaired
 from zerofit.job import program
 
 CACHE_VERSION = 12  # raise it when the tokens of a row change
 
 
 def columns_of(settings) -> tuple[str, ...]:
-    """Return the columns of tokenized rows; lengths: of a pair's two sides; unpaired.KIND: 1 for a wanted answer."""
-    beside = ("lengths",) if settings.documents_per_row == 2 else (unpaired.KIND,) * settings.unpaired
-    return ("input_ids", "labels", *beside)
+    """Return the columns of tokenized rows."""
+    return ("input_ids", "labels", *settings.objective.columns)
 
 
 def _fingerprint(sources: list[Source], settings, tokenizer, limit: int | None) -> str:
@@ -69,7 +67,7 @@ def hash_options(digest, sources: list[Source], settings, tokenizer, limit: int 
         settings.data_format, settings.columns,
         settings.train_on, settings.mask_generation_prompt, settings.truncation, tokenizer.chat_template,
         tokenizer.eos_token_id, tokenizer.special_tokens_map,
-        *([pairs.KIND] if settings.documents_per_row == 2 else [unpaired.KIND] * settings.unpaired),
+        *([settings.objective.format] if settings.objective.format else []),
         *([program.current().sha256] if formats.known_to(settings.recipe) != formats.FORMATS else []),
     ]  # fmt: skip
     digest.update(json.dumps(options, default=str).encode())
@@ -341,8 +339,7 @@ def split(tokens: TokenizedDataset, settings) -> tuple[TokenizedDataset, Tokeniz
         part = tokens.dataset.select(chosen)
         count = {"kept": len(part), "tokens": int(lengths_of(part).sum())}
         count["supervised_tokens"] = sum(_supervised(table["labels"]) for table in tables(part, ["labels"]))
-        if unpaired.KIND in part.column_names:
-            count["wanted"] = unpaired.count_wanted(part)
+        count |= settings.objective.count(part)
         weights = tokens.weights and [tokens.weights[i] for i in chosen]
         numbers = None if tokens.numbers is None else tokens.numbers[chosen]
         parts.append(TokenizedDataset(part, tokens.statistics | count, tokens.fingerprint, weights, numbers=numbers))
@@ -358,10 +355,9 @@ def _supervised(labels) -> int:
     return every - first
 
 
-def describe(name: str, tokens: TokenizedDataset) -> str:
-    """Return one line about a dataset that counts its truncated and dropped rows."""
+def describe(name: str, tokens: TokenizedDataset, unit: str = "rows") -> str:
+    """Return one line about a dataset that counts its truncated and dropped rows. unit: of the job's objective."""
     stats = tokens.statistics
-    unit = "pairs" if stats["format"] == pairs.KIND else "rows"
     rows_of = (
         f"a stream; of the first {stats['rows']:,} rows" if tokens.stream is not None else f"{len(tokens):,} {unit}"
     )

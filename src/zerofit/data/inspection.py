@@ -21,8 +21,6 @@ from zerofit.data.batches import documents
 from zerofit.data.conversations import IGNORE
 from zerofit.job.settings import order_seed
 
-LONG_ROWS = "rows have up to"  # start of the decision about rows that are too long
-
 LETTERS = "[as letters]"  # behind a control word in a shown row that is no token
 
 FEW = 2  # supervised tokens: a one-token answer and its end token
@@ -242,7 +240,7 @@ def inspect(settings, train_set, eval_set, tokenizer, ends: end_tokens.Ends) -> 
     from zerofit.data.dataset import notes
 
     sets = {"training": train_set} | ({"evaluation": eval_set} if eval_set is not None else {})
-    pairs = settings.documents_per_row == 2
+    pairs = settings.objective.documents == 2
     scans = {name: scan(rows.dataset, tokenizer) for name, rows in sets.items()}
     train, held_out = scans["training"], scans.get("evaluation")
     everything = train if held_out is None else of_all_epochs(train_set, train, tokenizer)
@@ -255,7 +253,7 @@ def inspect(settings, train_set, eval_set, tokenizer, ends: end_tokens.Ends) -> 
         "packing": packing(np.array(train_set.dataset["lengths"]) if pairs else train.lengths, settings),
         "fractions": fractions(train_set, train, held_out, everything),
         "limits": {flag: getattr(settings, flag) for flag in LIMITS},
-        "decisions": [d for d in settings.decisions if d.startswith(("chat template", LONG_ROWS))]
+        "decisions": [d for d in settings.decisions if getattr(d, "argument", "") in ("chat_template", "max_length")]
         + list(ends.said)
         + skipped(settings, eval_set)
         + notes(sets),

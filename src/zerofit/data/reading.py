@@ -8,15 +8,15 @@ import re
 from collections import Counter
 from collections.abc import Iterable, Iterator
 from dataclasses import asdict, dataclass, field, fields
+from typing import NamedTuple
 
 import numpy as np
 
 from zerofit.base.errors import UserError
-from zerofit.data import conversations, encoding, end_tokens, formats, meaning, pairs, template_text
+from zerofit.data import conversations, encoding, end_tokens, formats, meaning, template_text
 from zerofit.data.published import columns as published_columns
 from zerofit.data.published import comparisons, rendered, trees
 from zerofit.data.sources import Source, json_object, read_rows
-from zerofit.data.unpaired import rows as unpaired
 
 KEPT_REASONS = 100  # reasons kept in run.json and data.json
 
@@ -59,7 +59,7 @@ class ReadingReport:
     dropped_empty_side: int = 0  # pairs, one of whose answers is empty
     dropped_identical_sides: int = 0  # pairs
     dropped_ties: int = 0  # pairs, neither of whose answers is the better one
-    wanted: int = 0  # kept answers with the label true, of unpaired rows
+    wanted: int = 0  # kept answers with the label true
     truncated: int = 0
     tokens: int = 0
     supervised_tokens: int = 0  # that are in the loss
@@ -83,9 +83,9 @@ class ReadingReport:
 
 COUNTS = tuple(entry.name for entry in fields(ReadingReport) if entry.type is int)
 
-OF_PAIRS = ("dropped_empty_side", "dropped_identical_sides", "dropped_ties")  # those that only a preference set has
+OF_PAIRS = ("dropped_empty_side", "dropped_identical_sides", "dropped_ties")  # those that only pairs have
 
-OF_UNPAIRED = ("wanted",)
+OF_LABELED = ("wanted",)  # those that only answers with a label have
 
 
 @dataclass(frozen=True)
@@ -99,78 +99,72 @@ class Form:
     is_rendered: bool = False  # control words in their texts are tokens
 
 
+class Example(NamedTuple):
+    """What an objective takes from a row, to be trained on."""
+
+    place: str
+    sequences: tuple  # conversations, texts or token lists: one, or both sides of a pair
+    wanted: bool | None = None  # the label of an answer
+
+
+class Examples(NamedTuple):
+    """What `Objective.parse` returns for a row."""
+
+    format: str
+    examples: list[Example]  # a pair that is taken apart makes two
+    not_used: list[str]  # columns
+    notes: list[str]  # what was taken for granted
+
+
 def parsed(place: str, row: dict | str | UserError, form: Form, settings, report: ReadingReport | None = None) -> tuple:
     """Return what is trained of a row: one conversation, text or token lists; of a pair both sides.
 
     Args: report: counts the format, the columns that are not used and what was taken for granted.
     Raises: UserError for a row that cannot be used.
     """
-    return tuple(side for _, sides, _ in _entries(place, row, form, settings, report) for side in sides)
+    return tuple(side for example in _examples(place, row, form, settings, report) for side in example.sequences)
 
 
-def _entries(
+def _examples(
     place: str, row: dict | str | UserError, form: Form, settings, report: ReadingReport | None
-) -> list[tuple]:
-    """Return [(place, what `parsed` returns, the label of an unpaired answer or None)].
-
-    A pair that is taken apart makes two.
-    """
-    columns, said = _renamed(place, row, form.names), [form.note] if form.note else []
-    report = report or ReadingReport()
-    if form.kind == unpaired.KIND:
-        found, answers, not_used, notes = unpaired.parse(place, columns, formats.known_to(settings.recipe))
-        report.formats[found] += 1
-        report.columns_not_used.update(not_used)
-        report.notes.update([*said, *notes])
-        return [(place, _as_meant(place, columns, (side,), form), wanted) for place, side, wanted in answers]
-    if settings.documents_per_row == 2:
-        columns, notes = comparisons.standard(place, columns)
-        kind, sides = pairs.KIND, pairs.parse(place, columns)
-        not_used = pairs.not_used(columns)
-        said += notes
-    else:
-        known, kind, guessed = formats.known_to(settings.recipe), form.kind, form.guessed
-        if not kind:
-            kind, guessed = formats.recognize(place, columns, known)
-        if guessed:
-            columns = formats.renamed(columns, guessed)
-            said.append(published_columns.said(guessed))
-        sides = (formats.parse(place, columns, kind, known),)
-        not_used = formats.not_used(columns, kind, known)
+) -> list[Example]:
+    """Return what the job's objective takes from a row, with rendered control words as tokens."""
+    columns, report = _renamed(place, row, form.names), report or ReadingReport()
+    kind, examples, not_used, notes = settings.objective.parse(place, columns, form, settings)
     report.formats[kind] += 1
     report.columns_not_used.update(not_used)
-    report.notes.update(said)
-    return [(place, _as_meant(place, columns, sides, form), None)]
-
-
-def _as_meant(place: str, row: dict, sides: tuple, form: Form) -> tuple:
-    """Return what is trained of a row, with the control words in its texts as tokens where they were rendered."""
-    return tuple(rendered.of(place, row, side) for side in sides) if form.is_rendered else sides
+    report.notes.update([form.note, *notes] if form.note else notes)
+    if not form.is_rendered:
+        return examples
+    return [
+        Example(at, tuple(rendered.of(place, columns, side) for side in sides), wanted)
+        for at, sides, wanted in examples
+    ]
 
 
 def tokenized(
     raw: Iterable[tuple], settings, encoder: encoding.Encoder, report: ReadingReport, as_arrays: bool = False
 ) -> list[tuple | None]:
-    """Tokenize (place, row of sources.read_rows, Form) into (input_ids, labels), None if dropped; pairs of a
-    preference set into (input_ids, labels, lengths), unpaired answers into (input_ids, labels, [1 if wanted]).
+    """Tokenize (place, row of sources.read_rows, Form) into (input_ids, labels), None if dropped; pairs into
+    (input_ids, labels, lengths), labeled answers into (input_ids, labels, [1 if wanted]).
 
     as_arrays: see Encoder.encode; rows of pairs are lists.
     Raises: UserError for a row that cannot be used, unless --bad_rows drop.
     """
-    sides_of, of_pairs = [], settings.documents_per_row == 2
+    examples: list[Example] = []
     for place, row, form in raw:
-        entries: list[tuple] = [(place, (), None)]
+        of_row = [Example(place, ())]
         try:
-            entries = _entries(place, row, form, settings, report)
+            of_row = _examples(place, row, form, settings, report)
         except comparisons.Tie:
             report.dropped_ties += 1
         except UserError as error:
             _refuse(place, error, settings, report)
-        report.rows += len(entries)
-        for at, sides, wanted in entries:
-            empty = of_pairs and any(map(pairs.is_empty, sides))
+        report.rows += len(of_row)
+        for example in of_row:
+            empty = len(example.sequences) == 2 and any(map(_is_empty, example.sequences))
             report.dropped_empty_side += empty
-            sides_of.append((at, () if empty else sides, wanted))
+            examples.append(Example(example.place, (), example.wanted) if empty else example)
     errors: dict[str, UserError] = {}
 
     def refuse(place: str, error: UserError) -> None:
@@ -178,21 +172,30 @@ def tokenized(
             raise error
         errors.setdefault(place, error)
 
-    flat = [(place, side) for place, sides, _ in sides_of for side in sides]
-    encoded, rows = iter(encoder.encode(flat, refuse, as_arrays and not of_pairs)), []
-    for place, sides, wanted in sides_of:
-        of_row = list(itertools.islice(encoded, len(sides)))
-        if None in of_row:
+    flat = [(example.place, side) for example in examples for side in example.sequences]
+    encoded = iter(encoder.encode(flat, refuse, as_arrays and settings.objective.documents == 1))
+    rows = []
+    for place, sequences, wanted in examples:
+        sides = list(itertools.islice(encoded, len(sequences)))
+        if None in sides:
             _refuse(place, errors[place], settings, report)
-        row = _cut(place, of_row, settings, report, encoder) if of_row and None not in of_row else None
-        if row is not None and wanted is not None:
-            row = (*row, [int(wanted)])
+        tokens = _cut(place, sides, settings, report, encoder) if sides and None not in sides else None
+        if tokens is not None and wanted is not None:
+            tokens = (*tokens, [int(wanted)])
             report.wanted += wanted
-        rows.append(row)
+        rows.append(tokens)
     report.notes += encoder.notes
     encoder.notes.clear()
     report.ends += encoder.ended.take()
     return rows
+
+
+def _is_empty(side: conversations.Conversation | rendered.Rendered) -> bool:
+    """Return whether no turn of a pair's side that is trained has a text or a tool call."""
+    if isinstance(side, rendered.Rendered):
+        return not side.text.strip()
+    answers = [turn for turn, trained in zip(side.turns, side.trained, strict=True) if trained]
+    return all(map(conversations.is_empty, answers))
 
 
 def _cut(place: str, sides: list[tuple], settings, report: ReadingReport, encoder: encoding.Encoder) -> tuple | None:
@@ -302,11 +305,9 @@ def form_of(rows: Iterator, settings, source: Source) -> tuple[Form, Iterator]:
     """
     own, is_rendered = source.entry.columns, settings.data_format == rendered.TOKENS
     known = formats.known_to(settings.recipe)
-    names = _names(settings.columns if own is None else own, known)
-    if settings.documents_per_row == 2:
-        return Form(pairs.KIND, names, is_rendered=is_rendered), rows
-    if settings.unpaired:
-        return Form(unpaired.KIND, names, is_rendered=is_rendered), rows
+    names = _names(settings.columns if own is None else own, known, settings.objective.own_columns)
+    if settings.objective.format:
+        return Form(settings.objective.format, names, is_rendered=is_rendered), rows
     if settings.data_format not in ("auto", *rendered.VALUES):
         return Form(settings.data_format, names), rows
     rows, note = trees.take(rows, lambda place, row: _renamed(place, row, names))
@@ -325,13 +326,13 @@ def form_of(rows: Iterator, settings, source: Source) -> tuple[Form, Iterator]:
     return Form("", names, note=note, is_rendered=is_rendered), itertools.chain(looked_at, rows)
 
 
-def _names(columns: Iterable[str] | None, known: Iterable[formats.Format]) -> dict[str, str]:
-    """Return --columns as {name in the data: our name}.
+def _names(columns: Iterable[str] | None, known: Iterable[formats.Format], own: frozenset[str]) -> dict[str, str]:
+    """Return --columns as {name in the data: our name}. own: columns that the objective reads.
 
     Raises: UserError for a name that is given twice, or nearly one of ours: its column would not be used.
     """
     of_formats = {name for entry in known for name in (*entry.columns, *entry.beside)}
-    ours = of_formats | pairs.USED | meaning.SUSPICIOUS | {*published_columns.ASKED, *published_columns.ANSWERED}
+    ours = of_formats | own | meaning.SUSPICIOUS | {*published_columns.ASKED, *published_columns.ANSWERED}
     names: dict[str, str] = {}
     for column in columns or []:
         name, theirs = column.split("=", 1)
@@ -370,25 +371,18 @@ def summarize(sources: list[Source], report: ReadingReport, settings) -> dict:
     Raises: UserError when no row is left to train on.
     """
     _refuse_nothing(", ".join(map(str, sources)), report, settings)
-    kinds = sorted(report.formats)
+    others = {*OF_PAIRS, *OF_LABELED} - {*settings.objective.counts}
     bad = sorted(report.bad_rows.items(), key=lambda entry: -entry[1].rows)[:KEPT_REASONS]
     return {
         "source": ", ".join(map(str, sources)),
-        "format": " + ".join(kinds),
-        **{name: getattr(report, name) for name in COUNTS if name not in _others(kinds, settings)},
+        "format": " + ".join(sorted(report.formats)),
+        **{name: getattr(report, name) for name in COUNTS if name not in others},
         "template_text": {name: report.template_text[name] for name in template_text.COUNTS},
         "bad_rows": {reason: asdict(rows) for reason, rows in bad},
         "columns_not_used": dict(report.columns_not_used),
         "ends": end_tokens.summary(report.ends),
         "notes": [f"{said} ({rows:,} row{'s' * (rows > 1)})" for said, rows in report.notes.items()],
     }
-
-
-def _others(kinds: list[str], settings) -> tuple[str, ...]:
-    """Return the counts that rows of other kinds have."""
-    if settings.unpaired:  # pairs that are taken apart may be ties
-        return tuple(name for name in OF_PAIRS if name != "dropped_ties")
-    return OF_UNPAIRED if kinds == [pairs.KIND] else OF_PAIRS + OF_UNPAIRED
 
 
 def _refuse_nothing(names: str, report: ReadingReport, settings) -> None:

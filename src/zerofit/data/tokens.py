@@ -105,7 +105,7 @@ def row_tokens(settings: Settings, train_set) -> float | None:
     """Return the mean tokens of a training row, taking packed rows as full; None for a stream."""
     if settings.packing or train_set.stream is not None:
         return settings.max_length if settings.packing else None
-    return _tokens(train_set) / settings.documents_per_row
+    return _tokens(train_set) / settings.objective.documents
 
 
 def _tokens(train_set) -> float:

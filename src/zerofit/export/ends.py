@@ -62,9 +62,10 @@ def generate(model, samples: list[tuple[list[int], list[int]]], tokenizer, ends:
 def samples(saved, tokenizer) -> list[tuple[list[int], list[int]]]:
     """Return (prompt, answer) of the first rows of the run's first local data file, as far as they can be read."""
     # A run folder chooses no recipe, and so no formats of one's own.
-    recipe = program.kit()["dpo" if run_folder.trained_on_pairs(saved.facts) else program.DEFAULT]
+    recipe = program.kit()["dpo" if run_folder.trained_on_preferences(saved.facts) else program.DEFAULT]
     values = {"bad_rows": "drop", "max_length": 1 << 30, "truncation": "truncate_right"}
     values |= {"columns": saved.argument("columns"), "data_format": saved.argument("data_format") or "auto"}
+    values |= {"loss_type": saved.argument("loss_type")}
     settings = Settings(recipe, values, {}, 1)
     if tokenizer is None or not tokenizer.chat_template:
         return []

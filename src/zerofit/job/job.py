@@ -14,7 +14,7 @@ from zerofit.base.errors import UserError
 from zerofit.job import program
 from zerofit.job.recipe import Recipe
 from zerofit.job.request import Request
-from zerofit.job.settings import Settings
+from zerofit.job.settings import Decision, Settings
 
 FILE = "job.json"  # its name in an attempt's folder and in the run folder
 
@@ -111,7 +111,7 @@ def write(file: Path, job: Job) -> None:
         "notes": list(job.request.notes),
         "arguments": _entries(settings.values | dict.fromkeys(secret, None), settings.source),
         "deepspeed": _plain(settings.deepspeed),
-        "decisions": list(settings.decisions),
+        "decisions": [[one, getattr(one, "argument", "")] for one in settings.decisions],
         "facts": _plain(dict(job.facts)),
         "trial": _plain(dict(job.trial)),
     }
@@ -128,7 +128,7 @@ def read(file: Path, recipe: Recipe | None = None) -> Job:
     recipe = recipe or content["recipe"]
     request = Request(recipe, *_values(content["request"]), tuple(content["notes"]))
     settings = Settings(recipe, *_values(content["arguments"]), content["world_size"], request=request)
-    settings.decisions = list(content["decisions"])
+    settings.decisions = [Decision(*entry) for entry in content["decisions"]]
     settings.deepspeed, settings.knows_model = _typed(content["deepspeed"]), content["knows_model"]
     settings.freeze()
     said, trial = _typed(content["facts"]), _typed(content["trial"])
@@ -157,9 +157,10 @@ def _content(file: Path) -> dict:
         value = content.get(name, _ANYTHING)
         if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or value < 1)):
             raise _damaged(file, f"its {name} is missing or of another type")
-    for name in ("notes", "decisions"):
-        if not all(isinstance(sentence, str) for sentence in content[name]):
-            raise _damaged(file, f"its {name} are no sentences")
+    if not all(isinstance(sentence, str) for sentence in content["notes"]):
+        raise _damaged(file, "its notes are no sentences")
+    if not all(isinstance(one, list) and [type(part) for part in one] == [str, str] for one in content["decisions"]):
+        raise _damaged(file, "its decisions are no sentences with their arguments")
     if content["program"] is not None and {"file", "sha256"} - {
         name for name, value in content["program"].items() if isinstance(value, str)
     }:

@@ -190,14 +190,39 @@ def trainer(recipe: Recipe, file: Path | None) -> type:
     Args: file: the recipe's; None: the recipe's class itself.
     Raises: UserError for a class that there is not, and as `own_class`.
     """
-    module, _, name = recipe.trainer.rpartition(":")
+    kind = _class(recipe.trainer, file, "trainer")
+    return own_class(file, kind) if file and ":" in recipe.trainer else kind
+
+
+@functools.cache
+def objective(recipe: Recipe, loss_type: str | None) -> type:
+    """Return the class of what a recipe trains on (objective/interface.py).
+
+    Args: loss_type: the value of --loss_type, which selects it; None: the recipe has no such flag.
+    Raises: UserError for a class that there is not, or a --loss_type that none of them has.
+    """
+    file = file_of(recipe)
+    for named in recipe.objectives:
+        kind = _class(named, file, "objectives")
+        if not kind.loss_types or loss_type is None or loss_type in kind.loss_types:
+            return kind
+    raise UserError(f"--loss_type {loss_type}: none of the objectives of {file} has it.")
+
+
+def _class(named: str, file: Path | None, argument: str) -> type:
+    """Return the class that a RECIPE names: "module:Class", or "Class" of its own file, whose main() is not run.
+
+    Args: argument: of the RECIPE, for the error. Raises: UserError for a class that there is not.
+    """
+    module, _, name = named.rpartition(":")
     try:
         if module:
-            stock = getattr(importlib.import_module(module), name)
-            return own_class(file, stock) if file else stock
-        return _names(file)[name]
+            return getattr(importlib.import_module(module), name)
+        main = sys.modules["__main__"]
+        runs = Path(getattr(main, "__file__", None) or "").absolute() == file.absolute()
+        return getattr(main, name) if runs and hasattr(main, name) else _names(file)[name]
     except (ImportError, AttributeError, KeyError) as error:
-        raise UserError(f"{file}: its RECIPE has trainer={recipe.trainer!r}, which cannot be found: {error}.") from None
+        raise UserError(f"{file}: its RECIPE has {argument}={named!r}, which cannot be found: {error}.") from None
 
 
 def own_class(file: Path, base: type) -> type:

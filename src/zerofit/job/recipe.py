@@ -13,8 +13,6 @@ from typing import Any, get_origin
 from zerofit.base.errors import UserError, first_line
 from zerofit.base.paths import ROOT
 
-KINDS = ("conversations", "pairs")  # of rows: data/conversations.py, data/pairs.py
-
 BUNDLED_MODEL = "tiny"  # value of --model: the model of the recipe's bundled task
 
 NAME = re.compile(r"[A-Za-z]\w{0,63}")  # of a recipe: it stands in the names of run folders
@@ -59,14 +57,15 @@ class Recipe:
     # Flags that `--help` lists under the recipe's name; default: all of `arguments`. `--help all` lists every flag.
     common: tuple[str, ...] = ()
 
-    # What a row is: "conversations" (also plain texts), or "pairs" of a chosen and a rejected answer.
-    data: str = "conversations"
+    # What a row is and what is trained on it: classes as "module:Class", or "Class" of the file itself, each derived
+    # from zerofit.objective.interface.Objective; --loss_type selects one of several.
+    objectives: tuple[str, ...] = ("zerofit.objective.causal_lm:CausalLM",)
 
     # "module:Class" that trains, or the class that the file derives from it; "Class": of the file itself.
     trainer: str = "zerofit.train.trainer:ZerofitTrainer"
 
-    # What an evaluation computes, as eval_<name>: what --metric_for_best_model may name.
-    score: tuple[str, ...] = ("loss", "perplexity")
+    # What an evaluation computes, as eval_<name>: what --metric_for_best_model may name; default: the objective's.
+    score: tuple[str, ...] = ()
 
     # The YAML file of the task trained without --model and --data, in this project or with its whole path; beside it
     # lie model/, train.jsonl and eval.jsonl.
@@ -97,8 +96,8 @@ class Recipe:
         _check_types(self)
         if not NAME.fullmatch(self.name):
             raise ValueError(f"name={self.name!r}: must be letters, digits and _, beginning with a letter")
-        if self.data not in KINDS:
-            raise ValueError(f"data={self.data!r}: must be one of {', '.join(KINDS)}")
+        if not self.objectives:
+            raise ValueError("objectives=(): must name a class")
         if wrong := [group for group in self.arguments if not (isinstance(group, type) and is_dataclass(group))]:
             raise TypeError(f"arguments: must be a tuple of dataclasses, found {wrong[0]!r}")
         object.__setattr__(self, "title", self.title or self.name)

@@ -28,6 +28,8 @@ OWN_PATH = 128  # most bytes of a file's path in the run folder: .saving/rank100
 # Kinds of values in the files of a run. FINITE: also not beyond 2^63; NUMBER: also nan and infinity, as losses are.
 TEXT, WHOLE, FINITE, NUMBER = "text", "a whole number", "a finite number", "a number"
 
+PREFERENCES = ("pairs", "labeled")  # objectives whose rows have chosen and rejected answers
+
 SCORES = ("exact_match", "preference_accuracy", "label_accuracy")  # of bundled tasks, before and after training
 
 _BYTES_BY_PHASE = {...: {...: FINITE}}  # phase -> part -> bytes
@@ -358,9 +360,9 @@ def shown(name: str, value) -> str:
     return "<hidden>" if name.endswith("_token") and value else as_typed(name, value)
 
 
-def trained_on_pairs(facts: dict) -> bool:
-    """Return whether a run trained on preference pairs. facts: its run.json; an older one does not say it."""
-    return facts.get("kind_of_data", "pairs" if "loss_type" in facts.get("arguments", {}) else "") == "pairs"
+def trained_on_preferences(facts: dict) -> bool:
+    """Return whether a run trained on preferences. facts: its run.json; an older one does not say it."""
+    return facts.get("objective", "pairs" if "loss_type" in facts.get("arguments", {}) else "") in PREFERENCES
 
 
 def write_run(settings: Settings, command: str, facts: dict) -> None:
@@ -374,7 +376,7 @@ def write_run(settings: Settings, command: str, facts: dict) -> None:
         Path(settings.output_dir) / "run.json",
         {
             "recipe": settings.recipe.name,
-            "kind_of_data": settings.recipe.data,
+            "objective": settings.objective.name,
             "started": time.strftime("%Y-%m-%dT%H:%M:%S%z"),
             "command": command,
             "flags": command_line.without_secrets(settings.request.flags()),

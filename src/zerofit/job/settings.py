@@ -6,7 +6,7 @@ from collections.abc import Mapping
 from dataclasses import FrozenInstanceError, dataclass, field, fields
 from typing import TYPE_CHECKING, Any
 
-from zerofit.job import groups
+from zerofit.job import groups, program
 from zerofit.job.recipe import Recipe
 
 if TYPE_CHECKING:  # for an editor and a type checker: the arguments with their types, read as settings.<name>
@@ -51,6 +51,20 @@ AFTER_RESOLVING = {
 WORDS = ("zero", "canary", "padding_free", "fused_loss")
 
 
+class Decision(str):
+    """A sentence that says what was decided for the user, or what was found out for them.
+
+    argument: the argument that it is about, whose value and source the settings hold; "": it is about none.
+    """
+
+    argument: str
+
+    def __new__(cls, sentence: str, argument: str = ""):
+        self = super().__new__(cls, sentence)
+        self.argument = argument
+        return self
+
+
 @dataclass(frozen=True)
 class Check:
     """A line of the run's certificate (certificate/page.py)."""
@@ -62,8 +76,6 @@ class Check:
 
 
 MODULE_NAME = re.compile(r"[\w.-]+")  # of a target; anything else is a regular expression to peft, and stands alone
-
-UNPAIRED = ("kto", "apo_zero_unpaired")  # values of --loss_type for answers with a label, each trained by itself
 
 
 class FrozenDict(dict):
@@ -203,14 +215,9 @@ class Settings(_Arguments):
         return self.values.get("adapter") is not None
 
     @property
-    def documents_per_row(self) -> int:
-        """Return how many documents a training row is: 2 for preference pairs, else 1."""
-        return 2 if self.recipe.data == "pairs" and not self.unpaired else 1
-
-    @property
-    def unpaired(self) -> bool:
-        """Return whether a row of preferences is one answer with a label."""
-        return self.recipe.data == "pairs" and self.values.get("loss_type") in UNPAIRED
+    def objective(self) -> type:
+        """Return the class of what a row is and what is trained on it (objective/interface.py)."""
+        return program.objective(self.recipe, self.values.get("loss_type"))
 
     def training_values(self) -> dict[str, Any]:
         """Return the keyword arguments of transformers.TrainingArguments."""
@@ -261,7 +268,12 @@ def decide(settings: Settings, name: str, value: Any, why: str = "", source: str
     settings.values[name] = value
     settings.source[name] = source
     if why:
-        settings.decisions.append(f"{name} {written(name, value)}: {why}")
+        settings.decisions.append(Decision(f"{name} {written(name, value)}: {why}", name))
+
+
+def withdraw(settings: Settings, *arguments: str) -> None:
+    """Remove the decisions about these arguments, before others take their place."""
+    settings.decisions = [one for one in settings.decisions if getattr(one, "argument", "") not in arguments]
 
 
 def json_value(config: dict, dotted: str, default: Any = None) -> Any:

@@ -12,7 +12,7 @@ from pathlib import Path
 from zerofit.base import hub
 from zerofit.base.errors import UserError, first_line, in_one_line
 from zerofit.data.chat_templates import arguments, built_in
-from zerofit.job.settings import Check
+from zerofit.job.settings import Check, Decision
 from zerofit.model import adapters, attention, generation, patches, quantization
 from zerofit.model.image_text import classes, towers
 from zerofit.model.kernels import linear_attention
@@ -73,13 +73,13 @@ def load_tokenizer(settings):
         tokenizer.chat_template = tokenizer.get_chat_template()
     if not tokenizer.chat_template:
         tokenizer.chat_template = built_in.TEMPLATES["plain"]
-        settings.decisions.append(
-            "chat template: the tokenizer has none; a plain '### User / ### Assistant' one is used"
-        )
+        said = "chat template: the tokenizer has none; a plain '### User / ### Assistant' one is used"
+        settings.decisions.append(Decision(said, "chat_template"))
     if given := arguments.parsed(arguments.FLAG, settings.chat_template_kwargs):
         tokenizer.chat_template = arguments.with_defaults(tokenizer.chat_template, given)
         said = ", ".join(f"{name} is {json.dumps(value, ensure_ascii=False)}" for name, value in given.items())
-        settings.decisions.append(f"chat template: {said} unless a row or a caller says otherwise; final/ keeps it so")
+        said = f"chat template: {said} unless a row or a caller says otherwise; final/ keeps it so"
+        settings.decisions.append(Decision(said, "chat_template"))
     if settings.new_tokens:
         adapters.say_new_tokens(tokenizer, settings)
     return tokenizer
@@ -243,7 +243,7 @@ def load_model(settings, tokenizer, config=None, accept_nan=False):
     if getattr(text, "pad_token_id", None) is None:  # CodeGen has none
         text.pad_token_id = tokenizer.pad_token_id
     check_vocabulary(settings, tokenizer, model.config)
-    return model
+    return settings.objective.prepare_model(model)
 
 
 def _load_weights(settings, config, dtype, kwargs: dict):

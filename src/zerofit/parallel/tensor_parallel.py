@@ -53,7 +53,7 @@ PLANS = ("colwise", "colwise_gather_output", "rowwise", "replicated_with_grad_al
 def check_recipe(settings) -> None:
     """Check the recipe. Raises: UserError for one that does not train the whole model."""
     size = settings.tp_size
-    if size > 1 and (settings.trains_adapter or settings.recipe.stages or settings.recipe.data == "pairs"):
+    if size > 1 and (settings.trains_adapter or settings.recipe.stages or settings.objective.name != "causal_lm"):
         raise UserError(
             f"--tp_size {size} with recipes/{settings.recipe}.py: DeepSpeed splits the matrices of full fine-tuning "
             "only; use recipes/sft.py."

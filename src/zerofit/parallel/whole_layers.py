@@ -47,7 +47,7 @@ def _is_open(section: dict) -> bool:
 
 def tokens_of(settings) -> int:
     """Return the most tokens of a micro batch on one rank."""
-    rows = settings.per_device_train_batch_size * settings.documents_per_row
+    rows = settings.per_device_train_batch_size * settings.objective.documents
     return rows * settings.max_length // settings.ranks_that_split("tokens")
 
 

@@ -16,7 +16,7 @@ from zerofit.job.batch_size import divisors
 from zerofit.job.recipe import BUNDLED_MODEL, Recipe
 from zerofit.job.request import FLAG, Request
 from zerofit.job.settings import as_typed
-from zerofit.model import gradient_checkpointing, preference_loss, tiled_mlp
+from zerofit.model import gradient_checkpointing, tiled_mlp
 from zerofit.model.experimental import fp8
 from zerofit.parallel import whole_layers
 from zerofit.plan import formulas, gpu_memory
@@ -451,7 +451,7 @@ def setting_of(settings, node: int | None = None, shape: Shape | None = None) ->
         nvme=bool(_disk_of(settings)),
         node=node or int(os.environ.get("LOCAL_WORLD_SIZE") or gpu_memory.GPUS_OF_A_NODE),
         hpz=hpz(settings),
-        forwards=_more_forwards(settings),
+        forwards=settings.objective.extra_forwards(settings),
         whole_layers=whole_layers.largest(settings, tokens),
         selective=checkpointing.selective,
         fp32_weights=settings.keeps_fp32 and settings.precision != "fp32" and weight_dtype(settings) == "float32",
@@ -466,16 +466,6 @@ def setting_of(settings, node: int | None = None, shape: Shape | None = None) ->
 def _disk_of(settings) -> str | None:
     """Return the folder to which the settings offload, from flag, YAML or JSON; None without one."""
     return next(iter(nvme.paths_of(settings.deepspeed).values()), None)
-
-
-def _more_forwards(settings) -> int:
-    """Return how often a step of a preference loss runs the model without a backward: with its adapter off, for KL."""
-    if "precompute_ref_log_probs" not in settings.values:
-        return 0
-    documents = 2 if settings.loss_type == "kto" else 1  # of a row, each in a forward of its own
-    computes = settings.trains_adapter and not settings.precompute_ref_log_probs
-    has_reference = settings.loss_type not in preference_loss.REFERENCE_FREE
-    return (documents if computes and has_reference else 0) + (documents - 1)
 
 
 # Arguments that do not change memory.

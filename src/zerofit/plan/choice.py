@@ -130,7 +130,7 @@ class _Search:
         """Return the choice, and a sentence on a better micro batch than the user's, "" if there is none."""
         pair, plan = self._decide()
         if plan.get("step_seconds"):  # what follows is of rows as long as the mean
-            row = (self.row_tokens or self.settings.max_length) * self.settings.documents_per_row
+            row = (self.row_tokens or self.settings.max_length) * self.settings.objective.documents
             plan |= {"tokens_per_second": round(pair.job.rows_of_a_step * row / pair.seconds, 1)}
         if self.steps and plan.get("step_seconds"):
             hours = self.steps * pair.seconds * pair.job.setting.ranks / 3600
@@ -141,7 +141,7 @@ class _Search:
     def _pairs(self, micros: list[int]) -> list[Pair]:
         pairs, given = [], self.whole.setting
         mean = self.row_tokens or self.settings.max_length
-        rows = mean * self.settings.documents_per_row / self.settings.ranks_that_split("tokens")
+        rows = mean * self.settings.objective.documents / self.settings.ranks_that_split("tokens")
         for micro, kind in itertools.product(micros, self.kinds):
             most = given.tokens // given.micro * micro
             full = replace(

@@ -202,7 +202,7 @@ def _rows_by_tokens(settings) -> dict[int, int]:
     if settings.ranks_that_split("tokens") > 1:
         return {}
     sizes = (settings.per_device_train_batch_size, settings.per_device_eval_batch_size)
-    rows = [size * settings.documents_per_row for size in sizes]
+    rows = [size * settings.objective.documents for size in sizes]
     return {count * settings.max_length: count for count in rows}
 
 
@@ -296,7 +296,7 @@ def _rows(settings, count: int):
 
     from zerofit.data.tokens import TokenizedDataset
 
-    documents, width = settings.documents_per_row, settings.max_length
+    documents, width = settings.objective.documents, settings.max_length
     row = {name: [5] * width * documents for name in ("input_ids", "labels")}
     row |= {"lengths": [width] * documents} if documents > 1 else {}
     return TokenizedDataset(Dataset.from_list([row]).select([0] * count), {}, "simulated")

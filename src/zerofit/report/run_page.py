@@ -201,7 +201,7 @@ def _trained(result: dict) -> str | None:
 
 def _charts(runs: list[Run]) -> dict[str, str]:
     drawn = {}
-    of_pairs = any(run_folder.trained_on_pairs(one.facts) for one in runs)
+    has_unit = not any(run_folder.trained_on_preferences(one.facts) for one in runs)
     for title, (unit, metrics, from_zero) in CHARTS.items():
         lines = []
         for number, one in enumerate(runs):
@@ -212,7 +212,7 @@ def _charts(runs: list[Run]) -> dict[str, str]:
                 steps = [lines[-1].points[0][0], lines[-1].points[-1][0]]
                 name = f"{one.name}, planned" if len(runs) > 1 else "planned"
                 lines.append(Line(name, [(step, speed) for step in steps], number, dashed=True))
-        drawn[title] = plots.chart("" if of_pairs and title == "Loss" else unit, lines, from_zero)
+        drawn[title] = plots.chart(unit if has_unit or title != "Loss" else "", lines, from_zero)
     return {title: picture for title, picture in drawn.items() if picture}
 
 

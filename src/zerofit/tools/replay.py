@@ -114,15 +114,13 @@ def _trainer(settings, folder: Path, named: str, started: program.Program):
 
     from zerofit.config import resolve
     from zerofit.data.tokens import TokenizedDataset
-    from zerofit.model import adapters, preference_loss
+    from zerofit.model import adapters
     from zerofit.model.load import load_model, load_tokenizer
     from zerofit.train.trainer import ZerofitTrainer, training_arguments
 
     tokenizer = load_tokenizer(settings)
     resolve.resolve_for_model(settings)
     model = load_model(settings, tokenizer, accept_nan=True)
-    if settings.recipe.data == "pairs":
-        preference_loss.disable_dropout(model)
     if settings.trains_adapter:
         model = adapters.add_adapter(model, settings, tokenizer)
         adapter_file = Path(named or folder / "model") / "adapter_model.safetensors"
@@ -185,12 +183,8 @@ def _look(trainer, batch: dict, autocast_dtype) -> dict:
 
 def _mean_loss(trainer, inputs: dict):
     """Return the trainer's loss as a mean over the micro batch's tokens or pairs."""
-    from zerofit.model import adapters
-    from zerofit.parallel import sequence_parallel
 
-    count = None  # a preference loss counts its pairs
-    if trainer.settings.recipe.data != "pairs":
-        count = sequence_parallel.supervised(inputs, adapters.first_target(trainer.settings)).clamp(min=1)
+    count = trainer.objective.items([inputs], inputs["labels"].device)
     return trainer.compute_loss(trainer.model, inputs, num_items_in_batch=count)
 
 

@@ -127,7 +127,7 @@ class Reporter(TrainerCallback):
             trial.measure_batch(trainer)
         if trial.is_canary():
             trial.measure_canary(trainer)
-        trainer.before_first_step()
+        trainer.objective.before_first_step()
         if args.process_index == 0:
             print(f"  - {model_sentence(trainer.settings, *trainer.numel)}", flush=True)
         self._look_before_training(args, state)
@@ -171,7 +171,7 @@ class Reporter(TrainerCallback):
             if first:
                 rows_of = f"{len(trainer.eval_tokens)} held-out rows"
                 when = f"at step {state.global_step}" if state.global_step else "before training"
-                print(f"{trainer.score_name} {when}: {self.before:.1%} of {rows_of}")
+                print(f"{trainer.objective.score_name} {when}: {self.before:.1%} of {rows_of}")
         if state.global_step:
             return
         if trainer.settings.zero != 3:  # which would gather all weights for each token

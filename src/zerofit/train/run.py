@@ -107,7 +107,7 @@ def evaluate(trainer: ZerofitTrainer) -> dict:
         _write_card(trainer, _final(trainer))  # with this evaluation's loss
     metrics = {"eval_loss": evaluation["eval_loss"] if evaluation else None} | _rewards(evaluation)
     if settings.bundled:
-        name = trainer.score_name.replace(" ", "_")
+        name = trainer.objective.score_name.replace(" ", "_")
         metrics |= {f"{name}_before": trainer.reporter.before, f"{name}_after": trainer.score()}
     before = trainer.reporter.samples_before
     samples = [
@@ -121,7 +121,7 @@ def evaluate(trainer: ZerofitTrainer) -> dict:
         if settings.bundled:
             before, after = metrics[f"{name}_before"], metrics[f"{name}_after"]
             when = f"at step {first}" if (first := trainer.reporter.before_step) else "before"
-            print(f"\n{trainer.score_name} on held-out rows: {before:.1%} {when}, {after:.1%} after")
+            print(f"\n{trainer.objective.score_name} on held-out rows: {before:.1%} {when}, {after:.1%} after")
     return metrics
 
 

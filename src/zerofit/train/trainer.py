@@ -3,7 +3,6 @@
 import contextlib
 import functools
 import json
-import math
 import time
 import traceback
 import warnings
@@ -14,7 +13,6 @@ import torch
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments, set_seed
-from transformers.loss.loss_utils import ForCausalLMLoss
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 from typing_extensions import override
@@ -109,8 +107,6 @@ def _own_values(settings) -> dict:
 class ZerofitTrainer(Trainer):
     """A Trainer whose optimizer steps see the same rows, equally weighted, for every rank count and accumulation."""
 
-    score_name = "exact match"  # of `score`, which the bundled task shows before and after training
-
     def __init__(self, settings, net, tokenizer, arguments, train_set, eval_set):
         self.settings, self.tokens, self.eval_tokens = settings, train_set, eval_set
         self.ends, tokenizer = generation.stop_at_ends(net, tokenizer, train_set.statistics.get("ends", []))
@@ -128,7 +124,7 @@ class ZerofitTrainer(Trainer):
         self.router_loss = fused_loss.router_loss(net)
         self.label_counts = []  # of the micro batches of this step that are still to come
         self.label_count = None  # of the batch that is computed, for the fused loss; None: not counted on the host
-        pad, documents = tokenizer.pad_token_id, settings.documents_per_row
+        pad, documents = tokenizer.pad_token_id, settings.objective.documents
         self.sequence = sequence_parallel.SequenceParallel(settings)
         slices = settings.ranks_that_split("tokens")
         self.seq_idx = linear_attention.reads_documents(getattr(net, "config", None))
@@ -166,6 +162,7 @@ class ZerofitTrainer(Trainer):
         if self.uploads:
             self.add_callback(self.uploads)
         self.add_callback(self.certificate)  # behind the reporter, which may turn padding_free off
+        self.objective = settings.objective(self)
 
     def check_ends(self, shipped: list[int] | None) -> None:
         """Write the certificate's line about the tokens that end answers.
@@ -210,7 +207,8 @@ class ZerofitTrainer(Trainer):
         """Return what the means of the next log line hold so far, for a checkpoint. Collective."""
         steps = self.state.global_step - self._globalstep_last_logged
         losses = distributed.all_gather(self._tr_loss.item()) if steps else [0.0]
-        return {"steps": steps, "loss": sum(losses) / len(losses), "skipped": self.guard.found_logged}
+        own = {"steps": steps, "loss": sum(losses) / len(losses), "skipped": self.guard.found_logged}
+        return own | self.objective.unlogged()
 
     def take_unlogged(self, kept: dict) -> None:
         """Go on with the means of the checkpoint: the first log line after a resume has the steps before it too."""
@@ -219,6 +217,7 @@ class ZerofitTrainer(Trainer):
         patches.write(self, "_globalstep_last_logged", self.state.global_step - kept["steps"])
         self._tr_loss += kept["loss"]
         self.guard.steps_logged, self.guard.found_logged = kept["steps"], kept["skipped"]
+        self.objective.take_unlogged(kept)
 
     def finish_uploads(self, *folders: Path) -> None:
         """Wait on rank 0 until everything that was saved is uploaded, also these folders (--upload_to)."""
@@ -436,19 +435,10 @@ class ZerofitTrainer(Trainer):
 
     @override
     def _get_num_items_in_batch(self, batch_samples, device):
-        """Return the number of labels of a step that are predicted, for every class whose loss shifts them.
-
-        transformers counts the first token of a row too for a class without a loss_type, e.g. GPT-2's, and rounded the
-        number down before 5.23 where ranks share rows.
-        """
-        model = self.model.get_base_model() if self.settings.trains_adapter else self.model
-        causal = getattr(model, "loss_function", ForCausalLMLoss) is ForCausalLMLoss  # a pipeline's stage has none
-        divides = self.model_accepts_loss_kwargs or self.compute_loss_func is not None
-        labeled = [batch["labels"] for batch in batch_samples if "labels" in batch]
-        if not (causal and divides and labeled) or getattr(model.config, "is_encoder_decoder", False):
+        """Return what the loss of a step is divided by, as the objective or transformers counts it."""
+        count = self.objective.items(batch_samples, device)
+        if count is None:
             return super()._get_num_items_in_batch(batch_samples, device)
-        first = adapters.first_target(self.settings)
-        count = self.over_ranks(sum((labels[..., first:] != -100).sum() for labels in labeled).to(device))
         # The ranks of a --tp_size group have the same rows; transformers 5.17 scales the loss as if they had not.
         return count / self.get_tp_size() if "get_tp_size" in Trainer.compute_loss.__code__.co_names else count
 
@@ -476,6 +466,7 @@ class ZerofitTrainer(Trainer):
         if self.settings.optim == "sophia" and batches:
             sophia.estimate_if_due(self, batches)
         self.guard.begin(batches, numbers)
+        self.objective.begin_step(batches)
         return batches, count
 
     @override
@@ -591,17 +582,12 @@ class ZerofitTrainer(Trainer):
         return self.fused_loss.on(documents, self.label_count) if self.fused_loss else contextlib.nullcontext()
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
-        # Before label smoothing removes the labels from inputs.
-        supervised = (
-            sequence_parallel.supervised(inputs, adapters.first_target(self.settings)) if self.router_loss else None
-        )
-        own = self.compute_loss_func is not None  # which reads the logits
-        with contextlib.nullcontext() if own else self.without_logits():
-            loss, outputs = super().compute_loss(model, inputs, True, num_items_in_batch)
-        if self.router_loss:
-            # Scaled like the loss: gradients are averaged over the ranks, but the token count is that of all ranks.
-            loss = loss + self.counted_ranks * self.router_loss.share(outputs, supervised, num_items_in_batch)
+        loss, outputs = self.objective.loss(model, inputs, num_items_in_batch)
         return (loss, outputs) if return_outputs else loss
+
+    def model_loss(self, model, inputs, num_items_in_batch):
+        """Return (loss, outputs) as transformers computes them: by the model, label smoothing or compute_loss_func."""
+        return super().compute_loss(model, inputs, True, num_items_in_batch)
 
     @property
     def counted_ranks(self) -> int:
@@ -630,20 +616,18 @@ class ZerofitTrainer(Trainer):
                 "--metric_for_best_model perplexity: with an own compute_loss there is no perplexity; use loss."
             )
 
-    def before_first_step(self) -> None:
-        """Prepare what the first step needs, with the engine built. Collective."""
-
     def score(self) -> float:
         """Return how well the model does on the held-out rows of the bundled task. Collective."""
-        return generation.exact_match(self)
+        return self.objective.score()
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
         """Return the metrics of evaluation_metrics over all rows, for any split into batches and ranks."""
-        with self.tracker.during("eval"):
-            total = self._evaluation_total(dataloader)
-        metrics = {f"{metric_key_prefix}_{name}": value for name, value in self.evaluation_metrics(total).items()}
+        with self.objective.evaluating(dataloader):
+            with self.tracker.during("eval"):
+                total = self._evaluation_total(dataloader)
+            metrics = {f"{metric_key_prefix}_{name}": value for name, value in self.evaluation_metrics(total).items()}
         return EvalLoopOutput(
             predictions=None, label_ids=None, metrics=metrics, num_samples=len(self.eval_tokens or ())
         )
@@ -671,14 +655,8 @@ class ZerofitTrainer(Trainer):
         return total
 
     def evaluation_sums(self, model, inputs) -> torch.Tensor:
-        """Return a batch's summed loss and its supervised tokens, float64."""
-        count = sequence_parallel.supervised(inputs, adapters.first_target(self.settings))
-        if self.own_loss:
-            mean = self.own_mean(model, inputs, count)
-        else:
-            with self.without_logits():
-                mean = model(**inputs, num_items_in_batch=count.clamp(min=1)).loss
-        return torch.stack([mean.double() * count, count.double()])
+        """Return what a batch adds to the sums of an evaluation, float64."""
+        return self.objective.evaluation_sums(model, inputs)
 
     def own_mean(self, model, inputs, count) -> torch.Tensor:
         """Return the mean of an own loss over the `count` items of a batch on this rank alone."""
@@ -686,14 +664,12 @@ class ZerofitTrainer(Trainer):
         return self.compute_loss(model, dict(inputs), num_items_in_batch=items)
 
     def evaluation_metrics(self, total: torch.Tensor) -> dict[str, float]:
-        """Return mean loss and perplexity over all supervised tokens from the sums of all batches and ranks."""
-        mean = (total[0] / total[1]).item()
-        if self.own_loss:  # no cross entropy, perhaps
-            return {"loss": mean}
-        return {"loss": mean, "perplexity": math.exp(min(mean, 700.0))}
+        """Return the metrics of an evaluation from the sums over all batches and ranks."""
+        return self.objective.evaluation_metrics(total)
 
     def log(self, logs: dict[str, float], start_time: float | None = None) -> None:
         if "loss" in logs:
+            logs.update(self.objective.step_metrics())
             logs["loss"] = self.guard.mean(logs["loss"])
             logs.update(self.clock.measure(self.args))
             skipped = self.model_wrapped.skipped_steps if self.is_deepspeed_enabled else self.reporter.skipped_steps

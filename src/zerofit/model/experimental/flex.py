@@ -13,6 +13,7 @@ import torch
 
 from zerofit.base import distributed
 from zerofit.base.errors import UserError
+from zerofit.job.settings import Decision, withdraw
 from zerofit.job.technique import Technique
 from zerofit.model import attention, load, prove
 from zerofit.model.experimental import flex_proof
@@ -97,14 +98,14 @@ def _leave(settings, why: str) -> None:
     if settings.packing:
         raise UserError(f"--packing: it needs flex_attention for this model, and {why}; train without --packing.")
     added = "; the plan has not counted its scores of S x S tokens, those of later starts will" if was_planned else ""
-    settings.decisions = [line for line in settings.decisions if not line.startswith("padding_free true: ")]
+    withdraw(settings, "padding_free")
     _say_instead(settings, f"attn_implementation eager: flex_attention failed its proof: {why}; rows are padded{added}")
     settings.attn_implementation, settings.padding_free = "eager", False
 
 
 def _say_instead(settings, sentence: str) -> None:
-    kept = [line for line in settings.decisions if not line.startswith("attn_implementation ")]
-    settings.decisions = [*kept, sentence]
+    withdraw(settings, "attn_implementation")
+    settings.decisions.append(Decision(sentence, "attn_implementation"))
 
 
 TECHNIQUE = Technique(name="flex_attention", self_test=prove_on_ranks)

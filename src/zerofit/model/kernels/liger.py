@@ -15,7 +15,7 @@ import torch
 from zerofit.base import command_line, distributed, hardware
 from zerofit.base.errors import UserError
 from zerofit.job import groups
-from zerofit.job.settings import decide
+from zerofit.job.settings import Decision, decide, withdraw
 from zerofit.job.technique import Conflict, Technique
 from zerofit.model import attention
 from zerofit.model import prove as proofs
@@ -69,7 +69,7 @@ def resolve_for_model(settings, config) -> None:
     unset = settings.source["use_liger_kernel"] == "transformers default"
     if unset and not settings.use_cpu:
         if why_not := _why_not(settings, config):
-            settings.decisions.append(f"use_liger_kernel False: {why_not}")
+            settings.decisions.append(Decision(f"use_liger_kernel False: {why_not}", "use_liger_kernel"))
         else:
             why = f"norms, rotary embeddings and MLPs of {config.model_type} (off: --use_liger_kernel false)"
             decide(settings, "use_liger_kernel", True, why)
@@ -84,13 +84,13 @@ def resolve_for_model(settings, config) -> None:
             settings.decisions.append("the loss is transformers', not Liger's, which was compared on whole rows only")
     if settings.tiled_mlp != 1:
         kernels |= NO_MLP
-        settings.decisions.append("Liger's MLP is off: it would replace the tiles of --tiled_mlp")
+        said = "Liger's MLP is off: it would replace the tiles of --tiled_mlp"
+        settings.decisions.append(Decision(said, "liger_kernel_config"))
     if settings.gradient_checkpointing and settings.gradient_checkpointing_policy == "selective":
         # It would turn them once more in the recomputation.
         kernels["rope"] = False
-        settings.decisions.append(
-            "Liger's rotary kernel is off: it writes into products that selective checkpointing keeps"
-        )
+        said = "Liger's rotary kernel is off: it writes into products that selective checkpointing keeps"
+        settings.decisions.append(Decision(said, "liger_kernel_config"))
     # Users cannot set this flag: argparse parses no dict.
     decide(settings, "liger_kernel_config", kernels or None)
 
@@ -133,8 +133,8 @@ def prove(settings, config) -> None:
         return
     if settings.source["use_liger_kernel"] != "decided":
         raise UserError(f"--use_liger_kernel: {problem}; leave it out.")
-    kept = [line for line in settings.decisions if not line.startswith(("use_liger_kernel ", "Liger's "))]
-    settings.decisions = [*kept, f"use_liger_kernel False: {problem}"]
+    withdraw(settings, "use_liger_kernel", "liger_kernel_config")
+    settings.decisions.append(Decision(f"use_liger_kernel False: {problem}", "use_liger_kernel"))
     settings.use_liger_kernel = False
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 from zerofit.base import allocator, paths
 from zerofit.base.hardware import GIB
 from zerofit.job import memory_figure, run_folder
+from zerofit.job.recipe import Recipe
 from zerofit.plan import candidates, formulas, gpu_memory
 from zerofit.plan.advice import accepted, cost, table
 from zerofit.plan.answer import run_line
@@ -283,7 +284,7 @@ def _error(candidate: Candidate) -> str:
     measured, setting = rates.measured(candidate.gpu), candidate.setting
     has = {
         "offload": setting.offload != "none" or setting.activation_offload,
-        "pairs of answers": candidate.request.recipe.data == "pairs",
+        "preference losses": candidate.request.recipe.objectives != Recipe.objectives,
         "split rows": setting.sp > 1,
         "split matrices": setting.tp > 1,
         "a pipeline": setting.pp > 1,

@@ -14,8 +14,8 @@ from test_retry import launch
 
 from zerofit.config import resolve
 from zerofit.model.load import model_fingerprint
+from zerofit.objective import pairs, preference
 from zerofit.tools import replay
-from zerofit.train import preference
 
 MODEL = TINY / "preference" / "model"
 STEPS, BATCH, RATE, BETA = 20, 4, 1e-3, 0.2
@@ -309,7 +309,7 @@ def test_a_killed_run_goes_on_bit_for_bit_and_never_computes_its_reference_again
     done = run_python(["-m", "zerofit", "resume", str(killed)])
     assert done.returncode == 0 and "reference log-probabilities" not in done.stdout, done.stdout + done.stderr
     runs = [Run(whole), Run(killed)]
-    for name in ("loss", "grad_norm", *preference.NAMES):
+    for name in ("loss", "grad_norm", *pairs.METRICS):
         values = [[line[name] for line in run.metrics] for run in runs]
         assert values[0] == values[1] and len(values[0]) == 6, name
     (file,) = (whole / "final").glob("*.safetensors")

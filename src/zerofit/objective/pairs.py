@@ -1,4 +1,4 @@
-"""Parse and tokenize preference pairs: a prompt with a chosen and a rejected answer.
+"""Pairs: preferences between two answers to a prompt, a chosen and a rejected one (DPO and its kin).
 
 A tokenized pair is one row of two documents: input_ids and labels of the chosen side, followed by those of the rejected
 side, and `lengths` of both. Only the answers are labeled; turns that both sides share are the prompt.
@@ -6,11 +6,16 @@ side, and `lengths` of both. Only the answers are labeled; turns that both sides
 
 from typing import Any
 
+import torch
+
 from zerofit.base.errors import UserError
 from zerofit.data import conversations, meaning
 from zerofit.data.chat_templates import arguments
 from zerofit.data.conversations import Conversation
-from zerofit.data.published import comparisons, rendered
+from zerofit.data.published import comparisons
+from zerofit.data.reading import OF_PAIRS, Example, Examples
+from zerofit.objective import preference_losses
+from zerofit.objective.preference import Preference, answer_tokens
 
 KIND = "preference"
 
@@ -109,17 +114,88 @@ def _shared(chosen: list[dict], rejected: list[dict]) -> int:
     return next((i for i in range(most) if chosen[i] != rejected[i]), most)
 
 
-def is_empty(side: Conversation | rendered.Rendered) -> bool:
-    """Return whether no turn that is trained has a text or a tool call."""
-    if isinstance(side, rendered.Rendered):
-        return not side.text.strip()
-    answers = [turn for turn, trained in zip(side.turns, side.trained, strict=True) if trained]
-    return all(map(conversations.is_empty, answers))
-
-
 def not_used(row: dict[str, Any]) -> list[str]:
     """Return the columns of a row and the keys of its turns that are not empty and are ignored."""
     columns = [str(k) for k, v in row.items() if k not in USED and k not in SCORES and v not in (None, "", [])]
     return columns + [
         key for name in ("prompt", *CONVERSATION, *SIDES) for key in conversations.keys_not_used(name, row.get(name))
     ]
+
+
+# --- training ---
+
+METRICS = (
+    "rewards/chosen",
+    "rewards/rejected",
+    "rewards/margins",
+    "rewards/accuracies",
+    "logps/chosen",
+    "logps/rejected",
+)
+
+
+class Pairs(Preference):
+    """A loss of the log-probabilities of both answers, a mean over the pairs of the whole step."""
+
+    name, loss_types = "pairs", preference_losses.OF_PAIRS
+
+    format, own_columns, documents, unit = KIND, frozenset(USED), 2, "pairs"
+
+    columns, counts = ("lengths",), OF_PAIRS
+
+    sums = ("pairs", "loss", *METRICS, "preference_accuracy")
+
+    score_name, score_metric = "preference accuracy", "preference_accuracy"
+
+    @staticmethod
+    def parse(place, row, form, settings):
+        row, notes = comparisons.standard(place, row)
+        return Examples(KIND, [Example(place, parse(place, row))], not_used(row), [*notes])
+
+    def examples(self, inputs):
+        return (self._answer_tokens(inputs)[:, 0] > 0).sum()
+
+    @staticmethod
+    def _answer_tokens(inputs) -> torch.Tensor:
+        """Return the supervised tokens of the chosen and rejected side of each pair, (pairs, 2); 0 for fillers."""
+        return answer_tokens(inputs).view(-1, 2)
+
+    def losses(self, model, inputs):
+        settings, tokens = self.settings, self._answer_tokens(inputs)
+        own_inputs = {name: value for name, value in inputs.items() if name != "reference"}
+        is_computed = settings.trains_adapter and not settings.precompute_ref_log_probs
+        if "reference" in inputs:
+            reference = inputs["reference"]
+        elif settings.loss_type in preference_losses.REFERENCE_FREE or not is_computed:
+            reference = torch.zeros((), device=tokens.device)  # a loss without one, or a trial, whose rows come without
+        else:
+            with self.as_reference(model):
+                reference = self.log_probs(model, own_inputs)[0]
+        own, outputs = self.log_probs(model, own_inputs)
+        losses, rewards, scores = preference_losses.losses(settings, own, reference.to(own), tokens.clamp(min=1))
+        real = tokens[:, 0] > 0
+        losses = losses.where(real, 0.0)
+        return losses, _sums(losses.detach(), rewards, scores, own.detach(), real), real.sum(), outputs
+
+    def means(self, total):
+        return dict(zip(self.sums[1:], (total / total[0]).tolist()[1:], strict=True))
+
+    def step_metrics(self):
+        means = super().step_metrics()
+        return {name: means[name] for name in METRICS}
+
+    def lengths(self, sequences):
+        """Return the tokens of the longer side of each pair."""
+        return torch.tensor(sequences["lengths"][:]).amax(1)
+
+    def reference_of(self, model, inputs):
+        """Return the log-probabilities of both sides of a batch's pairs, (pairs, 2)."""
+        return self.log_probs(model, inputs)[0]
+
+
+def _sums(losses, rewards, scores, own, real) -> torch.Tensor:
+    """Return Pairs.sums over the pairs of a batch; fillers do not count."""
+    chosen, rejected = rewards.unbind(1)
+    values = [torch.ones_like(losses), losses, chosen, rejected, chosen - rejected, chosen > rejected,
+              *own.unbind(1), scores[:, 0] > scores[:, 1]]  # fmt: skip
+    return torch.stack([v.double() for v in values], 1).where(real[:, None], 0.0).sum(0)

@@ -9,7 +9,8 @@ from test_adapters import ALL_ADAPTERS, MORE
 
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
-from zerofit.model import adapters, fused_loss, preference_loss
+from zerofit.model import adapters, fused_loss
+from zerofit.objective import preference_losses
 
 OWN = [[-12.0, -15.5], [-40.25, -33.0], [-7.0, -7.0]]
 REFERENCE = [[-13.0, -14.0], [-41.0, -35.5], [-7.0, -7.0]]
@@ -52,10 +53,10 @@ PAPERS = {
 @pytest.mark.parametrize("kind", PAPERS)
 @pytest.mark.parametrize("alpha", [0.0, 0.7])
 def test_a_loss_is_the_formula_of_its_paper(kind, alpha):
-    smoothing = 0.1 if kind in preference_loss.SMOOTHED else 0.0
+    smoothing = 0.1 if kind in preference_losses.SMOOTHED else 0.0
     settings = SimpleNamespace(**DEFAULTS | {"loss_type": kind, "label_smoothing": smoothing, "rpo_alpha": alpha})
     own, reference, tokens = (torch.tensor(values, dtype=torch.float64) for values in (OWN, REFERENCE, TOKENS))
-    found, rewards, _ = preference_loss.losses(settings, own, reference, tokens)
+    found, rewards, _ = preference_losses.losses(settings, own, reference, tokens)
     rows = zip(OWN, REFERENCE, TOKENS, strict=True)
     wanted = [PAPERS[kind](0.3, smoothing, *p, *r, *n) - alpha * p[0] / n[0] for p, r, n in rows]
     assert found.tolist() == pytest.approx(wanted, rel=1e-12)
@@ -64,18 +65,18 @@ def test_a_loss_is_the_formula_of_its_paper(kind, alpha):
 
 
 def test_a_filler_has_no_gradient():
-    """Its log-probabilities are 0, where the odds are infinite; PreferenceTrainer multiplies its loss by 0."""
+    """Its log-probabilities are 0, where the odds are infinite; Preference.loss multiplies its loss by 0."""
     own = torch.zeros(1, 2, requires_grad=True)
     for kind in PAPERS:
         settings = SimpleNamespace(**DEFAULTS | {"loss_type": kind})
-        loss, _, _ = preference_loss.losses(settings, own, torch.zeros(1, 2), torch.ones(1, 2))
+        loss, _, _ = preference_losses.losses(settings, own, torch.zeros(1, 2), torch.ones(1, 2))
         assert torch.autograd.grad(loss.where(torch.tensor([False]), 0.0).sum(), own)[0].tolist() == [[0.0, 0.0]], kind
 
 
 def test_the_first_loss_of_sigmoid_is_ln_2():
     settings = SimpleNamespace(**DEFAULTS | {"loss_type": "sigmoid"})
     own = torch.tensor(OWN)
-    loss, rewards, _ = preference_loss.losses(settings, own, own.clone(), torch.tensor(TOKENS))
+    loss, rewards, _ = preference_losses.losses(settings, own, own.clone(), torch.tensor(TOKENS))
     assert loss.tolist() == pytest.approx([math.log(2)] * 3, abs=5e-8) and not rewards.any()
 
 
@@ -215,4 +216,4 @@ def test_under_autocast_the_gradients_are_those_of_fp32_but_for_rounding():
 def test_a_model_loses_its_dropout():
     model = torch.nn.ModuleDict({"a": torch.nn.Dropout(0.1), "b": torch.nn.Linear(2, 2)})
     model["b"].attention_dropout = 0.2
-    assert preference_loss.disable_dropout(model)["a"].p == 0.0 and model["b"].attention_dropout == 0.0
+    assert preference_losses.disable_dropout(model)["a"].p == 0.0 and model["b"].attention_dropout == 0.0

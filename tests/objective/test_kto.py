@@ -15,8 +15,7 @@ from safetensors.torch import load_file
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
 from zerofit.data.conversations import IGNORE
-from zerofit.data.unpaired import mismatched
-from zerofit.plan import candidates
+from zerofit.objective import labeled, mismatched
 
 STEPS, BATCH, RATE, BETA, DESIRABLE, UNDESIRABLE = 7, 4, 1e-3, 0.5, 1.5, 0.6  # over the end of an epoch, with fillers
 ADAPTER = pairs.ADAPTER
@@ -271,15 +270,15 @@ def test_the_plan_counts_the_forwards_without_a_backward(folder):
     cases = [([], 1), (ADAPTER, 3), ([*ADAPTER, "--precompute_ref_log_probs", "true"], 1)]
     for words, count in cases:
         settings = resolve.resolve_settings("dpo", [*model, "--loss_type", "kto", *words], 1)
-        assert candidates._more_forwards(settings) == count and settings.documents_per_row == 1
+        assert settings.objective.extra_forwards(settings) == count and settings.objective.documents == 1
     settings = resolve.resolve_settings("dpo", [*model, "--loss_type", "apo_zero_unpaired", *ADAPTER], 1)
-    assert candidates._more_forwards(settings) == 1
+    assert settings.objective.extra_forwards(settings) == 1
 
 
 def test_the_filler_of_a_batch_is_its_own_mismatched_document():
-    collate = mismatched.UnpairedCollator(SimpleNamespace(packed=False), True)
+    collate = labeled.LabeledCollator(SimpleNamespace(packed=False), True)
     collate.collate = lambda rows: {"input_ids": [row["input_ids"] for row in rows]}
-    row = {"input_ids": [1], "labels": [1], "unpaired": [1], "mismatched": {"input_ids": [2], "labels": [2]}}
+    row = {"input_ids": [1], "labels": [1], "labeled": [1], "mismatched": {"input_ids": [2], "labels": [2]}}
     batch = collate([row, {"input_ids": [0, 0], "labels": [IGNORE, IGNORE]}])
     assert batch["input_ids"] == [[1], [0, 0]] and batch["kl_input_ids"] == [[2], [0, 0]]
     assert batch["wanted"].tolist() == [True, False]

@@ -11,7 +11,7 @@ from zerofit.config import resolve
 from zerofit.data import formats
 from zerofit.data.conversations import IGNORE
 from zerofit.data.load import load_datasets
-from zerofit.data.unpaired import rows
+from zerofit.objective import labeled
 
 USER, ANSWER = {"role": "user", "content": "Hi?"}, {"role": "assistant", "content": "Hello."}
 
@@ -27,15 +27,15 @@ FORMS = {
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize(("label", "wanted"), [(True, True), (0, False), ("False", False), (1.0, True)])
 def test_every_form_is_the_same_answer(form, label, wanted):
-    _, answers, not_used, _ = rows.parse("a:1", FORMS[form] | {"label": label}, formats.FORMATS)
-    ((place, conversation, found),) = answers
+    _, answers, not_used, _ = labeled.parse("a:1", FORMS[form] | {"label": label}, formats.FORMATS)
+    ((place, (conversation,), found),) = answers
     assert (place, found, not_used) == ("a:1", wanted, [])
     assert conversation.turns == [USER, ANSWER] and conversation.trained == [False, True]
 
 
 def test_only_the_turns_behind_the_last_question_are_trained():
     row = {"messages": [USER, ANSWER, {"role": "user", "content": "And?"}, ANSWER], "label": False}
-    ((_, conversation, _),) = rows.parse("a:1", row, formats.FORMATS)[1]
+    ((_, (conversation,), _),) = labeled.parse("a:1", row, formats.FORMATS)[1]
     assert conversation.trained == [False, False, False, True]
 
 
@@ -51,7 +51,7 @@ def test_only_the_turns_behind_the_last_question_are_trained():
 )
 def test_what_has_no_label_or_no_prompt_is_refused_with_its_place(row, cause):
     with pytest.raises(UserError) as refused:
-        rows.parse("a:1", row, formats.FORMATS)
+        labeled.parse("a:1", row, formats.FORMATS)
     assert str(refused.value).startswith("a:1: ") and cause in str(refused.value)
 
 
@@ -68,9 +68,9 @@ def test_a_pair_is_taken_apart_with_a_line(tmp_path, tokenizer):
     settings, train = load(tmp_path, tokenizer, [pair, {"prompt": "Hi?", "completion": "No.", "label": False}])
     answers = [tokenizer.decode([t for t in row["labels"] if t != IGNORE]) for row in train.dataset]
     assert answers == ["Hello.<|end|>", "Go away.<|end|>", "No.<|end|>"]
-    assert [row["unpaired"] for row in train.dataset] == [[1], [0], [0]]
+    assert [row["labeled"] for row in train.dataset] == [[1], [0], [0]]
     assert {name: train.statistics[name] for name in ("rows", "kept", "wanted")} == {"rows": 3, "kept": 3, "wanted": 1}
-    said = rows.check(settings, train)
+    said = labeled.check(settings, train)
     assert said[0].startswith("labels: 1 answers are wanted, 2 are not; pairs are taken apart")
     assert "--desirable_weight 2 to 2.67 would be so" in said[1]  # 2 x 1 = 1 x 2, and 4/3 of it
 
@@ -88,8 +88,8 @@ def test_labels_of_one_kind_are_refused(tmp_path, tokenizer, label, mend):
 def test_two_labels_that_contradict_each_other_are_refused():
     row = {"prompt": "a", "completion": "b", "label": True, "kto_tag": "false"}
     with pytest.raises(UserError, match="'label' is True and 'kto_tag' is 'false', so whether the answer is wanted"):
-        rows.parse("here", row, formats.FORMATS)
-    assert rows.parse("here", row | {"kto_tag": "true"}, formats.FORMATS)[1][0][2]
+        labeled.parse("here", row, formats.FORMATS)
+    assert labeled.parse("here", row | {"kto_tag": "true"}, formats.FORMATS)[1][0][2]
 
 
 @pytest.mark.bad_input

@@ -8,13 +8,8 @@ import torch
 
 from zerofit.data.batches import tables
 from zerofit.data.conversations import IGNORE
-from zerofit.data.unpaired.rows import KIND
 
 MISMATCHED = "mismatched"  # key of a row: the second document
-
-PREFIX = "kl_"  # of the inputs of a batch that hold the second documents
-
-LABELS = "wanted"  # input of a batch: whether each answer is
 
 
 def partners(order: Sequence[int], prompts: Sequence[int], block: int) -> np.ndarray:
@@ -76,42 +71,3 @@ def joined(row: dict, other: dict, max_length: int) -> dict:
 def _answer(row: dict) -> int:
     """Return where the answer of a row begins: at its first label."""
     return next(i for i, label in enumerate(row["labels"]) if label != IGNORE)
-
-
-class UnpairedCollator:
-    """Collate rows with `collate`, their second documents too, as inputs whose names begin with PREFIX; add LABELS.
-
-    A row without a second document, such as the filler, is its own: it has the shape.
-    """
-
-    def __init__(self, collate, mismatched: bool):
-        self.collate, self.mismatched = collate, mismatched
-
-    def __call__(self, batch: list[dict]) -> dict:
-        own = [{name: row[name] for name in ("input_ids", "labels", "reference") if name in row} for row in batch]
-        inputs = self.collate(own) | {LABELS: torch.tensor([bool(row.get(KIND, [0])[0]) for row in batch])}
-        if not self.mismatched:
-            return inputs
-        others = [row.get(MISMATCHED) or {name: row[name] for name in ("input_ids", "labels")} for row in batch]
-        return inputs | {PREFIX + name: value for name, value in self.collate(others).items()}
-
-    @property
-    def packed(self) -> bool:
-        """Whether `collate` concatenates rows; the trainer may turn it off."""
-        return self.collate.packed
-
-    @packed.setter
-    def packed(self, value: bool) -> None:
-        self.collate.packed = value
-
-    @property
-    def pad_token_id(self) -> int:
-        """The token that `collate` pads with."""
-        return self.collate.pad_token_id
-
-
-def split(inputs: dict) -> tuple[dict, dict]:
-    """Return (the model's inputs of the rows, those of their second documents) of a batch."""
-    beside = (LABELS, "reference")
-    own = {n: value for n, value in inputs.items() if not n.startswith(PREFIX) and n not in beside}
-    return own, {n.removeprefix(PREFIX): value for n, value in inputs.items() if n.startswith(PREFIX)}

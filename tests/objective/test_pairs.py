@@ -6,8 +6,9 @@ from types import SimpleNamespace
 import pytest
 
 from zerofit.base.errors import UserError
-from zerofit.data import batches, encoding, pairs, reading
+from zerofit.data import batches, encoding, reading
 from zerofit.data.conversations import IGNORE
+from zerofit.objective import pairs
 
 USER, GOOD, BAD = {"role": "user", "content": "Hi?"}, "Hello.", "Go away."
 
@@ -70,8 +71,7 @@ def test_what_is_no_pair_is_refused_with_its_place(row, cause):
 
 def settings(**more):
     values = {
-        "documents_per_row": 2,
-        "unpaired": False,
+        "objective": pairs.Pairs,
         "columns": None,
         "max_length": 64,
         "truncation": "truncate_right",

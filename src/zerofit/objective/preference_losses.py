@@ -1,4 +1,4 @@
-"""Preference losses: their formulas and their flags.
+"""The formulas of the preference losses, and their flags.
 
 x: difference of the rewards over beta, (log pi(chosen) / ref(chosen)) - (log pi(rejected) / ref(rejected)).
 
@@ -13,7 +13,7 @@ x: difference of the rewards over beta, (log pi(chosen) / ref(chosen)) - (log pi
     orpo          -log p - beta log sigmoid(log odds ratio)       ORPO, arXiv 2403.07691, equations 3 to 7
                   per token, without a reference model: SFT and preference in one
 
-Of a single answer with a label, r = log pi / ref and z the KL term (train/unpaired):
+Of a single answer with a label, r = log pi / ref and z the KL term (labeled.py):
 
     kto                w sigmoid(beta (z - r)), r - z of an unwanted answer    KTO, arXiv 2402.01306, equation 7
     apo_zero_unpaired  the same with z = 0                                     APO, arXiv 2408.06266
@@ -29,9 +29,13 @@ from torch.nn.functional import logsigmoid
 
 from zerofit.base.errors import UserError
 from zerofit.data.published import rendered
-from zerofit.job.settings import UNPAIRED, decide
+from zerofit.job.settings import decide
 from zerofit.job.technique import AllBut, Conflict, Technique
 from zerofit.model import adapters, attention
+
+OF_LABELED = ("kto", "apo_zero_unpaired")  # of single answers with a label; the others compare two
+
+OF_PAIRS = ("sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero", "simpo", "orpo")
 
 PER_TOKEN = ("sigmoid_norm", "ipo", "simpo", "orpo")
 
@@ -73,7 +77,7 @@ def losses(settings, own, reference, tokens):
 
 
 def losses_of_answers(settings, ratios, wanted, kl):
-    """Return (loss, reward) of each answer of unpaired rows, (n,).
+    """Return (loss, reward) of each labeled answer, (n,).
 
     Args: ratios: summed log-probabilities over the reference's; wanted: the labels; kl: z, 0 for apo_zero_unpaired.
     """
@@ -133,18 +137,19 @@ def resolve(settings) -> None:
 
 
 def _check_unused(settings) -> None:
-    if settings.unpaired and settings.rpo_alpha:
+    of_labeled = settings.loss_type in OF_LABELED
+    if of_labeled and settings.rpo_alpha:
         raise UserError(
             f"--rpo_alpha with --loss_type {settings.loss_type}: its rows are no pairs with a chosen answer; leave one "
             "of the two out."
         )
-    if settings.unpaired and not settings.desirable_weight and not settings.undesirable_weight:
+    if of_labeled and not settings.desirable_weight and not settings.undesirable_weight:
         raise UserError("--desirable_weight 0 --undesirable_weight 0: nothing would be learned; raise one of them.")
     for name in ("desirable_weight", "undesirable_weight"):
-        if settings.source[name] != "default" and not settings.unpaired:
+        if settings.source[name] != "default" and not of_labeled:
             raise UserError(
-                f"--{name} with --loss_type {settings.loss_type}: only {' and '.join(UNPAIRED)} have it; leave one of "
-                "the two out."
+                f"--{name} with --loss_type {settings.loss_type}: only {' and '.join(OF_LABELED)} have it; leave one "
+                "of the two out."
             )
     if settings.loss_type == "kto" and settings.effective_batch_size == 1:
         raise UserError(

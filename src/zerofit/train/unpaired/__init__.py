@@ -1,1 +1,0 @@
-"""Preference losses of single answers with a label (KTO)."""
