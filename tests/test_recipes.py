@@ -9,6 +9,7 @@ FILES = [
     *sorted((ROOT / "recipes").glob("*.py")),
     *sorted((ROOT / "examples" / "extending").glob("*.py")),
     ROOT / "tests" / "launch" / "scaled.py",
+    ROOT / "tests" / "launch" / "recomputed.py",
 ]
 
 # What a recipe does beyond the common steps.

@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import save
-from zerofit.config import arguments, defaults, help, resolve, synonyms, transformers_flags
+from zerofit.config import arguments, help, ranges, resolve, synonyms, transformers_flags
 from zerofit.config import parse as config_parse
 from zerofit.config.offload import OF_STAGE_3
 from zerofit.entrypoint import check_early
@@ -263,10 +263,10 @@ def _numbers(group) -> set[str]:
 
 
 def test_every_number_has_a_range():
-    """A new numeric argument, here or in transformers, needs a decision in defaults.RANGES."""
+    """A new numeric argument, here or in transformers, has one beside its type or in OF_TRANSFORMERS."""
     kit = {group for recipe in program.kit() for group in arguments.kit_groups(recipe)}
     names = set().union(*map(_numbers, kit)) | {"effective_batch_size"} | _numbers(TrainingArguments)
-    assert names == {*defaults.RANGES, *groups.flags()}
+    assert names == {*ranges.of(tuple(kit)), *groups.flags()}
 
 
 # Recipe -> values that no argument of this kind can have. A few of them trained rubbish to the end.

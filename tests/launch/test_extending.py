@@ -1,10 +1,14 @@
 """The files of examples/extending, with not one edit in src: they train, are planned, and refuse what cannot be."""
 
+import contextlib
 import json
+import sys
+import types
 
 import pytest
 from conftest import ROOT, TINY, Run, run_python, run_world
 
+from zerofit import cli
 from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.config import help, parse, resolve
@@ -88,6 +92,49 @@ def test_the_plan_knows_the_technique():
     whole, part = simulate.run_all([simulate.Question(request, 1, gpu=gpu) for request in asked])
     assert part["trainable"] < whole["trainable"] == whole["parameters"]
     assert part["peak"]["step"]["optimizer"] < whole["peak"]["step"]["optimizer"]
+
+
+RECOMPUTED = ROOT / "tests" / "launch" / "recomputed.py"
+
+
+@pytest.mark.oracle
+def test_a_technique_is_one_file_with_its_flag_its_self_test_and_its_bytes(tmp_path):
+    """Bytes: of each MLP its gate, its activation, the other half and their product are not kept for the backward."""
+    done = run_python(
+        [str(RECOMPUTED), *SHORT, "--recomputed", "true", "--max_steps", "2", "--output_dir", str(tmp_path)]
+    )
+    assert done.returncode == 0, done.stderr[-3000:]
+    assert "recomputed: MLPs compute here what they do without it" in Run(tmp_path).json("run.json")["decisions"]
+    recipe = program.start(str(RECOMPUTED)).recipe
+    flags = ["--model", str(TINY / "model"), "--data", "rows.jsonl", "--max_length", "512", "--zero", "0"]
+    flags += ["--per_device_train_batch_size", "8", "--effective_batch_size", "8"]
+    asked = [parse.request(recipe, [*flags, "--recomputed", word]) for word in ("false", "true")]
+    usual, less = simulate.run_all(
+        [simulate.Question(request, 1, gpu=hardware.find("rtx4090-24g")) for request in asked]
+    )
+    config = json.loads((TINY / "model" / "config.json").read_text())
+    kept = 4 * config["num_hidden_layers"] * 8 * 512 * config["intermediate_size"] * 2
+    before, after = (one["peak"]["forward"]["activations"] for one in (usual, less))
+    assert before - after == pytest.approx(kept, rel=0.01)
+
+
+@pytest.mark.bad_input
+def test_a_technique_that_fails_its_self_test_is_refused(tmp_path):
+    words = [str(RECOMPUTED), "--recomputed", "true", "--wrong", "0.1", "--output_dir", str(tmp_path / "run")]
+    done = run_python(words)
+    assert done.returncode == 2 and "--recomputed: it is 1.0e-01 off torch's; leave it out." in done.stderr
+
+
+def test_a_verb_is_a_file_and_a_line_of_the_list(monkeypatch, capsys):
+    verb = types.ModuleType("zerofit.commands.count")
+    exec("def main(argv):\n    print(len(argv), 'words')", vars(verb))
+    monkeypatch.setitem(sys.modules, verb.__name__, verb)
+    monkeypatch.setitem(cli.VERBS, "count", "commands.count")
+    for words, said in ((["count", "a", "b"], "2 words"), (["cuont"], "did you mean count?")):
+        monkeypatch.setattr(sys, "argv", ["zerofit", *words])
+        with contextlib.suppress(SystemExit):
+            cli.main()
+        assert said in "".join(capsys.readouterr())
 
 
 def test_its_flag_is_in_the_help_and_its_limits_hold():

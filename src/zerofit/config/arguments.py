@@ -1,10 +1,16 @@
 """The flags of the recipes: names, defaults and help texts."""
 
 from dataclasses import dataclass, field
-from typing import Literal
+from typing import Annotated, Any, Literal
 
+from zerofit.config.ranges import ABOVE_0, BELOW_1, BELOW_HALF, FINITE, FROM_0, FROM_1, FROM_8, SHARE
 from zerofit.job import batch_size, program
 from zerofit.job.recipe import Recipe
+
+
+def flag(default: Any, help: str) -> Any:
+    """Return the field of a dataclass for a flag with a default and a line of `--help`."""
+    return field(default=default, metadata={"help": help})
 
 
 @dataclass
@@ -12,167 +18,116 @@ class RunArguments:
     """Run: ZeRO stage, offload, batch, checkpoints."""
 
     _argument_group_name = "run"
-    config: str | None = field(default=None, metadata={"help": "YAML file with any of these arguments."})
-    zero: Literal["auto", 0, 1, 2, 3] = field(
-        default="auto",
-        metadata={
-            "help": "ZeRO stage (0: plain DDP or one process). Default: 0 for one process, else 2. auto: plan first, "
-            "then run the fastest setting that fits."
-        },
+    config: str | None = flag(None, "YAML file with any of these arguments.")
+    zero: Literal["auto", 0, 1, 2, 3] = flag(
+        "auto",
+        "ZeRO stage (0: plain DDP or one process). Default: 0 for one process, else 2. auto: plan first, "
+        "then run the fastest setting that fits.",
     )
-    offload: Literal["none", "optimizer", "all"] = field(
-        default="none",
-        metadata={"help": "Keep in host memory: the optimizer, or all (optimizer and parameters, stage 3 only)."},
+    offload: Literal["none", "optimizer", "all"] = flag(
+        "none", "Keep in host memory: the optimizer, or all (optimizer and parameters, stage 3 only)."
     )
-    offload_path: str | None = field(
-        default=None,
-        metadata={"help": "Folder on a fast local disk (NVMe) that holds what --offload names (stage 3)."},
+    offload_path: str | None = flag(
+        None, "Folder on a fast local disk (NVMe) that holds what --offload names (stage 3)."
     )
-    effective_batch_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Samples per optimizer step over all ranks (default 32), from which accumulation follows: micro "
-            "batch x accumulation x ranks / (sp_size x tp_size x pp_size)."
-        },
+    effective_batch_size: Annotated[int | None, FROM_1] = flag(
+        None,
+        "Samples per optimizer step over all ranks (default 32), from which accumulation follows: micro "
+        "batch x accumulation x ranks / (sp_size x tp_size x pp_size).",
     )
-    sp_size: int = field(
-        default=1,
-        metadata={
-            "help": "Sequence parallel: number of ranks of a node, or all of several, that share each row's tokens "
-            "(docs/long_context.md)."
-        },
+    sp_size: int = flag(
+        1,
+        "Sequence parallel: number of ranks of a node, or all of several, that share each row's tokens "
+        "(docs/long_context.md).",
     )
-    tp_size: int = field(
-        default=1,
-        metadata={
-            "help": "Tensor parallel: number of ranks of a node that share each row and split each layer's matrices "
-            "(full fine-tuning, ZeRO 1 and 2; docs/tensor_parallel.md)."
-        },
+    tp_size: int = flag(
+        1,
+        "Tensor parallel: number of ranks of a node that share each row and split each layer's matrices "
+        "(full fine-tuning, ZeRO 1 and 2; docs/tensor_parallel.md).",
     )
-    pp_size: int | None = field(
-        default=None,
-        metadata={
-            "help": "Pipeline parallel: number of stages into which the layers are split, each on separate ranks "
-            "(recipes/pipeline.py only, default all ranks; docs/pipeline.md)."
-        },
+    pp_size: int | None = flag(
+        None,
+        "Pipeline parallel: number of stages into which the layers are split, each on separate ranks "
+        "(recipes/pipeline.py only, default all ranks; docs/pipeline.md).",
     )
-    preset: str | None = field(
-        default=None,
-        metadata={
-            "help": "A tested combination of flags by the GPU's memory: gpu-12g, gpu-24g, gpu-40g, gpu-80g, gpu-141g."
-        },
+    preset: str | None = flag(
+        None, "A tested combination of flags by the GPU's memory: gpu-12g, gpu-24g, gpu-40g, gpu-80g, gpu-141g."
     )
-    search_batch_size: bool = field(
-        default=False,
-        metadata={
-            "help": "Search for the largest micro batch that fits before training, with real steps on the longest "
-            "rows (same as --per_device_train_batch_size auto)."
-        },
+    search_batch_size: bool = flag(
+        False,
+        "Search for the largest micro batch that fits before training, with real steps on the longest "
+        "rows (same as --per_device_train_batch_size auto).",
     )
-    memory_limit: float | None = field(
-        default=None,
-        metadata={"help": "Plan and size batches for a GPU of this many GiB. Default: this GPU's memory."},
+    memory_limit: Annotated[float | None, ABOVE_0] = flag(
+        None, "Plan and size batches for a GPU of this many GiB. Default: this GPU's memory."
     )
-    plan: bool = field(
-        default=False, metadata={"help": "Simulate this job without using GPU memory, print whether it fits, and exit."}
+    plan: bool = flag(False, "Simulate this job without using GPU memory, print whether it fits, and exit.")
+    ignore_plan: bool = flag(False, "Start even if the plan says that the job does not fit.")
+    gpu_type: str = flag(
+        "detect", "GPU that --plan plans for: a name from `zerofit plan`'s table. Default: this machine's."
     )
-    ignore_plan: bool = field(
-        default=False, metadata={"help": "Start even if the plan says that the job does not fit."}
+    gpus: Annotated[int | None, FROM_1] = flag(
+        None, "Number of processes this job must have. It refuses to start with another number."
     )
-    gpu_type: str = field(
-        default="detect",
-        metadata={"help": "GPU that --plan plans for: a name from `zerofit plan`'s table. Default: this machine's."},
+    show: bool = flag(False, "Print every effective argument with its source, and exit.")
+    gradient_checkpointing_every: Annotated[int, FROM_1] = flag(
+        1, "Recompute only every Nth layer: less recomputation, more memory (1: every layer)."
     )
-    gpus: int | None = field(
-        default=None,
-        metadata={"help": "Number of processes this job must have. It refuses to start with another number."},
+    gradient_checkpointing_policy: Literal["full", "selective"] = flag(
+        "full",
+        "What a checkpointed layer recomputes. full: everything. selective: everything but matrix "
+        "products and attention.",
     )
-    show: bool = field(default=False, metadata={"help": "Print every effective argument with its source, and exit."})
-    gradient_checkpointing_every: int = field(
-        default=1,
-        metadata={"help": "Recompute only every Nth layer: less recomputation, more memory (1: every layer)."},
+    activation_offload: bool = flag(False, "Keep the inputs of checkpointed layers in host memory until the backward.")
+    memory_report: bool = flag(
+        False,
+        "Record every tensor of the first 3 steps, save and evaluation; write memory.json, memory.png and"
+        " a table of peaks.",
     )
-    gradient_checkpointing_policy: Literal["full", "selective"] = field(
-        default="full",
-        metadata={
-            "help": "What a checkpointed layer recomputes. full: everything. selective: everything but matrix "
-            "products and attention."
-        },
+    certificate: bool = flag(
+        True,
+        "Check before the first step and at the end that the run trains what was requested "
+        "(certificate.md). false: only the checks that cost nothing.",
     )
-    activation_offload: bool = field(
-        default=False, metadata={"help": "Keep the inputs of checkpointed layers in host memory until the backward."}
+    save_every_minutes: Annotated[float, FROM_0] = flag(
+        0.0,
+        "Save a checkpoint this many minutes after the last one, beside --save_steps (0: never). On a "
+        "cluster: 30 if no flag says when.",
     )
-    memory_report: bool = field(
-        default=False,
-        metadata={
-            "help": "Record every tensor of the first 3 steps, save and evaluation; write memory.json, memory.png and"
-            " a table of peaks."
-        },
+    save_in_background: bool = flag(
+        False,
+        "ZeRO 1 to 3: copy the states of a checkpoint to host memory, which takes as many bytes, and write "
+        "them while training goes on.",
     )
-    certificate: bool = field(
-        default=True,
-        metadata={
-            "help": "Check before the first step and at the end that the run trains what was requested "
-            "(certificate.md). false: only the checks that cost nothing."
-        },
+    save_model_in_checkpoints: bool = flag(
+        False,
+        "ZeRO-3, full fine-tuning: write model.safetensors into each checkpoint too. The shards hold the "
+        "same weights; final/ always has it.",
     )
-    save_every_minutes: float = field(
-        default=0.0,
-        metadata={
-            "help": "Save a checkpoint this many minutes after the last one, beside --save_steps (0: never). On a "
-            "cluster: 30 if no flag says when."
-        },
+    node_local_storage: bool = flag(
+        False,
+        "For several machines without a shared disk: each stores its own ranks' part of a checkpoint (ZeRO 1 to 3).",
     )
-    save_in_background: bool = field(
-        default=False,
-        metadata={
-            "help": "ZeRO 1 to 3: copy the states of a checkpoint to host memory, which takes as many bytes, and write "
-            "them while training goes on."
-        },
+    upload_to: str | None = flag(
+        None,
+        "Copy finished checkpoints and final/ there, too: s3://bucket/run, gs://..., file:///disk/run "
+        "(fsspec). --resume_from_checkpoint auto fetches the newest where the run folder has none.",
     )
-    save_model_in_checkpoints: bool = field(
-        default=False,
-        metadata={
-            "help": "ZeRO-3, full fine-tuning: write model.safetensors into each checkpoint too. The shards hold the "
-            "same weights; final/ always has it."
-        },
+    ignore_resume_mismatch: bool = flag(
+        False,
+        "Resume even if model, data, seed or effective batch differ from the checkpoint. Each difference is printed.",
     )
-    node_local_storage: bool = field(
-        default=False,
-        metadata={
-            "help": "For several machines without a shared disk: each stores its own ranks' part of a checkpoint "
-            "(ZeRO 1 to 3)."
-        },
+    on_nan: Literal["stop", "skip"] = flag(
+        "stop",
+        "Skip, report and save (for `zerofit replay`) each step with a non-finite loss or gradient. stop:"
+        " also end the run after --max_nan_steps in a row.",
     )
-    upload_to: str | None = field(
-        default=None,
-        metadata={
-            "help": "Copy finished checkpoints and final/ there, too: s3://bucket/run, gs://..., file:///disk/run "
-            "(fsspec). --resume_from_checkpoint auto fetches the newest where the run folder has none."
-        },
-    )
-    ignore_resume_mismatch: bool = field(
-        default=False,
-        metadata={
-            "help": "Resume even if model, data, seed or effective batch differ from the checkpoint. Each difference "
-            "is printed."
-        },
-    )
-    on_nan: Literal["stop", "skip"] = field(
-        default="stop",
-        metadata={
-            "help": "Skip, report and save (for `zerofit replay`) each step with a non-finite loss or gradient. stop:"
-            " also end the run after --max_nan_steps in a row."
-        },
-    )
-    max_nan_steps: int = field(default=3, metadata={"help": "Number of non-finite steps in a row that end the run."})
-    max_tokens_per_sample: int = field(default=48, metadata={"help": "Most new tokens of a generated sample."})
-    num_samples: int = field(
-        default=3,
-        metadata={
-            "help": "Number of samples generated from eval rows (without any, training rows) before training (not at "
-            "stage 3) and after it."
-        },
+    max_nan_steps: Annotated[int, FROM_1] = flag(3, "Number of non-finite steps in a row that end the run.")
+    max_tokens_per_sample: Annotated[int, FROM_1] = flag(48, "Most new tokens of a generated sample.")
+    num_samples: Annotated[int, FROM_0] = flag(
+        3,
+        "Number of samples generated from eval rows (without any, training rows) before training (not at "
+        "stage 3) and after it.",
     )
 
 
@@ -181,29 +136,23 @@ class SupervisionArguments:
     """Supervision: what `make` and `zerofit launch` do when a job fails."""
 
     _argument_group_name = "supervision"
-    on_oom: Literal["retry", "fail", "ask"] = field(
-        default="retry",
-        metadata={
-            "help": "After out of memory: restart from the newest checkpoint with a smaller micro batch, then "
-            "gradient checkpointing, a higher stage, offload."
-        },
+    on_oom: Literal["retry", "fail", "ask"] = flag(
+        "retry",
+        "After out of memory: restart from the newest checkpoint with a smaller micro batch, then "
+        "gradient checkpointing, a higher stage, offload.",
     )
-    canary: Literal["auto", True, False] = field(
-        default="auto",
-        metadata={
-            "help": "Try two steps on the longest rows, an evaluation batch, save and reload before the run. auto: "
-            "for runs of over 10 minutes."
-        },
+    canary: Literal["auto", True, False] = flag(
+        "auto",
+        "Try two steps on the longest rows, an evaluation batch, save and reload before the run. auto: "
+        "for runs of over 10 minutes.",
     )
-    max_restarts: int = field(
-        default=3, metadata={"help": "How often the run restarts from the newest checkpoint after a rank died or hung."}
+    max_restarts: Annotated[int, FROM_0] = flag(
+        3, "How often the run restarts from the newest checkpoint after a rank died or hung."
     )
-    hang_timeout: float = field(
-        default=1740.0,
-        metadata={
-            "help": "Seconds without a step after which a job counts as hung (0: never), below --ddp_timeout. Not "
-            "given: learned from the steps, at most this."
-        },
+    hang_timeout: Annotated[float, FROM_0] = flag(
+        1740.0,
+        "Seconds without a step after which a job counts as hung (0: never), below --ddp_timeout. Not "
+        "given: learned from the steps, at most this.",
     )
 
 
@@ -212,39 +161,23 @@ class ModelArguments:
     """Model."""
 
     _argument_group_name = "model"
-    model: str | None = field(
-        default=None,
-        metadata={"help": "Model folder or hub id. Default: the bundled tiny Llama; tiny: so with --data."},
+    model: str | None = flag(None, "Model folder or hub id. Default: the bundled tiny Llama; tiny: so with --data.")
+    model_revision: str = flag("main", "Branch, tag or commit of a hub model.")
+    dtype: Literal["auto", "float32", "bfloat16", "float16"] = flag(
+        "auto", "Type in which weights are loaded. auto: the type that the precision needs (docs/precision.md)."
     )
-    model_revision: str = field(default="main", metadata={"help": "Branch, tag or commit of a hub model."})
-    dtype: Literal["auto", "float32", "bfloat16", "float16"] = field(
-        default="auto",
-        metadata={
-            "help": "Type in which weights are loaded. auto: the type that the precision needs (docs/precision.md)."
-        },
+    attn_implementation: str = flag("sdpa", "Attention kernel: sdpa, flash_attention_2, eager, ...")
+    experts_implementation: Literal["auto", "eager", "grouped_mm", "batched_mm"] = flag(
+        "auto", "How a mixture of experts computes its products. auto: grouped_mm, or eager under autocast."
     )
-    attn_implementation: str = field(
-        default="sdpa", metadata={"help": "Attention kernel: sdpa, flash_attention_2, eager, ..."}
+    towers: Literal["auto", "keep", "drop"] = flag(
+        "auto",
+        "Vision and audio towers of an image-text model. keep: frozen in memory; drop: not loaded; saved "
+        "unchanged in both. auto: drop (docs/image_text.md).",
     )
-    experts_implementation: Literal["auto", "eager", "grouped_mm", "batched_mm"] = field(
-        default="auto",
-        metadata={"help": "How a mixture of experts computes its products. auto: grouped_mm, or eager under autocast."},
-    )
-    towers: Literal["auto", "keep", "drop"] = field(
-        default="auto",
-        metadata={
-            "help": "Vision and audio towers of an image-text model. keep: frozen in memory; drop: not loaded; saved "
-            "unchanged in both. auto: drop (docs/image_text.md)."
-        },
-    )
-    trust_remote_code: bool = field(default=False, metadata={"help": "Run Python code that comes with the model."})
-    random_init: bool = field(
-        default=False,
-        metadata={"help": "Start from random weights of the model's config.json (benchmarks, pretraining)."},
-    )
-    new_tokens: list[str] | None = field(
-        default=None, metadata={"help": "Words to add as one token each. Their embeddings are trained and saved."}
-    )
+    trust_remote_code: bool = flag(False, "Run Python code that comes with the model.")
+    random_init: bool = flag(False, "Start from random weights of the model's config.json (benchmarks, pretraining).")
+    new_tokens: list[str] | None = flag(None, "Words to add as one token each. Their embeddings are trained and saved.")
 
 
 @dataclass
@@ -252,114 +185,81 @@ class DataArguments:
     """Data: which rows, and how they become tokens."""
 
     _argument_group_name = "data"
-    data: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Files (JSON, JSONL, CSV, TSV, Parquet, Arrow; .gz, .zst), folders, globs or hub ids, some with a "
-            "weight (`a.jsonl:2`, docs/several_sets.md). Default: bundled task."
-        },
+    data: list[str] | None = flag(
+        None,
+        "Files (JSON, JSONL, CSV, TSV, Parquet, Arrow; .gz, .zst), folders, globs or hub ids, some with a "
+        "weight (`a.jsonl:2`, docs/several_sets.md). Default: bundled task.",
     )
-    eval_data: list[str] | None = field(default=None, metadata={"help": "Like --data, for evaluation."})
-    eval_fraction: float = field(
-        default=0.0, metadata={"help": "Share of the rows held out for evaluation when there is no eval split."}
+    eval_data: list[str] | None = flag(None, "Like --data, for evaluation.")
+    eval_fraction: Annotated[float, BELOW_1] = flag(
+        0.0, "Share of the rows held out for evaluation when there is no eval split."
     )
-    data_format: str = field(
-        default="auto",
-        metadata={
-            "help": "Format of a row. auto: from its columns. rendered, letters: so too, with control words in texts "
-            "as tokens or as letters (data.md)."
-        },
+    data_format: str = flag(
+        "auto",
+        "Format of a row. auto: from its columns. rendered, letters: so too, with control words in texts "
+        "as tokens or as letters (data.md).",
     )
-    columns: list[str] | None = field(
-        default=None, metadata={"help": "Column names to map: prompt=question completion=answer."}
+    columns: list[str] | None = flag(None, "Column names to map: prompt=question completion=answer.")
+    data_config: str | None = flag(None, "Configuration of a hub data set.")
+    data_split: str = flag("train", "Split of a hub data set to train on.")
+    chat_template: str | None = flag(
+        None, "Template file or name (docs/built_in_templates.md). Default: the tokenizer's."
     )
-    data_config: str | None = field(default=None, metadata={"help": "Configuration of a hub data set."})
-    data_split: str = field(default="train", metadata={"help": "Split of a hub data set to train on."})
-    chat_template: str | None = field(
-        default=None,
-        metadata={"help": "Template file or name (docs/built_in_templates.md). Default: the tokenizer's."},
+    chat_template_kwargs: str | None = flag(
+        None, "Arguments of the chat template as a JSON object: '{\"enable_thinking\": false}'."
     )
-    chat_template_kwargs: str | None = field(
-        default=None,
-        metadata={"help": "Arguments of the chat template as a JSON object: '{\"enable_thinking\": false}'."},
+    train_on: Literal["assistant", "last_turn", "all", "prompt"] = flag(
+        "assistant",
+        "Which tokens are in the loss: every answer, the last answer, everything, or everything but the answers.",
     )
-    train_on: Literal["assistant", "last_turn", "all", "prompt"] = field(
-        default="assistant",
-        metadata={
-            "help": "Which tokens are in the loss: every answer, the last answer, everything, or everything but the "
-            "answers."
-        },
+    mask_generation_prompt: bool = flag(
+        False,
+        "Exclude from the loss what the chat template itself writes at the start of an answer, such as an"
+        " empty <think></think> (docs/templates.md).",
     )
-    mask_generation_prompt: bool = field(
-        default=False,
-        metadata={
-            "help": "Exclude from the loss what the chat template itself writes at the start of an answer, such as an"
-            " empty <think></think> (docs/templates.md)."
-        },
+    max_length: Annotated[int, FROM_8] = flag(2048, "Most tokens of a row (with --packing: of a pack).")
+    truncation: Literal["truncate_right", "truncate_left", "drop", "error"] = flag(
+        "truncate_right", "What to do with longer rows. A row whose answer would be cut off entirely is always dropped."
     )
-    max_length: int = field(default=2048, metadata={"help": "Most tokens of a row (with --packing: of a pack)."})
-    truncation: Literal["truncate_right", "truncate_left", "drop", "error"] = field(
-        default="truncate_right",
-        metadata={
-            "help": "What to do with longer rows. A row whose answer would be cut off entirely is always dropped."
-        },
+    bad_rows: Literal["error", "drop"] = flag(
+        "error",
+        "What to do with a row or file that cannot be used. error: end the run. drop: leave it out and "
+        "count it by reason.",
     )
-    bad_rows: Literal["error", "drop"] = field(
-        default="error",
-        metadata={
-            "help": "What to do with a row or file that cannot be used. error: end the run. drop: leave it out and "
-            "count it by reason."
-        },
+    max_samples: Annotated[int | None, FROM_1] = flag(None, "Use only the first N training rows.")
+    streaming: bool = flag(
+        False, "Read and tokenize rows while training, for data larger than the disk. Needs --max_steps."
     )
-    max_samples: int | None = field(default=None, metadata={"help": "Use only the first N training rows."})
-    streaming: bool = field(
-        default=False,
-        metadata={"help": "Read and tokenize rows while training, for data larger than the disk. Needs --max_steps."},
+    shuffle_buffer_size: Annotated[int, FROM_1] = flag(
+        10_000, "Number of rows that --streaming reads ahead and shuffles."
     )
-    shuffle_buffer_size: int = field(
-        default=10_000, metadata={"help": "Number of rows that --streaming reads ahead and shuffles."}
+    shuffle_seed: Annotated[int | None, FROM_0] = flag(
+        None, "Seed of the row order (transformers' --data_seed). Default: --seed."
     )
-    shuffle_seed: int | None = field(
-        default=None, metadata={"help": "Seed of the row order (transformers' --data_seed). Default: --seed."}
+    preprocessing_num_workers: Annotated[int | None, FROM_1] = flag(
+        None, "Number of processes that tokenize. Default: one per core, for files over 4 MB."
     )
-    preprocessing_num_workers: int | None = field(
-        default=None,
-        metadata={"help": "Number of processes that tokenize. Default: one per core, for files over 4 MB."},
+    packing: bool = flag(False, "Pack several rows into each sequence of max_length. Attention does not cross rows.")
+    padding_free: Literal["auto", True, False] = flag(
+        "auto",
+        "Concatenate the rows of a batch instead of padding them. auto: if a check of the model shows "
+        "that rows stay separate.",
     )
-    packing: bool = field(
-        default=False,
-        metadata={"help": "Pack several rows into each sequence of max_length. Attention does not cross rows."},
+    min_supervised_fraction: Annotated[float, SHARE] = flag(
+        0.0, "Refuse to start if less than this share of the training tokens is in the loss (0: off)."
     )
-    padding_free: Literal["auto", True, False] = field(
-        default="auto",
-        metadata={
-            "help": "Concatenate the rows of a batch instead of padding them. auto: if a check of the model shows "
-            "that rows stay separate."
-        },
+    max_truncated_fraction: Annotated[float, SHARE] = flag(
+        1.0, "Refuse to start if more than this share of the training rows is longer than max_length (1: off)."
     )
-    min_supervised_fraction: float = field(
-        default=0.0,  # off: for classification with long prompts about 0.001 is right
-        metadata={"help": "Refuse to start if less than this share of the training tokens is in the loss (0: off)."},
+    max_duplicate_fraction: Annotated[float, SHARE] = flag(
+        1.0,
+        "Refuse to start if more than this share of the training rows repeats another, ignoring case, "
+        "white space and punctuation (1: off).",
     )
-    max_truncated_fraction: float = field(
-        default=1.0,
-        metadata={
-            "help": "Refuse to start if more than this share of the training rows is longer than max_length (1: off)."
-        },
-    )
-    max_duplicate_fraction: float = field(
-        default=1.0,
-        metadata={
-            "help": "Refuse to start if more than this share of the training rows repeats another, ignoring case, "
-            "white space and punctuation (1: off)."
-        },
-    )
-    max_eval_overlap_fraction: float = field(
-        default=1.0,
-        metadata={
-            "help": "Refuse to start if more than this share of the eval rows is also in the training rows, compared "
-            "in the same way (1: off)."
-        },
+    max_eval_overlap_fraction: Annotated[float, SHARE] = flag(
+        1.0,
+        "Refuse to start if more than this share of the eval rows is also in the training rows, compared "
+        "in the same way (1: off).",
     )
 
 
@@ -368,22 +268,15 @@ class OptimizerArguments:
     """Optimizer, beside transformers' --optim, --optim_args and --learning_rate."""
 
     _argument_group_name = "optimizer"
-    pure_bf16: bool = field(
-        default=False,
-        metadata={
-            "help": "Keep weights, gradients and optimizer states in bf16, without an fp32 master copy "
-            "(docs/optimizers.md)."
-        },
+    pure_bf16: bool = flag(
+        False, "Keep weights, gradients and optimizer states in bf16, without an fp32 master copy (docs/optimizers.md)."
     )
-    lr_scaling: Literal["none", "linear", "sqrt"] = field(
-        default="none",
-        metadata={
-            "help": "Multiply the learning rate by effective batch / base batch (linear) or by its square root (sqrt)."
-        },
+    lr_scaling: Literal["none", "linear", "sqrt"] = flag(
+        "none", "Multiply the learning rate by effective batch / base batch (linear) or by its square root (sqrt)."
     )
-    lr_scaling_base_batch_size: int = field(
-        default=batch_size.DEFAULT_EFFECTIVE_BATCH_SIZE,
-        metadata={"help": "Effective batch for which the learning rate was chosen (with --lr_scaling)."},
+    lr_scaling_base_batch_size: Annotated[int, FROM_1] = flag(
+        batch_size.DEFAULT_EFFECTIVE_BATCH_SIZE,
+        "Effective batch for which the learning rate was chosen (with --lr_scaling).",
     )
 
 
@@ -395,25 +288,18 @@ class LoraArguments:
     adapter: Literal[
         "lora", "ia3", "prompt_tuning", "prefix_tuning", "adaption_prompt", "ln_tuning", "loha", "lokr", "oft", "hra",
         "miss", "vera", "randlora", "delora", "road",
-    ] = field(default="lora", metadata={"help": "Adapter type of peft (docs/adapters.md)."})  # fmt: skip
-    initial_adapter: str | None = field(
-        default=None,
-        metadata={"help": "Go on from this LoRA adapter, a folder such as runs/x/final; it keeps its configuration."},
+    ] = flag("lora", "Adapter type of peft (docs/adapters.md).")  # fmt: skip
+    initial_adapter: str | None = flag(
+        None, "Go on from this LoRA adapter, a folder such as runs/x/final; it keeps its configuration."
     )
-    adapter_config: list[str] | None = field(
-        default=None, metadata={"help": "Further settings of the adapter in peft: oft_block_size=16 coft=true."}
+    adapter_config: list[str] | None = flag(
+        None, "Further settings of the adapter in peft: oft_block_size=16 coft=true."
     )
-    load_in_4bit: bool = field(
-        default=False, metadata={"help": "QLoRA: load the frozen base in 4 bits (NF4, doubly quantized; bitsandbytes)."}
-    )
-    load_in_8bit: bool = field(
-        default=False, metadata={"help": "Load the frozen base in 8 bits (LLM.int8; bitsandbytes)."}
-    )
-    lora_r: int = field(default=16, metadata={"help": "Rank of the adapter matrices."})
-    lora_alpha: int = field(
-        default=32, metadata={"help": "Scale of the adapter: the update is multiplied by alpha / r."}
-    )
-    lora_dropout: float = field(default=0.0, metadata={"help": "Dropout on the adapter's input."})
+    load_in_4bit: bool = flag(False, "QLoRA: load the frozen base in 4 bits (NF4, doubly quantized; bitsandbytes).")
+    load_in_8bit: bool = flag(False, "Load the frozen base in 8 bits (LLM.int8; bitsandbytes).")
+    lora_r: Annotated[int, FROM_1] = flag(16, "Rank of the adapter matrices.")
+    lora_alpha: Annotated[int, FROM_1] = flag(32, "Scale of the adapter: the update is multiplied by alpha / r.")
+    lora_dropout: Annotated[float, BELOW_1] = flag(0.0, "Dropout on the adapter's input.")
     lora_target_modules: list[str] = field(
         default_factory=lambda: ["all-linear"],
         metadata={
@@ -421,35 +307,24 @@ class LoraArguments:
             "of whole names."
         },
     )
-    lora_target_parameters: list[str] | None = field(
-        default=None,
-        metadata={
-            "help": "Parameters to adapt that are no linear layers: experts (all fused ones of a mixture), or their "
-            "names (docs/experts.md)."
-        },
+    lora_target_parameters: list[str] | None = flag(
+        None,
+        "Parameters to adapt that are no linear layers: experts (all fused ones of a mixture), or their "
+        "names (docs/experts.md).",
     )
-    use_dora: bool = field(default=False, metadata={"help": "Weight-decomposed LoRA (arXiv 2402.09353)."})
-    use_rslora: bool = field(default=False, metadata={"help": "Scale by alpha / sqrt(r) (arXiv 2312.03732)."})
-    init_lora_weights: str = field(
-        default="true",
-        metadata={
-            "help": "Initial values of A and B: true (B is 0), gaussian, orthogonal, pissa, pissa_niter_16, olora."
-        },
+    use_dora: bool = flag(False, "Weight-decomposed LoRA (arXiv 2402.09353).")
+    use_rslora: bool = flag(False, "Scale by alpha / sqrt(r) (arXiv 2312.03732).")
+    init_lora_weights: str = flag(
+        "true", "Initial values of A and B: true (B is 0), gaussian, orthogonal, pissa, pissa_niter_16, olora."
     )
-    fused_lora: bool = field(
-        default=True,
-        metadata={"help": "Add the adapter's product into the layer's output, in one pass over it instead of three."},
+    fused_lora: bool = flag(
+        True, "Add the adapter's product into the layer's output, in one pass over it instead of three."
     )
-    loraplus_lr_ratio: float | None = field(
-        default=None,
-        metadata={"help": "LoRA+: the learning rate of B divided by that of A, e.g. 16 (arXiv 2402.12354)."},
+    loraplus_lr_ratio: Annotated[float | None, FROM_1] = flag(
+        None, "LoRA+: the learning rate of B divided by that of A, e.g. 16 (arXiv 2402.12354)."
     )
-    num_virtual_tokens: int = field(
-        default=20, metadata={"help": "Length of the prompt of prompt_tuning and prefix_tuning."}
-    )
-    modules_to_save: list[str] | None = field(
-        default=None, metadata={"help": "Modules trained in full and saved with the adapter, e.g. lm_head."}
-    )
+    num_virtual_tokens: Annotated[int, FROM_1] = flag(20, "Length of the prompt of prompt_tuning and prefix_tuning.")
+    modules_to_save: list[str] | None = flag(None, "Modules trained in full and saved with the adapter, e.g. lm_head.")
 
 
 @dataclass
@@ -457,36 +332,32 @@ class PreferenceArguments:
     """Preference loss (recipes/dpo.py); names and meaning as in trl.DPOConfig."""
 
     _argument_group_name = "preference"
-    beta: float = field(
-        default=0.1, metadata={"help": "Strength of the pull toward the reference model: factor of the margin."}
+    beta: Annotated[float, ABOVE_0] = flag(
+        0.1, "Strength of the pull toward the reference model: factor of the margin."
     )
     loss_type: Literal[
         *("sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero", "simpo", "orpo"),
         *("kto", "apo_zero_unpaired"),
-    ] = field(
-        default="sigmoid",
-        metadata={
-            "help": "Formula of the loss (docs/dpo.md). simpo and orpo need no reference; kto and apo_zero_unpaired "
-            "train on answers with a label, one by one (docs/kto.md)."
-        },
+    ] = flag(
+        "sigmoid",
+        "Formula of the loss (docs/dpo.md). simpo and orpo need no reference; kto and apo_zero_unpaired "
+        "train on answers with a label, one by one (docs/kto.md).",
     )
-    label_smoothing: float = field(
-        default=0.0, metadata={"help": "Assumed share of pairs whose answers are swapped (sigmoid and robust)."}
+    label_smoothing: Annotated[float, BELOW_HALF] = flag(
+        0.0, "Assumed share of pairs whose answers are swapped (sigmoid and robust)."
     )
-    rpo_alpha: float = field(
-        default=0.0, metadata={"help": "Weight of the chosen answer's SFT loss, which is added to the loss."}
+    rpo_alpha: Annotated[float, FROM_0] = flag(
+        0.0, "Weight of the chosen answer's SFT loss, which is added to the loss."
     )
-    simpo_gamma: float = field(default=0.5, metadata={"help": "Target margin of simpo."})
-    desirable_weight: float = field(
-        default=1.0, metadata={"help": "Factor of the loss of wanted answers (kto and apo_zero_unpaired)."}
+    simpo_gamma: Annotated[float, FINITE] = flag(0.5, "Target margin of simpo.")
+    desirable_weight: Annotated[float, FROM_0] = flag(
+        1.0, "Factor of the loss of wanted answers (kto and apo_zero_unpaired)."
     )
-    undesirable_weight: float = field(default=1.0, metadata={"help": "The same of unwanted answers."})
-    precompute_ref_log_probs: bool | None = field(
-        default=None,
-        metadata={
-            "help": "Compute the reference's log-probabilities before the first step. Default: without an adapter. "
-            "Otherwise each step runs the model with the adapter off."
-        },
+    undesirable_weight: Annotated[float, FROM_0] = flag(1.0, "The same of unwanted answers.")
+    precompute_ref_log_probs: bool | None = flag(
+        None,
+        "Compute the reference's log-probabilities before the first step. Default: without an adapter. "
+        "Otherwise each step runs the model with the adapter off.",
     )
 
 
@@ -495,37 +366,24 @@ class MemoryArguments:
     """Memory and speed techniques."""
 
     _argument_group_name = "memory"
-    fused_loss: Literal["auto", True, False] = field(
-        default="auto",
-        metadata={
-            "help": "Compute the loss in chunks of tokens, without storing the logits. auto: for vocabularies of "
-            "8,000 words or more."
-        },
+    fused_loss: Literal["auto", True, False] = flag(
+        "auto",
+        "Compute the loss in chunks of tokens, without storing the logits. auto: for vocabularies of "
+        "8,000 words or more.",
     )
-    tiled_mlp: int | str = field(
-        default=1,
-        metadata={
-            "help": "Number of tiles of tokens in which each MLP is computed (1: whole). auto: from length and width."
-        },
+    tiled_mlp: Annotated[int | str, FROM_1] = flag(
+        1, "Number of tiles of tokens in which each MLP is computed (1: whole). auto: from length and width."
     )
-    compile_layers: bool = field(
-        default=False,
-        metadata={
-            "help": "Compile the decoder layers, each without its attention, for rows of any length (docs/kernels.md)."
-        },
+    compile_layers: bool = flag(
+        False, "Compile the decoder layers, each without its attention, for rows of any length (docs/kernels.md)."
     )
-    whole_layers: bool = field(
-        default=True,
-        metadata={
-            "help": "ZeRO-3: gather and reduce decoder layers whole, where micro batches are short or ranks many. "
-            "false: matrix by matrix (docs/scaling.md)."
-        },
+    whole_layers: bool = flag(
+        True,
+        "ZeRO-3: gather and reduce decoder layers whole, where micro batches are short or ranks many. "
+        "false: matrix by matrix (docs/scaling.md).",
     )
-    fp8: bool = field(
-        default=False,
-        metadata={
-            "help": "Multiply the matrices of the decoder layers as 8-bit floats, on GPUs that can (docs/kernels.md)."
-        },
+    fp8: bool = flag(
+        False, "Multiply the matrices of the decoder layers as 8-bit floats, on GPUs that can (docs/kernels.md)."
     )
 
 

@@ -2,11 +2,10 @@
 
 import contextlib
 import json
-import math
 
 from zerofit.base import hardware
 from zerofit.base.errors import UserError
-from zerofit.config import offload
+from zerofit.config import arguments, offload, ranges
 from zerofit.data.chat_templates import arguments as template_arguments
 from zerofit.job import batch_size, data_entry, groups, program
 from zerofit.job.request import BY_PLAN
@@ -14,63 +13,6 @@ from zerofit.job.settings import Settings, decide
 from zerofit.job.technique import Conflict, Technique, refuse_conflicts
 
 MICRO_BATCHES_PER_STAGE = 4  # at least, where the micro batch is chosen here: a pipeline's bubble is then below 20 %
-
-
-LARGEST = 2**32 - 1  # of a whole number: what numpy takes as a seed, and more than any count of a job
-
-# (what a number must be, whether it is); ANY: what it must be is checked where it is used
-ANY = ("finite", lambda n: True)
-FROM_0, FROM_1 = ("0 or more", lambda n: n >= 0), ("1 or more", lambda n: n >= 1)
-ABOVE_0, BELOW_1 = ("above 0", lambda n: n > 0), ("at least 0 and below 1", lambda n: 0 <= n < 1)
-SHARE = ("from 0 to 1", lambda n: 0 <= n <= 1)
-STEPS = ("a whole number of steps, or below 1 a share of all steps", lambda n: n >= 0 and (n < 1 or n == int(n)))
-
-# Argument -> its range; that of each way to share a row among ranks (job/groups.py) is FROM_1.
-# tests/config/test_parse.py: every argument that takes a number has one.
-RANGES = {
-    "per_device_train_batch_size": FROM_1, "per_device_eval_batch_size": FROM_1, "gradient_accumulation_steps": FROM_1,
-    "effective_batch_size": FROM_1, "lr_scaling_base_batch_size": FROM_1, "gpus": FROM_1,
-    "local_rank": ("-1 or more", lambda n: n >= -1),
-    "max_length": ("8 or more", lambda n: n >= 8), "max_samples": FROM_1, "shuffle_buffer_size": FROM_1,
-    "preprocessing_num_workers": FROM_1, "eval_fraction": BELOW_1, "min_supervised_fraction": SHARE,
-    "max_truncated_fraction": SHARE, "max_duplicate_fraction": SHARE, "max_eval_overlap_fraction": SHARE,
-    "dataloader_num_workers": FROM_0, "dataloader_prefetch_factor": FROM_1, "max_tokens_per_sample": FROM_1,
-    "num_samples": FROM_0, "seed": FROM_0, "data_seed": FROM_0, "shuffle_seed": FROM_0, "num_train_epochs": ABOVE_0,
-    "max_steps": ("1 or more, or -1 to go by --num_train_epochs", lambda n: n >= 1 or n == -1),
-    "learning_rate": FROM_0, "weight_decay": FROM_0,  # a rate of 0 does everything but change the weights
-    "warmup_steps": STEPS, "logging_steps": STEPS, "eval_steps": STEPS, "save_steps": STEPS, "eval_delay": FROM_0,
-    "adam_beta1": BELOW_1, "adam_beta2": BELOW_1, "adam_epsilon": ABOVE_0,  # 0 divides 0 by 0 where no gradient comes
-    "max_grad_norm": FROM_0,  # 0 clips nothing, in transformers' loop and in DeepSpeed's engine
-    "label_smoothing_factor": BELOW_1, "neftune_noise_alpha": FROM_0, "lora_r": FROM_1, "lora_alpha": FROM_1,
-    "lora_dropout": BELOW_1, "loraplus_lr_ratio": FROM_1, "num_virtual_tokens": FROM_1, "beta": ABOVE_0,
-    "label_smoothing": ("at least 0 and below 0.5", lambda n: 0 <= n < 0.5), "rpo_alpha": FROM_0, "simpo_gamma": ANY,
-    "desirable_weight": FROM_0, "undesirable_weight": FROM_0,
-    "gradient_checkpointing_every": FROM_1, "torch_empty_cache_steps": FROM_1, "memory_limit": ABOVE_0,
-    "save_every_minutes": FROM_0, "save_total_limit": FROM_0, "eval_accumulation_steps": ANY,
-    "max_nan_steps": FROM_1, "max_restarts": FROM_0, "hang_timeout": FROM_0, "ddp_timeout": FROM_1,
-    "ddp_bucket_cap_mb": FROM_1, "tiled_mlp": FROM_1,
-}  # fmt: skip
-
-
-def check_number(name: str, value, said: str) -> None:
-    """Raise UserError for a number outside the range of its argument. said: what the user wrote, and where."""
-    ranges = RANGES | dict.fromkeys(groups.flags(), FROM_1)
-    if name not in ranges or isinstance(value, bool) or not isinstance(value, int | float):
-        return
-    words, is_allowed = ranges[name]
-    if not _finite(value):
-        raise UserError(f"{said}: it must be a finite number.")
-    if not is_allowed(value):
-        raise UserError(f"{said}: it must be {words}.")
-    if isinstance(value, int) and value > LARGEST:
-        raise UserError(f"{said}: it must be {LARGEST} or less.")
-
-
-def _finite(value) -> bool:
-    """Return whether all numbers in a JSON value are finite."""
-    if isinstance(value, dict | list):
-        return all(map(_finite, value.values() if isinstance(value, dict) else value))
-    return not isinstance(value, float) or math.isfinite(value)
 
 
 def _as_json(value):
@@ -81,11 +23,11 @@ def _as_json(value):
 
 def check_ranges(settings: Settings) -> None:
     """Raise UserError for a number outside its range, and for sizes that do not fit the job."""
-    file = settings.given.get("config")
+    file, kinds = settings.given.get("config"), arguments.kit_groups(settings.recipe)
     for name, value in settings.values.items():
         argument = f"{file}: {name}" if settings.source[name] == str(file) else f"--{name}"
-        check_number(name, value, f"{argument} is {value}")
-        if str(value).startswith("{") and not _finite(_as_json(value)):
+        ranges.check(name, value, f"{argument} is {value}", kinds)
+        if str(value).startswith("{") and not ranges.is_finite(_as_json(value)):
             raise UserError(f"{argument} is {value}: its numbers must be finite.")
     template_arguments.parsed(template_arguments.FLAG, settings.chat_template_kwargs)
     for pair in settings.columns or []:

@@ -50,6 +50,16 @@ def _nothing(*_) -> None:
     """Do nothing, as a hook that a technique does not have."""
 
 
+def _unchanged(*_) -> dict[str, Any]:
+    """Return no arguments."""
+    return {}
+
+
+def _as_long(*_) -> float:
+    """Return the factor of a technique that does not change the time of the arithmetic."""
+    return 1.0
+
+
 @dataclass(frozen=True, kw_only=True)
 class Technique:
     """A technique. Its hooks are called in the order of the list of techniques, whether it is on or not.
@@ -70,6 +80,10 @@ class Technique:
     # config.json. Collective. What fails is refused or turned off, on all ranks alike.
     self_test: Callable[[Settings, Any], None] = _nothing
     install: Callable[[Settings, Any], None] = _nothing  # change the loaded model, before the optimizer is made
+    # Return the arguments that a simulated rank, which has tensors without memory, must have other values of. Any: the
+    # plan's simulate.Question.
+    simulated: Callable[[Settings, Any], dict[str, Any]] = _unchanged
+    seconds: Callable[[Settings], float] = _as_long  # the factor of the time of the arithmetic, for plans
 
     def is_on(self, settings: Settings) -> bool:
         """Return whether the settings turn it on."""

@@ -17,7 +17,6 @@ from zerofit.job.recipe import BUNDLED_MODEL, Recipe
 from zerofit.job.request import FLAG, Request
 from zerofit.job.settings import as_typed
 from zerofit.model import gradient_checkpointing, tiled_mlp
-from zerofit.model.experimental import fp8
 from zerofit.parallel import whole_layers
 from zerofit.plan import formulas, gpu_memory
 from zerofit.plan.candidate import Candidate, Plan
@@ -457,7 +456,7 @@ def setting_of(settings, node: int | None = None, shape: Shape | None = None) ->
         fp32_weights=settings.keeps_fp32 and settings.precision != "fp32" and weight_dtype(settings) == "float32",
         background_save=settings.save_in_background,
         groups=tuple(groups.in_use(settings.values)),
-        arithmetic=fp8.seconds_factor(settings),
+        arithmetic=math.prod(technique.seconds(settings) for technique in resolve.techniques_of(settings)),
         tiles=tiles,
         kernels=kernels.of(settings),
     )

@@ -304,6 +304,8 @@ def _rows(settings, count: int):
 
 def _few_steps(settings, asked: simulate.Question):
     """Return the Settings of the simulated steps, which write nothing."""
+    from zerofit.config import resolve
+
     # The second micro batch of a step allocates like all later ones.
     accumulation = min(settings.gradient_accumulation_steps, 2)
     batch = settings.per_device_train_batch_size * accumulation * settings.data_ranks
@@ -327,10 +329,8 @@ def _few_steps(settings, asked: simulate.Question):
         "resume_from_checkpoint": None,
         "load_best_model_at_end": False,
     }
-    if asked.fake:  # tensors without memory cannot be compiled; docs/kernels.md says how far compiled ones are off
-        changes["compile_layers"] = False
-    if settings.source["use_liger_kernel"] == "decided" and not asked.liger:  # the start of a run may turn it off
-        changes["use_liger_kernel"] = False
+    for technique in resolve.techniques_of(settings):
+        changes |= technique.simulated(settings, asked)
     if settings.fp16 and settings.deepspeed is None:
         changes |= {"fp16": False, "bf16": True}  # accelerate's fp16 refuses device "gpu"; same bytes
     if settings.deepspeed is not None:

@@ -7,7 +7,7 @@ from dataclasses import fields
 from pathlib import Path
 
 from zerofit.base.errors import UserError, one_line
-from zerofit.config import arguments, defaults, parse, transformers_flags
+from zerofit.config import arguments, parse, ranges, transformers_flags
 from zerofit.convert import kits, page
 from zerofit.convert.conversion import UNKNOWN, Conversion, Kit, Names, convert
 from zerofit.job import program
@@ -168,8 +168,9 @@ def check(done: Conversion, text: str) -> None:
         except UserError as error:
             said = str(error).replace(str(file), f"{done.file}, converted")
             raise UserError(f"{said} Correct it in {done.file}.") from None
+    allowed = ranges.of(arguments.kit_groups(done.recipe))
     for name, line in done.lines.items():
-        words, is_allowed = defaults.RANGES.get(name, (None, None))
+        words, is_allowed = allowed.get(name, (None, None))
         if words and line.value != "auto":
             is_number = isinstance(line.value, int | float)
             if not is_number or not is_allowed(line.value):

@@ -147,8 +147,14 @@ def _tell(sentence: str) -> None:
         run_folder.add_to_run(folder, "decisions", [sentence])
 
 
+def simulated(settings, asked) -> dict[str, bool]:
+    """Leave compilation out of a simulation: tensors without memory cannot be compiled (docs/kernels.md)."""
+    return {"compile_layers": False} if asked.fake else {}
+
+
 TECHNIQUE = Technique(
     name="compiled layers",
+    simulated=simulated,
     flag="compile_layers",
     example="--compile_layers true",
     conflicts=(

@@ -37,7 +37,7 @@ BOUND = 0.15
 PROOF_ROWS = 72  # no multiple of 16
 
 
-def seconds_factor(settings) -> float:
+def seconds(settings) -> float:
     """Return the factor of the arithmetic's time, for plans."""
     return FACTOR if settings.fp8 and settings.compile_layers else 1.0
 
@@ -240,5 +240,6 @@ TECHNIQUE = Technique(
     resolve=resolve,
     resolve_for_model=resolve_for_model,
     self_test=prove,
+    seconds=seconds,
     install=install,
 )

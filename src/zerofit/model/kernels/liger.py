@@ -239,7 +239,13 @@ def _results(model, inputs, upstream) -> dict[str, torch.Tensor]:
     }
 
 
+def simulated(settings, asked) -> dict[str, bool]:
+    """Leave default kernels out of a simulation where no start has proven them: the start may turn them off."""
+    return {"use_liger_kernel": False} if settings.source["use_liger_kernel"] == "decided" and not asked.liger else {}
+
+
 TECHNIQUE = Technique(
+    simulated=simulated,
     name="Liger kernels",
     flag="use_liger_kernel",
     example="--use_liger_kernel true",
