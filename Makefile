@@ -92,8 +92,8 @@ plan-validate: $(STAMP) ## compare plans with real runs (GPU: the allocator; CPU
 ledger: $(STAMP) ## measure each memory technique beside its claim (MODEL= GPUS= SEQ= ARGS="--rounds 5")
 	@$(WITH_FLAGS) $(PY) benchmarks/ledger.py
 
-lint: $(DEV_STAMP) ## ruff; the workflows by their schema, the Dockerfile by hadolint
-	@$(PY) -m ruff check . && $(PY) -m ruff format --check .
+lint: $(DEV_STAMP) ## ruff, mypy; the workflows by their schema, the Dockerfile by hadolint
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy
 	@$(PREFIX)/bin/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	@! command -v hadolint >/dev/null || hadolint Dockerfile
 	@! command -v actionlint >/dev/null || actionlint

@@ -336,8 +336,7 @@ class PreferenceArguments:
         0.1, "Strength of the pull toward the reference model: factor of the margin."
     )
     loss_type: Literal[
-        *("sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero", "simpo", "orpo"),
-        *("kto", "apo_zero_unpaired"),
+        "sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero", "simpo", "orpo", "kto", "apo_zero_unpaired"
     ] = flag(
         "sigmoid",
         "Formula of the loss (docs/dpo.md). simpo and orpo need no reference; kto and apo_zero_unpaired "

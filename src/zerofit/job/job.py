@@ -150,7 +150,7 @@ def _content(file: Path) -> dict:
         raise _damaged(file, "it is not valid JSON") from None
     if not isinstance(content, dict):
         raise _damaged(file, "it is no object")
-    kinds = dict.fromkeys(_TEXTS, str) | {"world_size": int, "knows_model": bool}
+    kinds: dict[str, Any] = dict.fromkeys(_TEXTS, str) | {"world_size": int, "knows_model": bool}
     kinds |= dict.fromkeys(("request", "arguments", "facts", "trial"), dict)
     kinds |= {"notes": list, "decisions": list, "program": dict | None, "deepspeed": dict | None}
     for name, kind in kinds.items():
@@ -224,7 +224,8 @@ def _typed(value: Any) -> Any:
         return [_typed(entry) for entry in value]
     if not isinstance(value, dict):
         return value
-    tag, inner = next(iter(value.items()), ("", None))
+    first: tuple[str, Any] = next(iter(value.items()), ("", None))
+    tag, inner = first
     if not tag.startswith("$"):
         return {name: _typed(entry) for name, entry in value.items()}
     if len(value) != 1 or tag not in ("$float", "$tuple", "$dict"):

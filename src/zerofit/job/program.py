@@ -13,11 +13,14 @@ import sys
 import tempfile
 from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 from zerofit.base.errors import UserError, one_line
 from zerofit.base.paths import PROJECT, ROOT, cache_root, own_folder
 from zerofit.job.recipe import NAME, Recipe, assignment, read
+
+if TYPE_CHECKING:
+    from zerofit.objective.interface import Objective
 
 DEFAULT = "sft"  # the recipe of a verb whose command line names none
 
@@ -38,7 +41,7 @@ class Program:
         """Return the file's RECIPE. Raises: as `recipe.read`."""
         main = sys.modules["__main__"]
         own = getattr(main, "RECIPE", None)
-        if isinstance(own, Recipe) and Path(main.__file__).absolute() == self.file.absolute():
+        if isinstance(own, Recipe) and Path(main.__file__ or "").absolute() == self.file.absolute():
             return own
         return read(self.file, self.content)
 
@@ -151,6 +154,7 @@ def _running(name: str) -> Program | None:
 def _of_main(file: str | None) -> Program | None:
     with contextlib.suppress(UserError):
         return of(Path(file).absolute()) if file else None
+    return None
 
 
 def file_of(recipe: Recipe) -> Path:
@@ -195,7 +199,7 @@ def trainer(recipe: Recipe, file: Path | None) -> type:
 
 
 @functools.cache
-def objective(recipe: Recipe, loss_type: str | None) -> type:
+def objective(recipe: Recipe, loss_type: str | None) -> "type[Objective]":
     """Return the class of what a recipe trains on (objective/interface.py).
 
     Args: loss_type: the value of --loss_type, which selects it; None: the recipe has no such flag.
@@ -209,7 +213,7 @@ def objective(recipe: Recipe, loss_type: str | None) -> type:
     raise UserError(f"--loss_type {loss_type}: none of the objectives of {file} has it.")
 
 
-def _class(named: str, file: Path | None, argument: str) -> type:
+def _class(named: str, file: Path | None, argument: str) -> Any:
     """Return the class that a RECIPE names: "module:Class", or "Class" of its own file, whose main() is not run.
 
     Args: argument: of the RECIPE, for the error. Raises: UserError for a class that there is not.
@@ -218,6 +222,8 @@ def _class(named: str, file: Path | None, argument: str) -> type:
     try:
         if module:
             return getattr(importlib.import_module(module), name)
+        if file is None:
+            raise KeyError(name)
         main = sys.modules["__main__"]
         runs = Path(getattr(main, "__file__", None) or "").absolute() == file.absolute()
         return getattr(main, name) if runs and hasattr(main, name) else _names(file)[name]
@@ -232,9 +238,9 @@ def own_class(file: Path, base: type) -> type:
     """
     if not of(file).defines_classes:
         return base
-    own = {kind for kind in _names(file).values() if isinstance(kind, type) and issubclass(kind, base)}
-    own = {kind for kind in own if not kind.__module__.startswith("zerofit.")}
-    own = [kind for kind in own if not any(other is not kind and issubclass(other, kind) for other in own)]
+    named = {kind for kind in _names(file).values() if isinstance(kind, type) and issubclass(kind, base)}
+    named = {kind for kind in named if not kind.__module__.startswith("zerofit.")}
+    own = [kind for kind in named if not any(other is not kind and issubclass(other, kind) for other in named)]
     if len(own) > 1:
         raise UserError(f"{file}: derives {len(own)} classes from {base.__name__}, and nothing says which one it uses.")
     return own[0] if own else base
@@ -399,7 +405,7 @@ def _of_kit(run: Path, recipe: str, known: dict | None) -> Program:
         problem = f"{program.file if program else recipe} is not the {recipe}.py of this zerofit"
     if known != {} and (known is None or known["sha256"] != kit):
         problem = f"it was trained by {_described(known)}, not by the {recipe}.py of this zerofit"
-    if problem:
+    if problem or program is None:
         raise UserError(
             f"{run}: {problem}, and this user has not started it; a run folder does not choose what runs: {NAME_IT}."
         )

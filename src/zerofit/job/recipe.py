@@ -5,10 +5,11 @@ import functools
 import re
 import sys
 import types
+import typing
 from collections.abc import Mapping
 from dataclasses import dataclass, field, fields, is_dataclass
 from pathlib import Path
-from typing import Any, get_origin
+from typing import Any
 
 from zerofit.base.errors import UserError, first_line
 from zerofit.base.paths import ROOT
@@ -119,7 +120,7 @@ class Recipe:
 def _check_types(recipe: Recipe) -> None:
     """Raise TypeError for a field whose value is of another type than it has above."""
     for one in fields(recipe):
-        value, kind = getattr(recipe, one.name), get_origin(one.type) or one.type
+        value, kind = getattr(recipe, one.name), typing.cast(type, typing.get_origin(one.type) or one.type)
         if not isinstance(value, kind):
             wanted = "dict" if kind is Mapping else kind.__name__
             raise TypeError(f"{one.name}={value!r}: must be a {wanted}, found a {type(value).__name__}")
@@ -146,7 +147,7 @@ def read(file: Path, content: bytes) -> Recipe:
     Raises: UserError with the line of a statement that fails, or where RECIPE is no Recipe.
     """
     tree = ast.parse(content, str(file))
-    last = assignment(tree)
+    last = assignment(tree) or 0
     module = types.ModuleType(f"zerofit_recipe_{file.stem}")
     module.__file__ = str(file)
     sys.modules[module.__name__] = module  # where dataclasses look for the names in their annotations

@@ -51,7 +51,7 @@ def table(evaluations: list[dict], weights: str = "") -> tuple[list[str], list[l
     A trial on the first rows only (--limit) stands where there is no score on all of them.
     Args: weights: those of this name only, such as "checkpoint-50"; "": of all, each row with its name.
     """
-    chosen = {}
+    chosen: dict[tuple, dict] = {}
     for one in evaluations:
         name = str(one.get("weights", ""))
         for task in dict.fromkeys(task for of in one.get("scores", {}).values() for task in of):

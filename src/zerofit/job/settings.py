@@ -13,6 +13,7 @@ if TYPE_CHECKING:  # for an editor and a type checker: the arguments with their 
     from transformers import TrainingArguments
 
     from zerofit.config import arguments
+    from zerofit.objective.interface import Objective
 
     class _Arguments(
         arguments.RunArguments,
@@ -215,7 +216,7 @@ class Settings(_Arguments):
         return self.values.get("adapter") is not None
 
     @property
-    def objective(self) -> type:
+    def objective(self) -> "type[Objective]":
         """Return the class of what a row is and what is trained on it (objective/interface.py)."""
         return program.objective(self.recipe, self.values.get("loss_type"))
 

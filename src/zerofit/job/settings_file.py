@@ -47,8 +47,9 @@ def load(path: str, said: str = "", as_written: bool = False) -> tuple[Any, dict
         raise UserError(f"{said}: cannot be looked up: {str(error).rstrip('.')}.") from None
     text = text.replace("\t", "  ") if path.endswith(".json") else text  # YAML indents by spaces alone
     values, root = _parsed(text, path, as_written)
-    values = values or {}
-    return values, {key.value: value for key, value in root.value} if isinstance(values, dict) and values else {}
+    if root is None or not values:
+        return values or {}, {}
+    return values, {key.value: value for key, value in root.value} if isinstance(values, dict) else {}
 
 
 def value_of(text: str, place: str) -> Any:

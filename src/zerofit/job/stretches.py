@@ -31,7 +31,7 @@ def kept(folder: Path, resumed_at: int) -> dict[str, Any]:
 
 def beginning(folder: Path) -> dict[str, Any]:
     """Return {"score", "samples"} of the run's first start; {} where its run.json does not have them so."""
-    found = run_folder.read_json(folder / "run.json").get("before")
+    found: Any = run_folder.read_json(folder / "run.json").get("before")
     try:
         score = None if found["score"] is None else float(found["score"])
         samples = [{"prompt": str(one["prompt"]), "answer": str(one["answer"])} for one in found["samples"]]
