@@ -159,8 +159,8 @@ def coming_from() -> str:
             continue
         lines += map(_rule, kit.rules)
         for theirs, key in kit.keys.items():
-            default = "" if key.default is None else f"default {str(key.default).lower()}"
-            lines.append(f"| `{theirs}` | `{key.ours}` | {default or key.note} |")
+            names = ", ".join(f"`{name}`" for name in (theirs, *key.other.split()))
+            lines.append(f"| {names} | `{key.ours}` | {_said(key)} |")
         lines += ["", *_lost({why: keys for why, keys in kit.lost.items() if why not in shared.NO_COUNTERPART})]
         lines += (
             ["", *_lost({f"refused, as it {why}": keys for why, keys in kit.refused.items()})] if kit.refused else []
@@ -172,6 +172,19 @@ def coming_from() -> str:
 
 def _rule(rule) -> str:
     return f"| {', '.join(f'`{key}`' for key in rule.keys.split())} | {rule.ours} | {rule.note} |"
+
+
+def _said(key) -> str:
+    """Return the default of a key, and what its values are called here; for one without them its note."""
+    default = "" if key.default is None else f"default {key.page or _words(key.default)}"
+    values = [f"{_words(theirs)}: {_words(ours)}" for theirs, ours in key.values.items() if ours is not None]
+    return "; ".join(filter(None, (default, *values))) or key.note
+
+
+def _words(value) -> str:
+    if isinstance(value, list):
+        return ", ".join(value)
+    return "null" if value is None else str(value).lower() if isinstance(value, bool) else str(value)
 
 
 def _lost(lost: dict[str, str]) -> list[str]:

@@ -144,6 +144,19 @@ def test_off_where_the_kits_default_is_on_and_a_second_name_of_a_setting_are_lis
     assert listed in of_text(f"{text}{line}\n", tmp_path, kit)[0].lost
 
 
+@pytest.mark.parametrize(
+    "kit, lines, key, why",
+    [
+        ("TRL", "lora_modules_to_save: [lm_head]", "lora_modules_to_save", "the file has no adapter"),
+        ("ms-swift", "tuner_type: full\ntarget_modules: [q_proj]", "target_modules", "the file has no adapter"),
+        ("axolotl", "simpo_gamma: 2", "simpo_gamma", "has no effect in what the file trains (recipe sft)"),
+    ],
+)
+def test_a_key_of_another_training_is_listed_with_the_reason(kit, lines, key, why, tmp_path):
+    text = BASES[kit].replace("tuner_type: lora\n", "")
+    assert of_text(f"{text}{lines}\n", tmp_path, kit)[0].lost[key].startswith(why)
+
+
 NINE = "\n".join(f"b{n}: &b{n} [{', '.join([f'*b{n - 1}' if n else '1'] * 9)}]" for n in range(9))
 
 

@@ -1,5 +1,7 @@
 """Files of torchtune 0.6.1: what they train there is what the converted file trains here."""
 
+from dataclasses import replace
+
 import pytest
 from converted import Case, check
 
@@ -197,7 +199,10 @@ tensor_parallel_plan: {_component_: torchtune.models.llama3.base_llama_tp_plan}
 ]  # fmt: skip
 
 
-@pytest.mark.parametrize("case", CASES, ids=lambda case: case.name)
+ON_4 = replace(CASES[-1], name="ranks that share a row are one in its effective batch", gpus=4, command="sft GPUS=4")
+
+
+@pytest.mark.parametrize("case", [*CASES, ON_4], ids=lambda case: case.name)
 def test_it_trains_the_same(case, tmp_path):
     check(case, tmp_path)
 

@@ -3,7 +3,7 @@
 from typing import Any
 
 from zerofit.convert import sharding, shared
-from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, number, words
+from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, Shared, number, words
 from zerofit.convert.templates import arguments, file_or_text, template
 
 PREFERENCE = {"dpo": "sigmoid", "ipo": "ipo", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
@@ -21,59 +21,19 @@ def _recipe(done: Conversion) -> None:
             done.refuse(key, f"has no counterpart: {OTHER_JOBS}")
     if done.take("processor_type"):
         done.differ("processor_type: rows with images, videos or audios are refused; their model's text part trains.")
-    done.choose("dpo" if rl else "lora" if adapter else "sft", "rl", "adapter")
+    kind = "lora" if adapter else ""
+    done.choose("dpo" if rl else kind or "sft", "rl", "adapter", adapter=kind, origin="adapter")
     if rl:
-        _preference(done, rl)
+        losses = words(done.take("dpo_loss_type", [])) or [PREFERENCE[rl]]
+        if len(losses) > 1 or done.take("dpo_loss_weights"):
+            done.refuse("dpo_loss_type", "zerofit has one loss at a time")
+        shared.preference(done, losses[0], "rl")
     if not adapter:
-        for key in [key for key in done.unread if key.startswith("lora_")]:
-            done.lose(key, "the file has no adapter, so all weights train")
         return
-    if done.recipe == "dpo":
-        done.put("adapter", "lora", "adapter")
-    for bits in ("4", "8"):
-        if done.take(f"load_in_{bits}bit") or (bits == "4" and adapter == "qlora" and not done.given.get("gptq")):
-            done.put(f"load_in_{bits}bit", True, f"load_in_{bits}bit")
-            break
-    _adapter(done)
-
-
-def _preference(done: Conversion, rl: str) -> None:
-    losses = words(done.take("dpo_loss_type", [])) or [PREFERENCE[rl]]
-    if len(losses) > 1 or done.take("dpo_loss_weights"):
-        done.refuse("dpo_loss_type", "zerofit has one loss at a time")
-    done.put("loss_type", losses[0], "rl")
-    key, beta = done.first("rl_beta", "dpo_beta", "orpo_alpha")
-    done.put("beta", 0.1 if beta is None else beta, key)
-    if rl == "kto":
-        shared.kto(done, "kto_desirable_weight", "kto_undesirable_weight")
-    if rl == "simpo":
-        done.put("simpo_gamma", done.take("simpo_gamma", 0.5), "simpo_gamma")
-        done.put("rpo_alpha", done.take("cpo_alpha", 1.0), "cpo_alpha")
-    if done.take("rpo_alpha"):
-        done.put("rpo_alpha", done.given["rpo_alpha"], "rpo_alpha")
-
-
-def _adapter(done: Conversion) -> None:
-    shared.lora(done, {
-        "lora_r": done.named("lora_r"),
-        "lora_alpha": done.named("lora_alpha"),
-        "lora_dropout": done.named("lora_dropout", 0.0),
-    })  # fmt: skip
-    linear, named = done.take("lora_target_linear"), done.take("lora_target_modules")
-    if linear:
-        done.put("lora_target_modules", ["all-linear"], "lora_target_linear")
-    elif named:
-        shared.targets(done, "lora_target_modules", named, None)
-    shared.parameters(done)
-    for theirs, ours in (
-        ("lora_modules_to_save", "modules_to_save"),
-        ("peft_use_dora", "use_dora"),
-        ("peft_use_rslora", "use_rslora"),
-        ("peft_init_lora_weights", "init_lora_weights"),
-        ("loraplus_lr_ratio", "loraplus_lr_ratio"),
-    ):
-        if value := done.take(theirs):
-            done.put(ours, value, theirs)
+    if done.take("load_in_4bit") or (adapter == "qlora" and not done.given.get("gptq")):
+        done.put("load_in_4bit", True, "load_in_4bit")
+    elif done.take("load_in_8bit"):
+        done.put("load_in_8bit", True, "load_in_8bit")
 
 
 def _data(done: Conversion) -> None:
@@ -100,6 +60,11 @@ def _data(done: Conversion) -> None:
         )
 
 
+FIELDS = {"field_messages": "messages", "field_chosen": "chosen", "field_rejected": "rejected", "field": "text",
+          "text_column": "text"}  # fmt: skip
+
+FIELDS_OF_TYPE = "system instruction input output prompt chosen rejected completion label".split()  # field_...
+
 NAMES = {  # keys of a set that say the names by which turns are found -> those that need no saying
     "message_field_role": ("role", "from"),
     "message_field_content": ("content", "value"),
@@ -109,18 +74,11 @@ NAMES = {  # keys of a set that say the names by which turns are found -> those 
 
 
 def _sources(done: Conversion, one: dict[str, Any]) -> list[shared.Source]:
-    columns = {}
-    for theirs, ours in (("field_messages", "messages"), ("field_chosen", "chosen"), ("field_rejected", "rejected"),
-                         ("field", "text"), ("text_column", "text")):  # fmt: skip
-        if one.get(theirs) and not (ours == "messages" and one[theirs] in ("conversations", "messages")):
-            columns[ours] = one[theirs]
+    columns = {ours: one[theirs] for theirs, ours in FIELDS.items() if one.get(theirs)}
+    if columns.get("messages") in ("conversations", "messages"):
+        del columns["messages"]
     if isinstance(kind := one.get("type"), dict):
-        for theirs, ours in (("field_system", "system"), ("field_instruction", "instruction"), ("field_input", "input"),
-                             ("field_output", "output"), ("field_prompt", "prompt"), ("field_chosen", "chosen"),
-                             ("field_rejected", "rejected"), ("field_completion", "completion"),
-                             ("field_label", "label")):  # fmt: skip
-            if kind.get(theirs):
-                columns[ours] = kind[theirs]
+        columns |= {name: kind[f"field_{name}"] for name in FIELDS_OF_TYPE if kind.get(f"field_{name}")}
     for name, known in NAMES.items():
         if dict.get(one, name) in known:
             one.get(name)
@@ -139,23 +97,17 @@ SCHEDULES = ("linear cosine cosine_with_restarts polynomial constant constant_wi
              "reduce_lr_on_plateau cosine_with_min_lr warmup_stable_decay").split()  # fmt: skip
 
 
-def _warmup(done: Conversion) -> None:
-    """Convert the warm-up, whose default is 3 % of all steps and at most 100."""
-    if all(done.given.get(key) is None for key in ("warmup_steps", "warmup_ratio")):
-        if (count := number(done.given.get("max_steps") or 0)) > 0:
-            shared.warmup(done, min(int(0.03 * count), 100))
-            return
-        done.differ("warm-up: axolotl's default is 3 % of the steps and at most 100: from 3,334 steps on write "
-                    "warmup_steps: 100.")  # fmt: skip
-    shared.warmup(done, 0.03)
-
-
 def _schedule(done: Conversion) -> None:
-    """Convert optimizer, epochs, warm-up and the schedule with its smallest rate."""
-    given = done.take("optimizer")
-    shared.optimizer(done, "optimizer" if given else None, given)
-    shared.steps(done, done.named("num_epochs", 1.0))
-    _warmup(done)
+    """Convert optimizer, warm-up and the schedule with its smallest rate."""
+    shared.optimizer(done, "optimizer")
+    share, steps = 0.03, number(done.take("max_steps") or 0)  # of all steps, and at most 100
+    if all(done.given.get(key) is None for key in ("warmup_steps", "warmup_ratio")):
+        if steps > 0:
+            share = min(int(share * steps), 100)
+        else:
+            done.differ("warm-up: axolotl's default is 3 % of the steps and at most 100: from 3,334 steps on write "
+                        "warmup_steps: 100.")  # fmt: skip
+    shared.warmup(done, "warmup_steps", "warmup_ratio", share)
     kind, smallest = done.take("lr_scheduler", "cosine"), done.take("cosine_min_lr_ratio")
     origin = "lr_scheduler" if "lr_scheduler" in done.given else None
     if kind not in SCHEDULES:
@@ -166,36 +118,27 @@ def _schedule(done: Conversion) -> None:
         done.put("lr_scheduler_kwargs", {"min_lr_rate": smallest}, "cosine_min_lr_ratio")
     else:
         done.put("lr_scheduler_type", kind, origin)
-        shared.schedule_arguments(done)
 
 
 def _batch(done: Conversion) -> None:
     micro, whole = done.take("micro_batch_size"), done.take("batch_size")
-    accumulation = done.take("gradient_accumulation_steps")
-    if whole and not accumulation:
-        accumulation = max(1, number(whole) // number(micro or 1))
+    if whole and not done.given.get("gradient_accumulation_steps"):
+        done.given["gradient_accumulation_steps"] = max(1, number(whole) // number(micro or 1))
     key, size = done.first("context_parallel_size", "sequence_parallel_degree", "context_parallel")
     size = number(size.get("size", 1)) if isinstance(size, dict) else size
-    shared.split_rows(done, key, size)
-    if (width := _tensor_parallel(done)) > 1:
+    sharding.split_rows(done, key, size)
+    whole, width = done.take("tensor_parallel"), done.take("tensor_parallel_size", 1)
+    if whole and done.gpus:  # `auto` means all of the job
+        width = done.gpus
+    elif whole:
+        done.lose("tensor_parallel", "over all GPUs, which share each row: give their number, --gpus N, for tp_size")
+    if width > 1:
         done.put(
             "tp_size", width, "tensor_parallel_size" if "tensor_parallel_size" in done.given else "tensor_parallel"
         )
         if done.lines.pop("sp_size", None):
             done.lose(str(key), "rows are split over GPUs or layers are, not both: tp_size is written")
-    shared.batch(
-        done,
-        ("micro_batch_size" if micro else None, micro, 1),
-        ("gradient_accumulation_steps" if accumulation else None, accumulation, 1),
-    )
-
-
-def _tensor_parallel(done: Conversion) -> int:
-    """Return over how many GPUs a layer is split; `tensor_parallel: auto` means all of the job."""
-    whole, width = done.take("tensor_parallel"), done.take("tensor_parallel_size", 1)
-    if whole and not done.gpus:
-        done.lose("tensor_parallel", "over all GPUs, which share each row: give their number, --gpus N, for tp_size")
-    return done.gpus if whole and done.gpus else width
+    shared.batch(done, "micro_batch_size", "gradient_accumulation_steps")
 
 
 def _times(done: Conversion) -> None:
@@ -205,12 +148,7 @@ def _times(done: Conversion) -> None:
         count = done.take(theirs)
         if count and done.given.get(ours) is None and (share := 1 / (count * epochs)) < 1:
             done.given[ours] = round(share, 6)
-    share = number(done.take("val_set_size", 0))
-    if share >= 1:
-        done.lose("val_set_size", "a number of rows: eval_fraction takes a share of them")
-    elif share:
-        done.put("eval_fraction", share, "val_set_size")
-    has_rows = 0 < share < 1 or "eval_data" in done.lines
+    has_rows = shared.held_out(done, "val_set_size")
     if has_rows and done.given.get("eval_strategy") is None:
         done.given["eval_strategy"] = "steps" if done.given.get("eval_steps") else None
     shared.evaluation(done, has_rows)
@@ -221,19 +159,13 @@ def _times(done: Conversion) -> None:
 
 
 def _machine(done: Conversion) -> None:
-    """Convert precision, attention, kernels, sharding and trackers."""
-    shared.precision(done)
+    """Convert precision, kernels, checkpointing and trackers."""
+    shared.precision(done, "bf16", "fp16")
     for key, name in (("bfloat16", "bf16"), ("float16", "fp16")):
         if done.take(key):
             shared.half(done, name, key)
     if "bf16" in done.given and done.given["bf16"] is None and not {"bf16", "fp16"} & {*done.lines, *done.on_gpus}:
         shared.single(done, "bf16")
-    shared.tf32(done)
-    for key in ("flash_attention", "attn_implementation", "sdp_attention", "eager_attention", "xformers_attention"):
-        value = done.take(key)
-        if value and key != "sdp_attention":
-            name = {"flash_attention": "flash_attention_2", "eager_attention": "eager"}.get(key, value)
-            shared.attention(done, key, name if isinstance(name, str) else None)
     plugins = " ".join(map(str, done.take("plugins", [])))
     kernels = [key for key in sorted(done.unread) if key.startswith("liger_") and done.take(key)]
     if "CutCrossEntropy" in plugins:
@@ -249,8 +181,6 @@ def _machine(done: Conversion) -> None:
         done.put("gradient_checkpointing", bool(checkpointing), "gradient_checkpointing")
     if checkpointing in ("offload", "unsloth") or done.take("activation_offloading"):
         done.put("activation_offload", True, "gradient_checkpointing" if checkpointing else "activation_offloading")
-    sharding.deepspeed(done, "deepspeed")
-    sharding.fsdp(done, "fsdp", "fsdp_config", "fsdp_version")
     report = [name for name in ("wandb", "mlflow", "tensorboard") if done.take(f"use_{name}")]
     report = [*report, "wandb"] if done.given.get("wandb_project") and "wandb" not in report else report
     shared.report(done, "wandb_project" if "use_wandb" not in done.given else "use_wandb", report)
@@ -261,7 +191,7 @@ def _machine(done: Conversion) -> None:
 def _template(done: Conversion) -> None:
     value, text = done.take("chat_template"), done.take("chat_template_jinja")
     if value == "jinja" or text:
-        file_or_text(done, "chat_template_jinja", text)
+        file_or_text(done, "chat_template_jinja")
     else:
         template(done, "chat_template", str(value).removeprefix("tokenizer_default_fallback_") if value else None)
     arguments(done, "chat_template_kwargs", done.take("chat_template_kwargs"))
@@ -284,10 +214,10 @@ KIT = Kit(
         "pad_to_sequence_len", "flash_attention", "evals_per_epoch", "saves_per_epoch", "train_on_inputs",
         "special_tokens",
     ),
-    keys={
+    keys=shared.weights("kto_desirable_weight", "kto_undesirable_weight") | {
         "base_model": Key("model"),
         "revision_of_model": Key("model_revision"),
-        "trust_remote_code": Key("trust_remote_code", values={False: None}),
+        "trust_remote_code": Key("trust_remote_code", asked=True),
         "output_dir": Key("output_dir", default="./model-out"),
         "sequence_len": Key("max_length", default=512),
         "excess_length_strategy": Key("truncation", default="drop",
@@ -296,6 +226,27 @@ KIT = Kit(
                               "has rows; there bins of micro_batch_size x sequence_len"),
         "pretraining_sample_concatenation": Key("packing"),
         "tokens": Key("new_tokens"),
+        "lora_r": Key("lora_r", only="adapter"),
+        "lora_alpha": Key("lora_alpha", only="adapter"),
+        "lora_dropout": Key("lora_dropout", default=0.0, only="adapter"),
+        "lora_target_linear": Key("lora_target_modules", values={True: ["all-linear"]}, only="adapter", asked=True),
+        "lora_target_modules": Key("lora_target_modules", only="adapter", read=shared.modules),
+        "lora_target_parameters": Key("lora_target_parameters", only="adapter", read=words),
+        "lora_modules_to_save": Key("modules_to_save", only="adapter", asked=True),
+        "peft_use_dora": Key("use_dora", only="adapter", asked=True),
+        "peft_use_rslora": Key("use_rslora", only="adapter", asked=True),
+        "peft_init_lora_weights": Key("init_lora_weights", only="adapter", asked=True),
+        "loraplus_lr_ratio": Key("loraplus_lr_ratio", only="adapter", asked=True),
+        "rl_beta": Key("beta", default=0.1, other="dpo_beta orpo_alpha", only="preference"),
+        "rpo_alpha": Key("rpo_alpha", only="preference", asked=True),
+        "cpo_alpha": Key("rpo_alpha", default=1.0, only="simpo"),
+        "simpo_gamma": Key("simpo_gamma", default=0.5, only="simpo"),
+        "num_epochs": Key("num_train_epochs", default=1.0),
+        "max_steps": Key("max_steps", values={-1: None, 0: None}),
+        "lr_scheduler_kwargs": Key("lr_scheduler_kwargs", asked=True),
+        "tf32": shared.GPU["tf32"],
+        "flash_attention": Key("attn_implementation", values={True: "flash_attention_2"}, asked=True, on_gpu=True),
+        "eager_attention": Key("attn_implementation", values={True: "eager"}, asked=True),
         "learning_rate": Key("learning_rate"),
         "weight_decay": Key("weight_decay", default=0.0),
         "max_grad_norm": Key("max_grad_norm", default=1.0),
@@ -307,11 +258,11 @@ KIT = Kit(
         "dpo_label_smoothing": Key("label_smoothing"),
         "precompute_ref_log_probs": Key("precompute_ref_log_probs"),
         "seed": Key("seed", default=42),
-        "reinit_weights": Key("random_init", values={False: None}),
+        "reinit_weights": Key("random_init", asked=True),
         "tiled_mlp": Key("tiled_mlp", values={False: None, True: "auto"}),
         "logging_steps": Key("logging_steps"),
         "max_samples": Key("max_samples"),
-        "streaming": Key("streaming", values={False: None}),
+        "streaming": Key("streaming", asked=True),
         "dataset_processes": Key("preprocessing_num_workers"),
         "dataset_num_proc": Key("preprocessing_num_workers"),
         "dataloader_num_workers": Key("dataloader_num_workers"),
@@ -319,33 +270,30 @@ KIT = Kit(
         "ddp_timeout": Key("ddp_timeout"),
         "hub_model_id": Key("hub_model_id", note="push_to_hub: true uploads the model at the end"),
         "hub_strategy": Key("hub_strategy"),
-        "load_best_model_at_end": Key("load_best_model_at_end", values={False: None}),
+        "load_best_model_at_end": Key("load_best_model_at_end", asked=True),
         "metric_for_best_model": Key("metric_for_best_model"),
         "greater_is_better": Key("greater_is_better"),
     },
     rules=(
-        Rule("rl adapter load_in_4bit load_in_8bit", "recipe sft, lora or dpo; load_in_4bit", _recipe),
-        Rule("lora_r lora_alpha lora_dropout lora_target_linear lora_target_modules",
-             "lora_r, lora_alpha, lora_dropout, lora_target_modules", note="lora_target_linear: all-linear"),
-        Rule("lora_modules_to_save peft_use_dora peft_use_rslora", "modules_to_save, use_dora, use_rslora"),
+        Rule("rl adapter dpo_loss_type load_in_4bit load_in_8bit",
+             "recipe sft, lora or dpo; loss_type, load_in_4bit, load_in_8bit", _recipe),
         Rule("datasets pretraining_dataset test_datasets train_on_inputs", "data, eval_data, columns, train_on", _data,
              "one split, configuration and set of columns for all sets"),
         Rule("chat_template chat_template_jinja chat_template_kwargs",
              "chat_template, chat_template_kwargs", _template),
         Rule("micro_batch_size gradient_accumulation_steps batch_size",
              "per_device_train_batch_size, gradient_accumulation_steps", _batch),
-        Rule("optimizer lr_scheduler cosine_min_lr_ratio num_epochs max_steps warmup_steps warmup_ratio",
-             "optim, lr_scheduler_type, num_train_epochs, warmup_steps", _schedule),
+        Rule("optimizer lr_scheduler cosine_min_lr_ratio warmup_steps warmup_ratio",
+             "optim, lr_scheduler_type, lr_scheduler_kwargs, warmup_steps", _schedule),
         Rule("val_set_size saves_per_epoch evals_per_epoch save_steps eval_steps",
              "eval_fraction, save_steps, eval_steps", _times, "n times an epoch is a share of all steps"),
-        Rule("deepspeed fsdp fsdp_config", "zero, offload", note=sharding.FSDP_NOTE),
-        Rule("bf16 fp16 tf32 flash_attention plugins gradient_checkpointing use_wandb",
-             "bf16, fp16, tf32, attn_implementation, use_liger_kernel, report_to", _machine),
+        Rule("bf16 fp16 plugins gradient_checkpointing use_wandb",
+             "bf16, fp16, use_liger_kernel, gradient_checkpointing, activation_offload, report_to", _machine),
+        Shared("attn_implementation", "the same", shared.attention),
+        Shared("deepspeed", "zero, offload", sharding.deepspeed),
+        Shared("fsdp fsdp_config fsdp_version", "zero, offload", sharding.fsdp, sharding.FSDP_NOTE),
     ),
     lost=shared.NO_COUNTERPART | {
-        "special tokens are the tokenizer's own; words as one token each: new_tokens": (
-            "special_tokens added_tokens_overrides eot_tokens resize_token_embeddings_to_32x default_system_message"
-        ),
         "rows are padded to the longest of a batch, or not at all (padding_free)": (
             "pad_to_sequence_len pad_to_multiple_of eval_sample_packing sample_packing_* multipack_real_batches "
             "streaming_multipack_buffer_size batch_flattening eval_batch_size eval_sequence_len min_sample_len "
@@ -391,7 +339,6 @@ KIT = Kit(
         "images are not trained": (
             "skip_prepare_dataset remove_unused_columns image_size image_resize_algorithm freeze_mm_modules"
         ),
-        "ray starts zerofit with launchers/ray (docs/ray.md)": "use_ray ray_*",
         "rows are shuffled by the order of each epoch (train_sampling_strategy: sequential reads them as they stand)": (
             "shuffle_merged_datasets shuffle_before_merging_datasets"
         ),
@@ -402,7 +349,7 @@ KIT = Kit(
         "rows are read by their columns (docs/data.md)": "datasets.* test_datasets.* pretraining_dataset.*",
         "not needed here": (
             "strict ddp* local_rank debug device_map xformers_attention s2_attention use_otel_metrics otel_* "
-            "low_cpu_mem_usage save_safetensors save_first_step include_tkps is_preprocess "
+            "sdp_attention low_cpu_mem_usage save_safetensors save_first_step include_tkps is_preprocess "
             "gc_steps save_only_model dataset_keep_in_memory include_tokens_per_second heads_k_stride "
             "ring_attn_func trl vllm push_dataset_to_hub total_num_tokens"
         ),

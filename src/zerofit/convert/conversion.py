@@ -21,9 +21,16 @@ class Key:
     """A key of a kit that has one argument here."""
 
     ours: str  # the argument
-    default: Any = None  # what the kit takes where the file has no such key; None: nothing is written
+    default: Any = None  # the kit's, or a function of the Conversion that returns it; None: nothing is written
+    page: str = ""  # what the page says of a default that is a function
     values: Mapping = field(default_factory=dict)  # their value -> ours, where the names differ; None: no line
     note: str = ""  # what differs in meaning, said where the file has the key
+    unsaid: str = ""  # the same, said where the file does not have it
+    other: str = ""  # the setting's further names, separated by spaces: the first that the file has is taken
+    only: str = ""  # one of Conversion.trained, without which the key has no effect
+    asked: bool = False  # whether a value that asks for nothing (OFF, or empty) is no line
+    read: Callable[[Any], Any] | None = None  # makes ours of their value; of an empty one the default is taken
+    on_gpu: bool = False  # whether a machine without a GPU would refuse the line, which true and `values` make
 
 
 @dataclass(frozen=True)
@@ -32,8 +39,12 @@ class Rule:
 
     keys: str  # their names, separated by spaces, for the page
     ours: str  # what they become, for the page
-    apply: Callable[["Conversion"], None] | None = None  # None: another rule converts them too
+    apply: Callable[..., None] | None = None  # takes the Conversion; None: another rule converts them too
     note: str = ""  # what differs, for the page
+
+
+class Shared(Rule):
+    """Keys that a function of several kits converts: it takes the names that they have in this one."""
 
 
 @dataclass(frozen=True)
@@ -166,6 +177,7 @@ class Conversion:
             except (RepeatedKey, RecursionError) as error:
                 self.refuse(key, f"is JSON that cannot be read ({first_line(error)})")
         self.recipe = recipe  # "": not known yet
+        self.trained: set[str] = set()  # "sft or lora", "preference" and its loss, "adapter" and "lora adapter"
         self.chosen_by: list[str] = []  # the keys that say the recipe
         self.lines: dict[str, Line] = {}
         self.on_gpus: dict[str, Line] = {}  # what a machine without a GPU would refuse
@@ -176,22 +188,24 @@ class Conversion:
         self.texts: dict[str, tuple[str, str]] = {}  # argument -> (their key, the text of a file that it names)
         self.unread = set(self.given)
         self.latest = ""  # the key that was read last
-        self.defaults = {key: one.default for key, one in kit.keys.items() if one.default is not None} | kit.defaults
+        self.defaults = {
+            key: one.default for key, one in kit.keys.items() if not (one.default is None or one.only or one.page)
+        } | kit.defaults
 
     def take(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key, which counts as read; `default` where the file has none or null."""
+        """Return the value of a key, which counts as read; `default` where the file has none or null.
+
+        Args: key: a name, or `name: inner` of a key in the mapping below it.
+        """
+        name, _, inner = key.partition(": ")
         self.latest = key
-        self.unread.discard(key)
+        self.unread.discard(name)
         if default is not None:
             self.defaults.setdefault(key, default)
-        value = self.given.get(key)
+        value = self.given.get(name)
+        if inner:
+            value = value.get(inner) if isinstance(value, dict) else None
         return default if value is None else value
-
-    def named(self, key: str, default: Any = None) -> tuple[str | None, Any, Any]:
-        """Return (key if the file has it, its value or None, the kit's default) for a line that is always written."""
-        self.take(key, default)
-        value = self.given.get(key)
-        return (key if value is not None else None), value, default
 
     def first(self, *keys: str) -> tuple[str | None, Any]:
         """Return (key, value) of the first of several keys that the file has, and list the others."""
@@ -202,10 +216,6 @@ class Conversion:
             else:
                 self.lose(key, f"{had[0][0]} is there too, and is taken")
         return had[0] if had else (None, None)
-
-    def is_null(self, key: str) -> bool:
-        """Return whether the file has the key with a null, which its kit does not take for an absent key."""
-        return key in self.given and self.given[key] is None and not self.kit.null_is_absent
 
     def put(self, name: str, value: Any, origin: str | None = None) -> None:
         """Write a line. origin: their key, or several with commas; None: it is the kit's default."""
@@ -231,10 +241,17 @@ class Conversion:
             self.refuse(str(origin), f"is {json.dumps(value)} in YAML; write its text in quotes")
         return str(value)
 
-    def choose(self, recipe: str, *keys: str) -> None:
-        """Set the recipe, unless the user has; keys: those that say it."""
+    def choose(self, recipe: str, *keys: str, adapter: str = "", origin: str | None = None) -> None:
+        """Set the recipe, unless the user has, and write the adapter that it does not say.
+
+        Args: keys: those that say the recipe; adapter: its kind; origin: the key of that, where keys do not have it.
+        """
         self.recipe = self.recipe or recipe
         self.chosen_by = [key for key in keys if self.take(key) is not None]
+        self.trained |= set() if self.recipe == "dpo" else {"sft or lora"}
+        self.trained |= {"adapter", f"{adapter} adapter"} if adapter else set()
+        if adapter and (self.recipe == "dpo" or adapter != "lora"):
+            self.put("adapter", adapter, origin)
 
     def keep(self, *keys: str) -> None:
         """List keys that mean what happens without them."""
@@ -254,10 +271,6 @@ class Conversion:
         """Raise UserError: nothing here trains what the file asks for."""
         raise UserError(one_line(f"{self.file}: {key}: {why}."))
 
-    @property
-    def adapter(self) -> bool:
-        return self.recipe == "lora" or "adapter" in self.lines
-
 
 def convert(
     kit: Kit, given: dict[str, Any], file: Path, gpus: int | None = None, recipe: str = "", names: Names | None = None
@@ -272,7 +285,7 @@ def convert(
     try:
         for rule in kit.rules:
             if rule.apply:
-                rule.apply(done)
+                rule.apply(done, *(rule.keys.split() if isinstance(rule, Shared) else ()))
         for theirs, key in kit.keys.items():
             _direct(done, theirs, key)
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
@@ -286,16 +299,34 @@ def convert(
 
 
 def _direct(done: Conversion, theirs: str, key: Key) -> None:
-    value = done.take(theirs)
-    origin = theirs if theirs in done.given and (value is not None or None in key.values) else None
-    value = key.default if origin is None else value
-    if key.ours in done.lines or (value is None and not origin):
+    """Write the line of a key, or its kit's default."""
+    if key.only and key.only not in done.trained:
+        return
+    origin, value = done.first(theirs, *key.other.split())
+    if key.read and not value:
+        origin = None
+    if origin is None and theirs in done.given and None in key.values:
+        origin = theirs
+    elif origin is None:
+        value = key.default(done) if key.page else key.default
+        if not key.read:
+            done.defaults.setdefault(theirs, value)
+    if key.unsaid and origin is None:
+        done.differ(f"{theirs}: {key.unsaid}.")
+    if key.ours in done.lines or (value is None and not origin) or (key.asked and _is_off(value)):
         return
     if isinstance(value, str | bool | int | None) and value in key.values:
         value = key.values[value]
-        if value is None:
-            return
-    done.put(key.ours, value, origin)
+    elif key.on_gpu and value is not True:
+        return
+    if value is None:
+        return
+    if key.read:
+        value = key.read(value)
+    if key.on_gpu:
+        done.on_gpus[key.ours] = Line(value, str(origin))
+    else:
+        done.put(key.ours, value, origin)
     if key.note and origin and value:
         done.differ(f"{theirs}: {key.note}.")
 
@@ -355,10 +386,13 @@ def _list(done: Conversion, place: str, key: str, value: Any) -> None:
     elif why := _reason(done.kit.refused, key):
         done.refuse(f"{place}: {value}", why)
     else:
+        one = next((one for theirs, one in done.kit.keys.items() if key in (theirs, *one.other.split())), None)
         unknown = f"{UNKNOWN} ({done.kit.name} {done.kit.version})"
         if key in done.given and key not in done.unread:
             unknown = "has no effect here with this value"
-        elif any(key in rule.keys.split() for rule in done.kit.rules):
+        elif one and one.only.endswith("adapter") and "adapter" not in done.trained:
+            unknown = "the file has no adapter, so all weights train"
+        elif one or any(key in rule.keys.split() for rule in done.kit.rules):
             unknown = f"has no effect in what the file trains (recipe {done.recipe})"
         done.lose(place, _reason(done.kit.lost, key) or unknown)
 
@@ -366,7 +400,7 @@ def _list(done: Conversion, place: str, key: str, value: Any) -> None:
 def _is_default(done: Conversion, key: str, value: Any) -> bool:
     """Return whether a value is what the kit takes where the file has no such key."""
     one = done.kit.keys.get(key)
-    if one and isinstance(value, str | bool) and value in one.values and one.values[value] is None:
+    if one and isinstance(value, str | bool | int) and value in one.values and one.values[value] is None:
         return True
     default = done.defaults.get(key)
     return number(value) == default if not _is_off(default) else _is_off(value)
@@ -396,27 +430,26 @@ def sections(given: dict[str, Any], prefix: str = "", whole: str = "") -> dict[s
     return flat
 
 
-def plain(value: Any) -> Any:
-    """Return a value without the classes of this module and of the loader."""
+def plain(value: Any, texts: bool = False) -> Any:
+    """Return a value without the classes of this module and of the loader.
+
+    Args: texts: also make numbers of texts: YAML reads 2e-5 as a text.
+    """
     if isinstance(value, dict):
-        return {key: plain(inner) for key, inner in dict.items(value)}
+        return {key: plain(inner, texts) for key, inner in dict.items(value)}
     if isinstance(value, list):
-        return [plain(inner) for inner in value]
+        return [plain(inner, texts) for inner in value]
+    if texts and isinstance(value, str) and re.fullmatch(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?", value, re.I | re.A):
+        with contextlib.suppress(ValueError):  # more digits than Python reads
+            return int(value) if value.isdecimal() else float(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
     return int(value) if isinstance(value, int) else float(value)
 
 
 def number(value: Any) -> Any:
-    """Return a text that is a number as a number: YAML reads 2e-5 as a text; also below lists and objects."""
-    if isinstance(value, dict):
-        return {key: number(inner) for key, inner in dict.items(value)}
-    if isinstance(value, list):
-        return [number(inner) for inner in value]
-    if isinstance(value, str) and re.fullmatch(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?", value, re.I | re.A):
-        with contextlib.suppress(ValueError):  # more digits than Python reads
-            return int(value) if value.isdecimal() else float(value)
-    return plain(value)
+    """Return a text that is a number as a number; also below lists and objects."""
+    return plain(value, texts=True)
 
 
 def words(value: Any) -> list[str]:

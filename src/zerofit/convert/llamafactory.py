@@ -1,9 +1,10 @@
 """The table of LLaMA-Factory's keys."""
 
 from pathlib import Path
+from typing import Any
 
 from zerofit.convert import sharding, shared
-from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, number, sectioned, words
+from zerofit.convert.conversion import Conversion, Key, Kit, Rule, Shared, number, sectioned, words
 from zerofit.convert.templates import arguments, template
 from zerofit.job import settings_file
 
@@ -25,59 +26,24 @@ def _recipe(done: Conversion) -> None:
         done.refuse(
             f"finetuning_type: {kind}", "has no counterpart: all weights train (sft, dpo), or an adapter (lora)"
         )
-    done.choose("dpo" if stage in ("dpo", "kto") else KINDS[kind], "stage", "finetuning_type")
+    pairs, adapter = stage in ("dpo", "kto"), kind if kind != "full" else ""
+    origin = "finetuning_type" if "finetuning_type" in done.given else None
+    done.choose("dpo" if pairs else KINDS[kind], "stage", "finetuning_type", adapter=adapter, origin=origin)
     if done.take("do_train", True) is False:
         done.refuse("do_train: false", "trains nothing")
-    if stage in ("dpo", "kto"):
-        _preference(done, stage)
-    if kind != "full":
-        _adapter(done, kind)
+    if pairs:
+        loss = done.take("pref_loss", "sigmoid")
+        if loss == "kto_pair":
+            done.refuse("pref_loss: kto_pair", f"has no counterpart: {OTHER_JOBS}")
+        loss, key = ("kto", "stage") if stage == "kto" else (loss, "pref_loss")
+        shared.preference(done, loss, key if key in done.given else None)
+    if adapter:
+        shared.quantized(done, "quantization_method", "quantization_bit")
     elif bits := done.take("quantization_bit"):
         done.lose("quantization_bit", f"all weights train, so none are in {bits} bits")
-
-
-def _preference(done: Conversion, stage: str) -> None:
-    loss = done.take("pref_loss", "sigmoid")
-    if loss == "kto_pair":
-        done.refuse("pref_loss: kto_pair", f"has no counterpart: {OTHER_JOBS}")
-    if stage == "kto":
-        done.put("loss_type", loss := "kto", "stage")
-        shared.kto(done, "kto_chosen_weight", "kto_rejected_weight")
-    else:
-        done.put("loss_type", loss, "pref_loss" if "pref_loss" in done.given else None)
-    if loss == "simpo":
-        done.put("simpo_gamma", done.take("simpo_gamma", 0.5), "simpo_gamma" if "simpo_gamma" in done.given else None)
-    for theirs, ours in (("pref_ftx", "rpo_alpha"), ("dpo_label_smoothing", "label_smoothing")):
-        if value := done.take(theirs):
-            done.put(ours, value, theirs)
-    done.put("beta", done.take("pref_beta", 0.1), "pref_beta" if "pref_beta" in done.given else None)
-    if done.take("ref_model"):
-        done.lose("ref_model", "the reference is the model before training")
-
-
-def _adapter(done: Conversion, kind: str) -> None:
-    if done.recipe == "dpo" or kind == "oft":
-        done.put("adapter", kind, "finetuning_type" if "finetuning_type" in done.given else None)
-    if bits := done.take("quantization_bit"):
-        if bits in (4, 8) and done.take("quantization_method", "bnb") in ("bnb", "bitsandbytes"):
-            done.put(f"load_in_{bits}bit", True, "quantization_bit")
-        else:
-            done.lose("quantization_bit", "load_in_4bit (NF4) or load_in_8bit, by bitsandbytes")
-    if kind == "lora":
-        rank = done.named("lora_rank", 8)
-        shared.lora(done, {
-            "lora_r": rank,
-            "lora_alpha": done.named("lora_alpha", 2 * number(rank[2] if rank[1] is None else rank[1])),
-            "lora_dropout": done.named("lora_dropout", 0.0),
-        })  # fmt: skip
-        if done.take("pissa_init"):
-            rounds = done.take("pissa_iter", 16)
-            done.put("init_lora_weights", "pissa" if rounds == -1 else f"pissa_niter_{rounds}", "pissa_init")
-    else:
-        done.put("adapter_config", [f"oft_block_size={done.take('oft_block_size', 32)}"], "oft_block_size")
-    shared.targets(done, *done.named("lora_target" if kind == "lora" else "oft_target", "all"))
-    if value := done.take("additional_target"):
-        done.put("modules_to_save", words(value), "additional_target")
+    if kind == "lora" and done.take("pissa_init"):
+        rounds = done.take("pissa_iter", 16)
+        done.put("init_lora_weights", "pissa" if rounds == -1 else f"pissa_niter_{rounds}", "pissa_init")
 
 
 def _data(done: Conversion) -> None:
@@ -94,13 +60,12 @@ def _data(done: Conversion) -> None:
                 f"{key}: {', '.join(unknown)}: the files' names are in LLaMA-Factory's {folder}/dataset_info.json, "
                 "which is not here; check those in data, or convert where it is."
             )
-    kind = done.given.get("stage", "sft")
-    if kind not in ("dpo", "kto"):
-        rest = done.take("train_on_prompt"), done.take("mask_history")
-        value, key = ("all", "stage: pt") if kind == "pt" else ("assistant", None)
-        value, key = (
-            ("all", "train_on_prompt") if rest[0] else ("last_turn", "mask_history") if rest[1] else (value, key)
-        )
+    if "preference" not in done.trained:
+        is_text = done.given.get("stage") == "pt"
+        value, key = ("all", "stage: pt") if is_text else ("assistant", None)
+        for name, meaning in (("mask_history", "last_turn"), ("train_on_prompt", "all")):
+            if done.take(name):
+                value, key = meaning, name
         done.put("train_on", value, key)
     if (count := done.take("max_samples")) and len(words(done.given.get("dataset", []))) > 1:
         done.lose("max_samples", f"{count} rows of each set there: max_samples counts the rows of all sets")
@@ -143,27 +108,16 @@ def _source(done: Conversion, name: str, entry: dict | None, folder: str) -> sha
 
 
 def _training(done: Conversion) -> None:
-    """Convert batch, epochs, warm-up, evaluation, saving and the optimizer."""
+    """Convert the GPUs that share a row, evaluation and an optimizer with a key of its own."""
     key, size = done.first("sequence_parallel_size", "context_parallel_size")
-    shared.split_rows(done, key, size and number(size))
-    shared.batch(
-        done,
-        done.named("per_device_train_batch_size", 8),
-        done.named("gradient_accumulation_steps", 1),
-    )
-    shared.steps(done, done.named("num_train_epochs", 3.0))
-    shared.warmup(done)
-    shared.schedule_arguments(done)
-    given = done.take("optim")
-    muon = done.take("use_muon")
-    shared.optimizer(done, "use_muon" if muon else given and "optim", "muon" if muon else given)
-    share = number(done.take("val_size", 0))
-    if share >= 1:
-        done.lose("val_size", "a number of rows: eval_fraction takes a share of them")
-    elif share:
-        done.put("eval_fraction", share, "val_size")
-    shared.evaluation(done, 0 < share < 1 or "eval_data" in done.lines)
-    shared.saving(done)
+    sharding.split_rows(done, key, size and number(size))
+    if done.take("use_muon"):
+        done.put("optim", "muon", "use_muon")
+    shared.evaluation(done, shared.held_out(done, "val_size"))
+
+
+def _oft_block(size: Any) -> list[str]:
+    return [f"oft_block_size={size}"]
 
 
 def _packing(done: Conversion) -> None:
@@ -178,23 +132,7 @@ def _packing(done: Conversion) -> None:
         )
 
 
-def _machine(done: Conversion) -> None:
-    """Convert precision, attention, kernels, sharding and trackers."""
-    shared.precision(done)
-    shared.tf32(done)
-    key, value = done.first("flash_attn", "attn")
-    shared.attention(done, str(key), value)
-    shared.liger(done, "enable_liger_kernel")
-    shared.liger(done, "use_liger_kernel")
-    sharding.deepspeed(done, "deepspeed")
-    sharding.fsdp(done, "fsdp", "fsdp_config")
-    shared.report(done, "report_to", words(done.take("report_to", [])))
-    if done.take("disable_gradient_checkpointing"):
-        done.put("gradient_checkpointing", False, "disable_gradient_checkpointing")
-    if value := done.take("add_tokens"):
-        done.put("new_tokens", words(value), "add_tokens")
-    if done.take("use_unsloth_gc"):
-        done.lines["activation_offload"] = Line(True, "use_unsloth_gc")
+def _template(done: Conversion) -> None:
     template(done, "template", done.take("template"))
     thinks = done.take("enable_thinking")
     arguments(done, "enable_thinking", {"enable_thinking": False} if thinks is False else None)
@@ -210,43 +148,56 @@ KIT = Kit(
         "overwrite_cache", "preprocessing_num_workers", "val_size", "lora_rank", "pref_loss", "pref_beta",
         "quantization_bit", "neat_packing", "flash_attn", "enable_liger_kernel", "export_dir",
     ),
-    keys=shared.TRAINING | {
+    keys=shared.TRAINING | shared.weights("kto_chosen_weight", "kto_rejected_weight") | {
         "model_name_or_path": Key("model"),
         "model_revision": Key("model_revision", values={"main": None}),
-        "trust_remote_code": Key("trust_remote_code", values={False: None}),
+        "trust_remote_code": Key("trust_remote_code", asked=True),
         "output_dir": Key("output_dir"),
+        "lora_rank": Key("lora_r", default=8, only="lora adapter"),
+        "lora_alpha": Key("lora_alpha", default=lambda done: 2 * done.lines["lora_r"].value, page="2 x lora_rank",
+                          only="lora adapter"),
+        "lora_dropout": Key("lora_dropout", default=0.0, only="lora adapter"),
+        "lora_target": Key("lora_target_modules", default="all", only="lora adapter", read=shared.modules),
+        "oft_target": Key("lora_target_modules", default="all", only="oft adapter", read=shared.modules),
+        "oft_block_size": Key("adapter_config", default=32, only="oft adapter", read=_oft_block),
+        "additional_target": Key("modules_to_save", only="adapter", read=words),
+        "pref_beta": Key("beta", default=0.1, only="preference"),
+        "pref_ftx": Key("rpo_alpha", only="preference", asked=True),
+        "dpo_label_smoothing": Key("label_smoothing", only="preference", asked=True),
+        "simpo_gamma": Key("simpo_gamma", default=0.5, only="simpo"),
         "cutoff_len": Key("max_length", default=2048),
-        "streaming": Key("streaming", values={False: None}),
+        "streaming": Key("streaming", asked=True),
         "buffer_size": Key("shuffle_buffer_size"),
         "preprocessing_num_workers": Key("preprocessing_num_workers"),
-        "pure_bf16": Key("pure_bf16", values={False: None}),
-        "use_dora": Key("use_dora", values={False: None}),
-        "use_rslora": Key("use_rslora", values={False: None}),
+        "pure_bf16": Key("pure_bf16", asked=True),
+        "use_dora": Key("use_dora", asked=True),
+        "use_rslora": Key("use_rslora", asked=True),
         "loraplus_lr_ratio": Key("loraplus_lr_ratio"),
-        "train_from_scratch": Key("random_init", values={False: None}),
-        "fp8": Key("fp8", values={False: None}),
+        "train_from_scratch": Key("random_init", asked=True),
+        "fp8": Key("fp8", asked=True),
+        "enable_liger_kernel": Key("use_liger_kernel", asked=True, on_gpu=True),
+        "disable_gradient_checkpointing": Key("gradient_checkpointing", values={True: False}, asked=True),
+        "add_tokens": Key("new_tokens", read=words),
+        "use_unsloth_gc": Key("activation_offload", asked=True),
         "disable_shuffling": Key("train_sampling_strategy", values={False: None, True: "sequential"}),
     },
     rules=(
-        Rule("stage finetuning_type quantization_bit", "recipe sft, lora or dpo; adapter, load_in_4bit", _recipe),
-        Rule("lora_rank lora_alpha lora_dropout lora_target additional_target",
-             "lora_r, lora_alpha, lora_dropout, lora_target_modules, modules_to_save",
-             note="lora_alpha: 2 x lora_rank"),
-        Rule("pref_loss pref_beta pref_ftx simpo_gamma", "loss_type, beta, rpo_alpha, simpo_gamma"),
+        Rule("stage finetuning_type quantization_bit pref_loss",
+             "recipe sft, lora or dpo; adapter, load_in_4bit, loss_type", _recipe),
         Rule("dataset eval_dataset dataset_dir max_samples train_on_prompt mask_history",
              "data, eval_data, columns, train_on", _data, "names are looked up in dataset_info.json where it is here"),
-        Rule("per_device_train_batch_size gradient_accumulation_steps num_train_epochs max_steps warmup_ratio val_size",
-             "the same, warmup_steps, eval_fraction", _training, "transformers' defaults: batch 8, 3 epochs, linear"),
+        Rule("sequence_parallel_size val_size use_muon", "sp_size, eval_fraction, optim", _training,
+             "heads are exchanged (Ulysses), not a ring"),
+        Shared("per_device_train_batch_size gradient_accumulation_steps", "the same", shared.batch, "default: batch 8"),
         Rule("packing neat_packing", "packing", _packing, "rows of a pack never see each other"),
-        Rule("template enable_thinking", "chat_template, chat_template_kwargs"),
-        Rule("deepspeed fsdp", "zero, offload", note=sharding.FSDP_NOTE),
-        Rule("sequence_parallel_size", "sp_size", note="heads are exchanged (Ulysses), not a ring"),
-        Rule("bf16 fp16 flash_attn enable_liger_kernel report_to disable_gradient_checkpointing",
-             "bf16, fp16, attn_implementation, use_liger_kernel, report_to", _machine),
+        *shared.RULES,
+        Shared("flash_attn attn", "attn_implementation", shared.attention),
+        Rule("template enable_thinking", "chat_template, chat_template_kwargs", _template),
         Rule(shared.SAME, "the same"),
     ),
     lost=shared.NO_COUNTERPART | {
         "rows are read by their columns (docs/data.md)": "dataset_info.*",
+        "the reference is the model before training": "ref_model",
         "one adapter goes on as initial_adapter; merge those before it (zerofit export a --merge), see adapters.md": (
             "adapter_name_or_path create_new_adapter adapter_folder"
         ),
@@ -278,15 +229,8 @@ KIT = Kit(
             "image_* video_* freeze_vision_tower media_dir crop_to_patches freeze_multi_modal_projector "
             "freeze_language_model use_audio_in_video audio_sampling_rate"
         ),
-        "special tokens are the tokenizer's own; words as one token each: new_tokens": (
-            "resize_vocab split_special_tokens add_special_tokens new_special_tokens_config init_special_tokens "
-            "default_system tool_format"
-        ),
-        "the chat template alone decides how thinking is written (mask_generation_prompt)": (
-            "preserve_thinking"
-        ),
+        "the chat template alone decides how thinking is written (mask_generation_prompt)": "preserve_thinking",
         "compile_layers: true and fused_lora are this kit's kernels": "use_unsloth use_v1_kernels",
-        "ray starts zerofit with launchers/ray (docs/ray.md)": "use_ray ray_* resources_per_worker placement_strategy",
         "not needed here": (
             "low_cpu_mem_usage upcast_* infer_* print_param_status use_kv_cache quantization_type "
             "double_quantization quantization_device_map pissa_convert ddp_timeout_ "
@@ -303,6 +247,7 @@ KIT = Kit(
         "quantization_method": "bnb", "use_fast_tokenizer": True, "use_kv_cache": True, "double_quantization": True,
         "ignore_pad_token_for_loss": True, "use_reentrant_gc": True, "low_cpu_mem_usage": True, "enable_thinking": True,
         "freeze_vision_tower": True, "freeze_multi_modal_projector": True, "dataset_dir": "data", "flash_attn": "auto",
+        "per_device_train_batch_size": 8, "gradient_accumulation_steps": 1,
         "infer_backend": "huggingface", "infer_dtype": "auto",
     },
 )  # fmt: skip

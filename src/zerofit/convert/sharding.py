@@ -5,8 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from zerofit.convert import shared
-from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, Section, as_object, number, plain, sectioned
+from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, Section, number, plain, sectioned
 from zerofit.job import settings_file
 
 DEEPSPEED_FILE = "what the file says is what runs with `--deepspeed FILE`, instead of zero and offload"
@@ -14,7 +13,7 @@ DEEPSPEED_FILE = "what the file says is what runs with `--deepspeed FILE`, inste
 
 def deepspeed(done: Conversion, key: str) -> None:
     """Convert a key that names a DeepSpeed file, or holds its JSON."""
-    value = as_object(done.take(key))
+    value = done.take(key)
     if value is None or value == "":
         return
     if isinstance(value, dict):
@@ -104,6 +103,19 @@ def fsdp(done: Conversion, *keys: str) -> None:
     done.differ(f"{on[0]}: {FSDP_NOTE} (zero: {zero}).")
 
 
+def split_rows(done: Conversion, key: str | None, size: int | None) -> None:
+    """Write over how many GPUs a row is split."""
+    if size and size > 1:
+        done.put("sp_size", size, key)
+        done.differ(f"{key}: heads are exchanged (Ulysses), not a ring: it must divide the model's attention heads.")
+
+
+def split_layers(done: Conversion, key: str) -> None:
+    """Write over how many GPUs a layer is split; one is no line."""
+    if (size := done.take(key, 1)) > 1:
+        done.put("tp_size", size, key)
+
+
 # --- accelerate's configuration (`accelerate launch --config_file`) ---
 
 
@@ -122,14 +134,10 @@ def _accelerate(done: Conversion) -> None:
         done.put("zero", 0, "distributed_type")
     else:
         done.lose("distributed_type", f"there is no {kind} here; zero: 3 shards the model")
-    groups = done.take("parallelism_config", {})
-    for theirs in ("cp_size", "sp_size", "tp_size"):
-        key = f"parallelism_config_{theirs}"
-        size = number(groups.get(key, 1))
-        if theirs == "tp_size" and size > 1:
-            done.put(theirs, size, f"parallelism_config: {key}")
-        else:
-            shared.split_rows(done, f"parallelism_config: {key}", size)
+    for theirs in ("cp_size", "sp_size"):
+        key = f"parallelism_config: parallelism_config_{theirs}"
+        split_rows(done, key, number(done.take(key)))
+    split_layers(done, "parallelism_config: parallelism_config_tp_size")
     precision = str(done.take("mixed_precision", "no"))
     if precision == "bf16":
         done.put("bf16", True, "mixed_precision")
@@ -210,7 +218,7 @@ def _own_json(done: Conversion) -> None:
     elif enabled["fp16"] is True:
         done.on_gpus["fp16"] = Line(True, "fp16: enabled")
     elif enabled["bf16"] is False:
-        shared.single(done, "bf16: enabled")
+        done.put("bf16", False, "bf16: enabled")
     done.keep(*(name for name in done.given if name in enabled or done.given[name] == "auto"))
     _optimizer(done)
     _scheduler(done)

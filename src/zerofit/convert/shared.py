@@ -6,13 +6,20 @@ from collections.abc import Iterable
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from zerofit.convert.conversion import Conversion, Key, Line, as_object, number, words
+from zerofit.convert import sharding
+from zerofit.convert.conversion import Conversion, Key, Line, Rule, Shared, number, words
+
+GPU = {"tf32": Key("tf32", asked=True, values={"auto": None}, on_gpu=True),
+       "use_liger_kernel": Key("use_liger_kernel", asked=True, on_gpu=True)}  # fmt: skip
 
 # transformers' TrainingArguments, which TRL, LLaMA-Factory and ms-swift have under the same names, with its defaults
 # (version 5.23) where ours are others, or where a converted file should say what it trains.
-TRAINING = {
+TRAINING = GPU | {
+    "num_train_epochs": Key("num_train_epochs", default=3.0),
+    "max_steps": Key("max_steps", values={-1: None, 0: None}),
     "learning_rate": Key("learning_rate", default=5e-5),
     "lr_scheduler_type": Key("lr_scheduler_type", default="linear"),
+    "lr_scheduler_kwargs": Key("lr_scheduler_kwargs", asked=True),
     "weight_decay": Key("weight_decay", default=0.0),
     "max_grad_norm": Key("max_grad_norm", default=1.0, values={None: 0}),
     "optim": Key("optim", default="adamw_torch_fused"),
@@ -32,7 +39,7 @@ SOME_WEIGHTS = "trains a part of the weights; here all weights train (sft, dpo),
 
 NO_COUNTERPART = {
     "of a DeepSpeed file only stage and offload are taken; all of it runs with --deepspeed FILE": "deepspeed.*",
-    "FSDP has no counterpart, ZeRO shards as much": "fsdp_config.*",
+    sharding.FSDP_NOTE: "fsdp_config.*",
     "not needed: the tokenizer and the model class come from the model's own files": "tokenizer_type model_type "
     "tokenizer_config tokenizer_use_fast tokenizer_legacy tokenizer_name_or_path use_fast_tokenizer processor_type "
     "is_falcon_derived_model is_llama_derived_model is_mistral_derived_model is_qwen_derived_model model_code_revision",
@@ -44,69 +51,51 @@ NO_COUNTERPART = {
     "report.html has the curves of each run": "plot_loss",
     "nothing to set: log in with `hf auth login`": "hub_token hf_hub_token ms_hub_token use_hf hf_use_auth_token",
     "rows of similar length: train_sampling_strategy: group_by_length": "group_by_length",
+    "ray starts zerofit with launchers/ray (docs/ray.md)": "use_ray ray_* resources_per_worker placement_strategy "
+    "device_groups",
+    "special tokens are the tokenizer's own; words as one token each: new_tokens": "special_tokens "
+    "new_special_tokens_config init_special_tokens add_special_tokens split_special_tokens added_tokens_overrides "
+    "eot_tokens resize_vocab resize_token_embeddings_to_32x default_system_message default_system tool_format",
+    "the system turn is a turn of the rows": "system system_prompt",
     "checkpointing is non-reentrant here, with the same result": "gradient_checkpointing_kwargs use_reentrant_gc",
     "zerofit chat and export follow the training": "export_dir export_size export_device export_legacy_format",
 }
 
 
-def batch(done: Conversion, micro: tuple[str | None, Any, int], accumulation: tuple[str | None, Any, int]) -> None:
+def batch(done: Conversion, micro: str, accumulation: str) -> None:
     """Write micro batch and accumulation, or for a known number of GPUs the effective batch.
 
-    Args: micro, accumulation: (key, value or None, the kit's default) of both.
+    Args: micro, accumulation: their keys.
     """
     sizes = []
-    for name, (key, value, default) in (
-        ("per_device_train_batch_size", micro),
-        ("gradient_accumulation_steps", accumulation),
-    ):
-        value = number(value)
-        value = default if value in (None, "auto") else value
-        done.put(name, value, key)
-        sizes.append(value)
-    effective(done, sizes[0] * sizes[1])
-
-
-def effective(done: Conversion, of_one: int) -> None:
-    """Write the effective batch where the number of GPUs is known; else say how to keep it."""
+    for name, key in (("per_device_train_batch_size", micro), ("gradient_accumulation_steps", accumulation)):
+        value = number(done.take(key))
+        sizes.append(done.defaults.get(key, 1) if value in (None, "auto") else value)
+        done.put(name, sizes[-1], None if value is None else key)
+    of_one = sizes[0] * sizes[1]
     if not done.gpus:
         done.differ(
             f"effective batch: {of_one} x the number of GPUs (less those that share a row), as in {done.kit.name}; on "
-            f"another number of GPUs than there, write effective_batch_size and leave gradient_accumulation_steps out."
+            "another number of GPUs than there, write effective_batch_size and leave gradient_accumulation_steps out."
         )
         return
-    groups = done.lines.get("sp_size"), done.lines.get("tp_size")
     ranks = done.gpus
-    for line in groups:
-        ranks //= line.value if line else 1
+    for name in ("sp_size", "tp_size"):
+        ranks //= done.lines[name].value if name in done.lines else 1
     done.put("effective_batch_size", of_one * ranks, f"the batch of {done.gpus} GPUs")
     done.lines.pop("gradient_accumulation_steps")  # follows from the number of GPUs
 
 
-def steps(done: Conversion, epochs: tuple[str | None, Any, float], max_steps: str = "max_steps") -> None:
-    """Write epochs, and a number of steps above 0, which decides where it stands."""
-    key, value, default = epochs
-    done.put("num_train_epochs", default if value is None else value, key)
-    limit = number(done.take(max_steps, -1))
-    if limit > 0:
-        done.put("max_steps", limit, max_steps)
-
-
-def warmup(done: Conversion, default: float = 0) -> None:
-    """Write the warm-up: steps, else a share of all steps, else the kit's default."""
-    count, share = number(done.take("warmup_steps", 0)), number(done.take("warmup_ratio", 0))
-    given = next((key for key in ("warmup_steps", "warmup_ratio") if done.given.get(key) is not None), None)
+def warmup(done: Conversion, steps: str, ratio: str, default: float = 0) -> None:
+    """Write the warm-up: steps, else a share of all steps, else the kit's default. Args: steps, ratio: their keys."""
+    count, share = number(done.take(steps, 0)), number(done.take(ratio, 0))
+    given = next((key for key in (steps, ratio) if done.given.get(key) is not None), None)
     if count:
-        done.put("warmup_steps", count, "warmup_steps")
+        done.put("warmup_steps", count, steps)
     elif share or given:
-        done.put("warmup_steps", share or 0, "warmup_ratio" if share else given)
+        done.put("warmup_steps", share or 0, ratio if share else given)
     else:
         done.put("warmup_steps", default)
-
-
-def schedule_arguments(done: Conversion, key: str = "lr_scheduler_kwargs") -> None:
-    """Write the schedule's further arguments, which may be a JSON text."""
-    if value := as_object(done.take(key)):
-        done.put("lr_scheduler_kwargs", value, key)
 
 
 # Theirs -> ours, of the optimizers that both have.
@@ -138,20 +127,26 @@ def uncut(done: Conversion, theirs: str, key: str | None = None) -> None:
     )
 
 
-def optimizer(done: Conversion, key: str | None, value: str | None, default: str = "adamw_torch_fused") -> None:
-    """Write the optimizer; a paged one is for GPUs, and its update that of the one without pages."""
-    name = str(value or default)
+def optimizer(done: Conversion, key: str, value: str | None = None, default: str = "adamw_torch_fused") -> None:
+    """Write the optimizer of a key, unless another key has said it.
+
+    A paged one is for GPUs, and its update that of the one without pages. Args: value: ours, of a kit with other names.
+    """
+    value = value or done.take(key)
+    if "optim" in done.lines:
+        return
+    name, origin = str(value or default), key if value else None
     if name.startswith("paged_adamw"):
         done.put("optim", "adamw_8bit" if "8bit" in name else "adamw_torch_fused", f"{key}: {name}, without pages")
-        done.on_gpus["optim"] = Line("paged_adamw_32bit" if name == "paged_adamw" else name, str(key))
+        done.on_gpus["optim"] = Line("paged_adamw_32bit" if name == "paged_adamw" else name, key)
     elif name in OPTIMIZERS:
-        done.put("optim", OPTIMIZERS[name], key and (key if OPTIMIZERS[name] == name else f"{key}: {name}"))
+        done.put("optim", OPTIMIZERS[name], origin and (key if OPTIMIZERS[name] == name else f"{key}: {name}"))
     else:
-        done.lose(str(key), f"no optimizer {name} here, adamw_torch_fused is written instead (docs/optimizers.md)")
+        done.lose(key, f"no optimizer {name} here, adamw_torch_fused is written instead (docs/optimizers.md)")
         done.put("optim", "adamw_torch_fused", f"instead of {name}")
 
 
-def precision(done: Conversion, bf16: str = "bf16", fp16: str = "fp16") -> None:
+def precision(done: Conversion, bf16: str, fp16: str) -> None:
     """Write bf16 or fp16 where they are asked for, and bf16 false for fp32; `auto` is what happens here without."""
     asked = {key: str(done.take(key)).lower() for key in (bf16, fp16)}
     for ours, key in (("bf16", bf16), ("fp16", fp16)):
@@ -185,27 +180,18 @@ def half(done: Conversion, name: str, key: str) -> None:
         done.differ(f"{key}: fp16 is chosen by itself on GPUs without bf16 arithmetic; on others take the # away.")
 
 
-def attention(done: Conversion, key: str, value: str | None) -> None:
+def attention(done: Conversion, *keys: str) -> None:
     """Write FlashAttention for GPUs; sdpa is the default."""
+    key, value = done.first(*keys)
     names = {"flash_attn": "flash_attention_2", "fa2": "flash_attention_2", "fa3": "flash_attention_3",
              "disabled": "eager"}  # fmt: skip
     name = names.get(value, value)
-    if name in ("eager",):
+    if name == "eager":
         done.put("attn_implementation", name, key)
     elif name and "flash" in str(name):
         done.on_gpus["attn_implementation"] = Line(name, key)
     elif name in ("sdpa", "auto"):
         done.keep(key)
-
-
-def liger(done: Conversion, key: str) -> None:
-    if done.take(key) is True:
-        done.on_gpus["use_liger_kernel"] = Line(True, key)
-
-
-def tf32(done: Conversion) -> None:
-    if done.take("tf32") is True:
-        done.on_gpus["tf32"] = Line(True, "tf32")
 
 
 MODULES = {"azure_ml": "azureml", "comet_ml": "comet_ml"}  # of trackers whose module has another name
@@ -224,45 +210,44 @@ def report(done: Conversion, key: str, names: Iterable[str]) -> None:
         done.keep(key)
 
 
-def lora(done: Conversion, names: dict[str, tuple[str | None, Any, Any]]) -> None:
-    """Write the adapter. names: ours -> (their key, its value, the kit's default)."""
-    for ours, (key, value, default) in names.items():
-        value = default if value is None else value
-        if value is not None:
-            done.put(ours, value, key)
+def trackers(done: Conversion, key: str) -> None:
+    """Write the trackers that a key names, else those of the kit that are installed."""
+    report(done, key, words(done.take(key, done.defaults[key])))
+    if key not in done.given:
+        done.lost.pop(key, None)
 
 
-def kto(done: Conversion, wanted: str = "desirable_weight", unwanted: str = "undesirable_weight") -> None:
-    """Write the weights of KTO, named `wanted` and `unwanted` in the file, and say where its KL term differs."""
-    for theirs, ours in ((wanted, "desirable_weight"), (unwanted, "undesirable_weight")):
-        key, value, default = done.named(theirs, 1.0)
-        done.put(ours, default if value is None else value, key)
-    done.differ(
-        "loss_type kto: the KL term is a mean over the rows of an optimizer step, in TRL of a micro batch on all GPUs; "
-        "rows are shuffled, in TRL they are not (train_sampling_strategy: sequential)."
-    )
+def preference(done: Conversion, loss: str, origin: str | None) -> None:
+    """Write the loss of a preference; of KTO also say where its KL term differs."""
+    done.put("loss_type", loss, origin)
+    done.trained |= {"preference", loss}
+    if loss in ("kto", "apo_zero_unpaired"):
+        done.trained.add("kto")
+        done.differ(
+            "loss_type kto: the KL term is a mean over the rows of an optimizer step, in TRL of a micro batch on all "
+            "GPUs; rows are shuffled, in TRL they are not (train_sampling_strategy: sequential)."
+        )
 
 
-def targets(done: Conversion, key: str | None, value: Any, default: Any) -> None:
-    """Write the modules that get an adapter: a list, all-linear, or a text that is a regular expression, as in peft."""
-    is_names = not isinstance(value, str) or re.fullmatch(r"[\w.,\s-]*", value)
-    listed = words(default if value in (None, "", []) else value) if is_names else [value]
-    if {"all-linear", "all", "all_linear"} & set(listed):
-        listed = ["all-linear"]
-    done.put("lora_target_modules", listed, key if value not in (None, "", []) else None)
+def weights(wanted: str = "desirable_weight", unwanted: str = "undesirable_weight") -> dict[str, Key]:
+    """Return the keys of KTO's weights by their names."""
+    names = {wanted: "desirable_weight", unwanted: "undesirable_weight"}
+    return {theirs: Key(ours, default=1.0, only="kto") for theirs, ours in names.items()}
 
 
-def split_rows(done: Conversion, key: str | None, size: int | None) -> None:
-    """Write over how many GPUs a row is split."""
-    if size and size > 1:
-        done.put("sp_size", size, key)
-        done.differ(f"{key}: heads are exchanged (Ulysses), not a ring: it must divide the model's attention heads.")
+def modules(value: Any) -> list[str]:
+    """Return the modules that get an adapter, of a list, all-linear, or a regular expression as a text, as in peft."""
+    listed = words(value) if not isinstance(value, str) or re.fullmatch(r"[\w.,\s-]*", value) else [value]
+    return ["all-linear"] if {"all-linear", "all", "all_linear"} & set(listed) else listed
 
 
-def parameters(done: Conversion, key: str = "lora_target_parameters") -> None:
-    """Write the parameters that get an adapter beside the modules: those of fused experts."""
-    if names := words(done.take(key, [])):
-        done.put("lora_target_parameters", names, key)
+def quantized(done: Conversion, method: str, *keys: str) -> None:
+    """Write in how many bits the base of an adapter is. Args: method: the key of what makes them so."""
+    key, bits = done.first(*keys)
+    if bits in (4, 8) and done.take(method, "bnb") in ("bnb", "bitsandbytes"):
+        done.put(f"load_in_{bits}bit", True, key)
+    elif bits:
+        done.lose(str(key), "load_in_4bit (NF4) or load_in_8bit, by bitsandbytes")
 
 
 @dataclass(frozen=True)
@@ -345,7 +330,17 @@ def _entry(source: Source, apart: list[str]) -> str | dict[str, Any]:
     return {of: value for of, value in own.items() if value not in (None, {})}
 
 
-def evaluation(done: Conversion, has_rows: bool, strategy: str | None = "eval_strategy") -> None:
+def held_out(done: Conversion, key: str) -> bool:
+    """Write the share of the rows to evaluate on, and return whether the run has such rows."""
+    share = number(done.take(key, 0) or 0)
+    if share >= 1:
+        done.lose(key, "a number of rows: eval_fraction takes a share of them")
+    elif share:
+        done.put("eval_fraction", share, key)
+    return 0 < share < 1 or "eval_data" in done.lines
+
+
+def evaluation(done: Conversion, has_rows: bool) -> None:
     """Write when to evaluate, where there are rows to evaluate on; `no` is written in any case."""
     keys = ("eval_strategy", "evaluation_strategy", "eval_steps", "eval_on_start")
     values = {key: number(done.take(key)) for key in keys}
@@ -360,8 +355,6 @@ def evaluation(done: Conversion, has_rows: bool, strategy: str | None = "eval_st
             done.put("eval_steps", values["eval_steps"], "eval_steps")
         if values["eval_on_start"]:
             done.put("eval_on_start", True, "eval_on_start")
-    elif has_rows and strategy:
-        done.put("eval_strategy", "no")
     elif chosen not in (None, "no"):
         done.lose(str(origin), "a hub set's own eval split is used by itself; else name rows with eval_data, or "
                                "eval_fraction")  # fmt: skip
@@ -369,13 +362,24 @@ def evaluation(done: Conversion, has_rows: bool, strategy: str | None = "eval_st
         done.put("eval_strategy", "no", origin)
 
 
-def saving(done: Conversion, strategy: str = "steps", every: float = 500, limit: int = 0) -> None:
+def saving(done: Conversion, strategy: str = "steps", limit: int = 0) -> None:
     """Write when to save: as the file says, else as the kit does."""
     chosen, count = done.take("save_strategy"), number(done.take("save_steps"))
     chosen = "no" if chosen is False else chosen
-    if chosen or strategy:
-        done.put("save_strategy", chosen or ("steps" if count else strategy), "save_strategy" if chosen else None)
+    done.put("save_strategy", chosen or ("steps" if count else strategy), "save_strategy" if chosen else None)
     if done.lines["save_strategy"].value == "steps":
-        done.put("save_steps", count or every, "save_steps" if count else None)
+        done.put("save_steps", count or 500, "save_steps" if count else None)
     kept = done.take("save_total_limit")
     done.put("save_total_limit", limit if kept is None else kept, "save_total_limit" if kept is not None else None)
+
+
+# Rules of the kits on transformers' trainer.
+RULES = (
+    Shared("warmup_steps warmup_ratio", "warmup_steps", warmup),
+    Rule("save_strategy save_steps save_total_limit", "the same", saving),
+    Shared("optim", "the same", optimizer),
+    Shared("bf16 fp16", "the same", precision),
+    Shared("deepspeed", "zero, offload", sharding.deepspeed),
+    Shared("fsdp fsdp_config", "zero, offload", sharding.fsdp, sharding.FSDP_NOTE),
+    Shared("report_to", "the same", trackers),
+)

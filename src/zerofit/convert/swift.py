@@ -1,12 +1,16 @@
 """The table of ms-swift's keys."""
 
+from typing import Any
+
 from zerofit.convert import sharding, shared
-from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, as_object, number, words
+from zerofit.convert.conversion import Conversion, Key, Kit, Rule, Shared, number, words
 from zerofit.convert.templates import template
 
-PREFERENCE = {"dpo": ("sigmoid", 0.1), "orpo": ("orpo", 0.1), "simpo": ("simpo", 2.0), "kto": ("kto", 0.1)}
+PREFERENCE = {"dpo": "sigmoid", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
 
 OTHER_JOBS = "zerofit trains SFT, LoRA and preferences (dpo, orpo, simpo, kto)"
+
+TRUNCATIONS = {"delete": "drop", "left": "truncate_left", "right": "truncate_right", "split": "truncate_right"}
 
 ADAPTERS = ("lora", "ia3", "oft", "vera")
 
@@ -24,62 +28,22 @@ def _recipe(done: Conversion) -> None:
         done.refuse(f"tuner_type: {kind}", f"is no adapter of zerofit's: {', '.join(ADAPTERS)} (docs/adapters.md)")
     if "dpo" in done.file.stem and not rl and not done.recipe:
         done.differ("rlhf_type: not in the file; `swift rlhf` takes dpo: convert with --recipe dpo.")
-    done.choose("dpo" if rl else "sft" if kind == "full" else "lora", "rlhf_type", key or "tuner_type")
+    recipe, adapter = ("sft", "") if kind == "full" else ("lora", kind)
+    done.choose("dpo" if rl else recipe, "rlhf_type", key or "tuner_type", adapter=adapter, origin="tuner_type")
     if done.recipe == "dpo":
-        _preference(done, rl or "dpo")
-    if kind != "full":
-        _adapter(done, kind)
-    for key in done.unread & {"lora_rank", "lora_alpha", "lora_dropout", "target_modules"} if kind == "full" else ():
-        done.lose(key, "the file has no adapter, so all weights train")
-    key, rate, default = done.named("learning_rate", 1e-5 if kind == "full" else 1e-4)
-    done.put("learning_rate", default if rate is None else rate, key)
-
-
-def _preference(done: Conversion, rl: str) -> None:
-    loss, beta = PREFERENCE[rl]
-    given = words(done.take("loss_type", []))
-    if len(given) > 1:
-        done.refuse("loss_type", "zerofit has one loss at a time")
-    done.put("loss_type", given[0] if given else loss, "loss_type" if given else "rlhf_type")
-    key, value, _ = done.named("beta", beta)
-    done.put("beta", beta if value is None else value, key)
-    if rl == "kto":
-        shared.kto(done)
-    if rl == "simpo":
-        done.put("simpo_gamma", done.take("simpo_gamma", 1), "simpo_gamma" if "simpo_gamma" in done.given else None)
-        done.put("rpo_alpha", done.take("cpo_alpha", 1.0), "cpo_alpha" if "cpo_alpha" in done.given else None)
-    elif weight := done.take("rpo_alpha"):
-        done.put("rpo_alpha", weight, "rpo_alpha")
-    if smoothing := done.take("label_smoothing"):
-        done.put("label_smoothing", smoothing, "label_smoothing")
-
-
-def _adapter(done: Conversion, kind: str) -> None:
-    if done.recipe == "dpo" or kind != "lora":
-        done.put("adapter", kind, "tuner_type")
-    if kind == "lora":
-        shared.lora(done, {
-            "lora_r": done.named("lora_rank", 8),
-            "lora_alpha": done.named("lora_alpha", 32),
-            "lora_dropout": (*done.first("lora_dropout_p", "lora_dropout"), 0.05),
-        })  # fmt: skip
-    shared.parameters(done, "target_parameters")
-    key, value = done.first("target_regex", "target_modules", "lora_target_modules")
-    value = "all-linear" if str(value).upper() in ("ALL", "['ALL']") else value
-    shared.targets(done, key, value, "all-linear")
-    if value := done.take("modules_to_save"):
-        done.put("modules_to_save", words(value), "modules_to_save")
+        given = words(done.take("loss_type", []))
+        if len(given) > 1:
+            done.refuse("loss_type", "zerofit has one loss at a time")
+        loss = given[0] if given else PREFERENCE[rl or "dpo"]
+        shared.preference(done, loss, "loss_type" if given else "rlhf_type")
+    if not adapter:
+        return
+    shared.quantized(done, "quant_method", "quant_bits", "quantization_bit")
     weights = str(done.take("init_weights", "true")).lower()
-    if weights in ("true", "false"):
-        done.keep(*["init_weights"] * (weights == "true"))
-    else:
+    if weights not in ("true", "false"):
         done.put("init_lora_weights", weights, "init_weights")
-    key, bits = done.first("quant_bits", "quantization_bit")
-    if bits:
-        if bits in (4, 8) and done.take("quant_method", "bnb") == "bnb":
-            done.put(f"load_in_{bits}bit", True, key)
-        else:
-            done.lose(str(key), "load_in_4bit (NF4) or load_in_8bit, by bitsandbytes")
+    elif weights == "true":
+        done.keep("init_weights")
 
 
 def _data(done: Conversion) -> None:
@@ -94,7 +58,7 @@ def _data(done: Conversion) -> None:
     shuffled = [done.take(key, True) for key in ("dataset_shuffle", "train_dataloader_shuffle")]
     if shuffled == [False, False] or (done.given.get("streaming") is True and not shuffled[0]):
         done.put("train_sampling_strategy", "sequential", "dataset_shuffle, train_dataloader_shuffle")
-    if isinstance(columns := as_object(done.take("columns")), dict):  # {name in the file: standard name}
+    if isinstance(columns := done.take("columns"), dict):  # {name in the file: standard name}
         names = {"query": "prompt", "response": "completion", "rejected_response": "rejected"}
         done.put("columns", [f"{names.get(to, to)}={name}" for name, to in columns.items()], "columns")
     if done.recipe == "dpo":
@@ -122,48 +86,39 @@ def _source(done: Conversion, key: str, text: str, alone: bool) -> shared.Source
     return shared.Source(path, None, subset or None)
 
 
+def _modules(value: Any) -> list[str]:
+    """Return the modules that get an adapter, of which ALL is all that are linear."""
+    return ["all-linear"] if str(value).upper() in ("ALL", "['ALL']") else shared.modules(value)
+
+
 def _training(done: Conversion) -> None:
-    """Convert batch, epochs, warm-up, evaluation, saving and the optimizer."""
+    """Convert what shares a row, batch, optimizer and evaluation."""
     if (size := done.take("sequence_parallel_size", 1)) > 1:
         done.put("sp_size", size, "sequence_parallel_size")
-    if size := done.take("deepspeed_autotp_size"):
-        done.put("tp_size", size, "deepspeed_autotp_size")
-    key, micro, _ = done.named("per_device_train_batch_size", 1)
-    micro = number(micro) or 1
-    accumulation = done.named("gradient_accumulation_steps", None)
-    if accumulation[1] is None:
+    sharding.split_layers(done, "deepspeed_autotp_size")
+    if done.take("gradient_accumulation_steps") is None:
+        key, micro = done.first("per_device_train_batch_size")
+        micro = number(micro) or 1
         done.put("per_device_train_batch_size", micro, key)
         ranks = done.gpus or 1
-        steps = max(1, -(-16 // (micro * ranks)))
-        done.put("effective_batch_size", micro * ranks * steps)
-        done.differ(f"effective batch: ms-swift accumulates up to 16 rows or more, here {micro * ranks * steps}.")
+        rows = micro * ranks * max(1, -(-16 // (micro * ranks)))
+        done.put("effective_batch_size", rows)
+        done.differ(f"effective batch: ms-swift accumulates up to 16 rows or more, here {rows}.")
     else:
-        shared.batch(done, (key, micro, 1), accumulation)
-    shared.steps(done, done.named("num_train_epochs", 3.0))
-    shared.warmup(done)
-    shared.schedule_arguments(done)
-    given = done.take("optim")
-    shared.optimizer(done, given and "optim", given)
+        shared.batch(done, "per_device_train_batch_size", "gradient_accumulation_steps")
     if own := done.take("optimizer"):
-        muon = own in ("muon", "muonclip")
-        if muon:
+        if own in ("muon", "muonclip"):
             done.put("optim", "muon", "optimizer")
         else:
             done.lose("optimizer", "optim has other names (docs/optimizers.md)")
-    share = number(done.take("split_dataset_ratio", 0))
-    if share:
+    if share := number(done.take("split_dataset_ratio", 0)):
         done.put("eval_fraction", share, "split_dataset_ratio")
-    _evaluation(done, bool(share) or "eval_data" in done.lines)
-    shared.saving(done)
-
-
-def _evaluation(done: Conversion, has_rows: bool) -> None:
-    """Evaluate as often as is saved, where the file does not say."""
-    if has_rows and done.given.get("eval_strategy") is None:
-        steps = done.given.get("eval_steps") or done.given.get("save_steps") or 500
-        done.put("eval_strategy", "steps", "eval_steps" if done.given.get("eval_steps") else None)
-        done.put("eval_steps", steps, "eval_steps" if done.given.get("eval_steps") else None)
-        done.unread -= {"eval_steps", "eval_strategy"}
+    has_rows = bool(share) or "eval_data" in done.lines
+    if has_rows and done.given.get("eval_strategy") is None:  # as often as is saved
+        steps = done.take("eval_steps")
+        done.put("eval_strategy", "steps", "eval_steps" if steps else None)
+        done.put("eval_steps", steps or done.given.get("save_steps") or 500, "eval_steps" if steps else None)
+        done.unread.discard("eval_strategy")
     else:
         shared.evaluation(done, has_rows)
 
@@ -179,18 +134,14 @@ def _length(done: Conversion) -> None:
         done.put("max_length", length, "max_length")
     elif on:
         done.lose("max_length", "ms-swift packs up to the model's own limit; here to 2048 unless the file says more")
-    strategy = done.take("truncation_strategy", "delete")
-    names = {"delete": "drop", "left": "truncate_left", "right": "truncate_right"}
-    done.put("truncation", names.get(strategy, "truncate_right"),
-             "truncation_strategy" if "truncation_strategy" in done.given else None)  # fmt: skip
     if not length and not on:
         shared.uncut(done, "ms-swift takes the model's own limit")
-    if strategy == "split":
+    if done.take("truncation_strategy") == "split":
         done.differ("truncation_strategy: split cuts a text into several rows there; here the rest is cut off.")
 
 
-def _machine(done: Conversion) -> None:
-    """Convert precision, attention, kernels, sharding, trackers and the template."""
+def _template(done: Conversion) -> None:
+    """Convert the type of the weights and the template."""
     key, dtype = done.first("torch_dtype", "dtype")
     if dtype in ("float32", "fp32") and not {"fp16", "bf16"} & done.given.keys():
         shared.single(done, key)
@@ -198,21 +149,8 @@ def _machine(done: Conversion) -> None:
         shared.half(done, "fp16", key)
     elif dtype in ("bfloat16", "bf16") and "bf16" not in done.given:
         done.put("bf16", True, key)
-    shared.precision(done)
-    shared.tf32(done)
-    shared.attention(done, "attn_impl", done.take("attn_impl"))
-    shared.liger(done, "use_liger_kernel")
-    sharding.deepspeed(done, "deepspeed")
-    sharding.fsdp(done, "fsdp", "fsdp_config")
-    shared.report(done, "report_to", words(done.take("report_to", ["tensorboard"])))
-    if "report_to" not in done.given:
-        done.lost.pop("report_to", None)
-    if done.take("padding_free"):
-        done.put("padding_free", True, "padding_free")
     if (value := done.take("template")) and value not in ("default", "dummy"):
         template(done, "template", value)
-    if done.take("gradient_checkpointing") is False:
-        done.lines["gradient_checkpointing"] = Line(False, "gradient_checkpointing")
 
 
 KIT = Kit(
@@ -224,42 +162,56 @@ KIT = Kit(
         "lora_rank", "truncation_strategy", "val_dataset", "lazy_tokenize", "packing_length", "dataset",
         "model_type",
     ),
-    keys=shared.TRAINING | {
+    keys=shared.TRAINING | shared.weights() | {
         "model": Key("model"),
         "model_id_or_path": Key("model"),
         "model_revision": Key("model_revision"),
         "output_dir": Key("output_dir"),
+        "learning_rate": Key("learning_rate", default=lambda done: 1e-4 if "adapter" in done.trained else 1e-5,
+                             page="1e-4, of all weights 1e-5"),
+        "lora_rank": Key("lora_r", default=8, only="lora adapter"),
+        "lora_alpha": Key("lora_alpha", default=32, only="lora adapter"),
+        "lora_dropout_p": Key("lora_dropout", default=0.05, other="lora_dropout", only="lora adapter"),
+        "target_regex": Key("lora_target_modules", default="all-linear", other="target_modules lora_target_modules",
+                            only="adapter", read=_modules),
+        "target_parameters": Key("lora_target_parameters", only="adapter", read=words),
+        "modules_to_save": Key("modules_to_save", only="adapter", read=words),
+        "beta": Key("beta", default=lambda done: 2.0 if done.given.get("rlhf_type") == "simpo" else 0.1,
+                    page="0.1, of simpo 2", only="preference"),
+        "rpo_alpha": Key("rpo_alpha", only="preference", asked=True),
+        "label_smoothing": Key("label_smoothing", only="preference", asked=True),
+        "cpo_alpha": Key("rpo_alpha", default=1.0, only="simpo"),
+        "simpo_gamma": Key("simpo_gamma", default=1, only="simpo"),
+        "padding_free": Key("padding_free", asked=True),
+        "truncation_strategy": Key("truncation", default="delete", values=TRUNCATIONS),
+        "gradient_checkpointing": Key("gradient_checkpointing", values={True: None}),
         "lr_scheduler_type": Key("lr_scheduler_type", default="cosine"),
         "weight_decay": Key("weight_decay", default=0.1),
         "adam_beta2": Key("adam_beta2", default=0.95),
         "data_seed": Key("data_seed"),
         "dataset_num_proc": Key("preprocessing_num_workers"),
-        "streaming": Key("streaming", values={False: None}),
+        "streaming": Key("streaming", asked=True),
         "shuffle_buffer_size": Key("shuffle_buffer_size"),
         "new_special_tokens": Key("new_tokens"),
-        "use_dora": Key("use_dora", values={False: None}),
-        "use_rslora": Key("use_rslora", values={False: None}),
+        "use_dora": Key("use_dora", asked=True),
+        "use_rslora": Key("use_rslora", asked=True),
         "lorap_lr_ratio": Key("loraplus_lr_ratio"),
         "experts_impl": Key("experts_implementation"),
     },
     rules=(
-        Rule("tuner_type train_type sft_type rlhf_type learning_rate", "recipe sft, lora or dpo; learning_rate",
-             _recipe, "default rate 1e-4, of all weights 1e-5"),
-        Rule("lora_rank lora_alpha lora_dropout target_modules target_regex quant_bits",
-             "lora_r, lora_alpha, lora_dropout, lora_target_modules, load_in_4bit",
-             note="defaults 8, 32, 0.05, all-linear"),
-        Rule("beta loss_type rpo_alpha simpo_gamma cpo_alpha", "beta, loss_type, rpo_alpha, simpo_gamma"),
+        Rule("tuner_type train_type sft_type rlhf_type loss_type quant_bits init_weights",
+             "recipe sft, lora or dpo; adapter, loss_type, load_in_4bit, init_lora_weights", _recipe),
         Rule("dataset val_dataset columns loss_scale", "data, eval_data, columns, max_samples, train_on", _data,
              "ids of the Hugging Face Hub, not of ModelScope"),
-        Rule("max_length packing packing_length truncation_strategy", "max_length, packing, truncation", _length,
+        Rule("max_length packing packing_length", "max_length, packing", _length,
              "longer rows are dropped there by default"),
-        Rule("per_device_train_batch_size gradient_accumulation_steps num_train_epochs warmup_ratio "
-             "split_dataset_ratio",
-             "the same, effective_batch_size, warmup_steps, eval_fraction", _training,
+        Rule("per_device_train_batch_size gradient_accumulation_steps split_dataset_ratio sequence_parallel_size "
+             "deepspeed_autotp_size optimizer",
+             "the same, effective_batch_size, eval_fraction, sp_size, tp_size, optim", _training,
              "default: 16 rows a step, or more"),
-        Rule("deepspeed fsdp", "zero, offload", note="deepspeed_autotp_size is tp_size"),
-        Rule("torch_dtype attn_impl use_liger_kernel report_to template", "bf16, attn_implementation, chat_template",
-             _machine),
+        Rule("torch_dtype template", "bf16, chat_template", _template),
+        *shared.RULES,
+        Shared("attn_impl", "attn_implementation", shared.attention),
         Rule(shared.SAME, "the same"),
     ),
     lost=shared.NO_COUNTERPART | {
@@ -272,7 +224,6 @@ KIT = Kit(
         "images, videos and audios are not trained": (
             "freeze_vit freeze_aligner freeze_llm max_pixels vit_* aligner_lr"
         ),
-        "the system turn is a turn of the rows": "system",
         "rows are in another order in each epoch, unless both are false": "dataset_shuffle train_dataloader_shuffle",
         "conversations go through the chat template": "use_chat_template",
         "the chat template alone decides how thinking is written (mask_generation_prompt)": (
@@ -283,7 +234,7 @@ KIT = Kit(
             "add_version create_checkpoint_symlink check_model lazy_tokenize load_args "
             "tuner_backend bnb_4bit_* packing_num_proc packing_strategy "
             "remove_unused_columns dataloader_persistent_workers ddp_backend padding_side "
-            "max_model_len device_map save_only_model ignore_args_error gradient_checkpointing save_safetensors "
+            "max_model_len device_map save_only_model ignore_args_error save_safetensors "
             "safe_serialization max_shard_size strict disable_auto_column_mapping template_backend "
             "val_dataset_shuffle logging_first_step lora_bias"
         ),
@@ -292,7 +243,6 @@ KIT = Kit(
             "callbacks acc_strategy router_aux_loss_coef lora_ga_* reft_* adalora_* interleave_prob "
             "stopping_strategy"
         ),
-        "ray starts zerofit with launchers/ray (docs/ray.md)": "use_ray device_groups",
         "what a generation does is said to zerofit chat": (
             "max_new_tokens temperature top_k top_p repetition_penalty predict_with_generate eval_* metric"
         ),
@@ -304,7 +254,7 @@ KIT = Kit(
     meaning=("loss: mean over the trained tokens of the whole step on all GPUs, as in ms-swift.",),
     same_names=True,
     defaults=shared.DEFAULTS | {
-        "loss_type": "cross_entropy",
+        "loss_type": "cross_entropy", "per_device_train_batch_size": 1,
         "dataset_shuffle": True, "train_dataloader_shuffle": True, "gradient_checkpointing": True, "check_model": True,
         "add_version": True, "use_chat_template": True, "freeze_vit": True, "freeze_aligner": True,
         "add_non_thinking_prefix": True, "remove_unused_columns": False, "safe_serialization": True,

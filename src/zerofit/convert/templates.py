@@ -60,8 +60,9 @@ def template(done: Conversion, key: str, value: str | None) -> None:
         done.lose(key, f"no built-in {str(value)[:30]!r}; {TOKENIZER}")
 
 
-def file_or_text(done: Conversion, key: str, value: str | None) -> None:
-    """Write a chat template: the file that a value names, or the text that it is, for a file of its own."""
+def file_or_text(done: Conversion, key: str) -> None:
+    """Write the chat template of a key: the file that it names, or the text that it is, for a file of its own."""
+    value = done.take(key)
     if value and str(value).endswith((".jinja", ".j2")):
         done.put("chat_template", value, key)
     elif value:

@@ -4,8 +4,8 @@ import re
 from pathlib import Path
 from typing import Any
 
-from zerofit.convert import shared
-from zerofit.convert.conversion import Conversion, Key, Kit, Rule, number
+from zerofit.convert import sharding, shared
+from zerofit.convert.conversion import Conversion, Key, Kit, Rule, Shared, number
 
 # Builder of a data set -> (its source where the file has none, whether it trains on the prompt too, columns).
 SETS: dict[str, tuple[str | None, bool, dict[str, str]]] = {
@@ -34,8 +34,6 @@ CLASSES = {
     "GrammarDataset": "grammar_dataset",
 }  # of versions before 0.1
 
-DECAYS = ("AdamW", "AdamW8bit", "PagedAdamW8bit", "PagedAdamW", "AdamW4bit")  # by 0.01 where the file says nothing
-
 OPTIMIZERS = {"AdamW": "adamw_torch", "Adam": "adamw_torch", "AdamW8bit": "adamw_8bit", "PagedAdamW8bit":
               "paged_adamw_8bit", "PagedAdamW": "paged_adamw_32bit", "SGD": "sgd",
               "AdamW4bit": "adamw_torch_4bit"}  # fmt: skip
@@ -58,9 +56,10 @@ def _recipe(done: Conversion) -> None:
         done.refuse(f"model: {model or 'none'}", "has no counterpart: zerofit trains language models on text")
     builder = model.rpartition(".")[2]
     adapter = builder.startswith(("lora_", "qlora_", "dora_"))
-    done.choose("dpo" if "DPOLoss" in loss else "lora" if adapter else "sft", "model._component_", "loss._component_")
+    kind, keys = "lora" if adapter else "", ("model._component_", "loss._component_")
+    done.choose("dpo" if "DPOLoss" in loss else kind or "sft", *keys, adapter=kind, origin="model")
     if done.recipe == "dpo":
-        _preference(done, loss)
+        shared.preference(done, "sigmoid", "loss")
     if adapter:
         _adapter(done, builder)
     if any(key.startswith("quantizer.") for key in done.given):
@@ -68,22 +67,8 @@ def _recipe(done: Conversion) -> None:
     _model(done)
 
 
-def _preference(done: Conversion, loss: str) -> None:
-    done.put("loss_type", "sigmoid", "loss")
-    for theirs, ours, default in (("loss.beta", "beta", 0.1), ("loss.label_smoothing", "label_smoothing", None)):
-        key, value, _ = done.named(theirs)
-        if value is not None or default is not None:
-            done.put(ours, default if value is None else value, key)
-
-
 def _adapter(done: Conversion, builder: str) -> None:
-    if done.recipe == "dpo":
-        done.put("adapter", "lora", "model")
-    shared.lora(done, {
-        "lora_r": done.named("model.lora_rank", 8),
-        "lora_alpha": done.named("model.lora_alpha", 16),
-        "lora_dropout": done.named("model.lora_dropout", 0.0),
-    })  # fmt: skip
+    """Write the modules of the adapter, and what its builder says."""
     modules = ["o_proj" if name == "output_proj" else name for name in done.take("model.lora_attn_modules", [])]
     if done.take("model.apply_lora_to_mlp"):
         modules += ["gate_proj", "up_proj", "down_proj"]
@@ -159,47 +144,33 @@ def _sources(done: Conversion, one: dict[str, Any]) -> tuple[list[shared.Source]
     return [shared.Source(path, *of) for path in paths], bool(one.get("train_on_input", on_prompt))
 
 
+def _kind(done: Conversion) -> str:
+    """Return the class of the optimizer."""
+    return str(done.take("optimizer._component_", "torch.optim.AdamW")).rpartition(".")[2]
+
+
+def _decay(done: Conversion) -> float:
+    return 0.01 if _kind(done) in ("AdamW", "AdamW8bit", "PagedAdamW8bit", "PagedAdamW", "AdamW4bit") else 0.0
+
+
 def _training(done: Conversion) -> None:
-    """Convert batch, epochs, optimizer and schedule; without a schedule the rate is constant."""
-    shared.batch(done, done.named("batch_size", 2), done.named("gradient_accumulation_steps", 1))
-    key, epochs, _ = done.named("epochs")
-    done.put("num_train_epochs", 1 if epochs is None else epochs, key)
+    """Convert steps, optimizer and schedule; without a schedule the rate is constant."""
     if limit := done.take("max_steps_per_epoch"):
-        done.put("max_steps", number(limit) * number(1 if epochs is None else epochs), "max_steps_per_epoch x epochs")
+        done.put("max_steps", number(limit) * number(done.take("epochs", 1)), "max_steps_per_epoch x epochs")
         done.differ("max_steps_per_epoch: so many steps are made here even where an epoch has fewer.")
-    kind = str(done.take("optimizer._component_", "torch.optim.AdamW")).rpartition(".")[2]
+    kind = _kind(done)
     shared.optimizer(done, "optimizer._component_", OPTIMIZERS.get(kind, kind))
-    decay = 0.01 if kind in DECAYS else 0.0
-    for theirs, ours, default in (("optimizer.lr", "learning_rate", 1e-3), ("optimizer.eps", "adam_epsilon", None),
-                                  ("optimizer.weight_decay", "weight_decay", decay)):  # fmt: skip
-        key, value, _ = done.named(theirs)
-        if value is not None or default is not None:
-            done.put(ours, default if value is None else value, key)
     for number_of, value in enumerate(done.take("optimizer.betas") or [], 1):
         done.put(f"adam_beta{number_of}", value, "optimizer.betas")
-    _schedule(done)
+    kind, warm = str(done.take("lr_scheduler._component_", "")), done.take("lr_scheduler.num_warmup_steps", 0)
+    if kind and "cosine" not in kind:
+        done.lose("lr_scheduler._component_", f"no schedule {kind.rpartition('.')[2]} here, cosine is written instead")
+    done.put("lr_scheduler_type", "cosine" if kind else "constant", "lr_scheduler._component_" if kind else None)
+    done.put("warmup_steps", warm if kind else 0, "lr_scheduler.num_warmup_steps" if kind else None)
     clip = done.take("clip_grad_norm")
     done.put("max_grad_norm", 0 if clip in (None, "None") else clip, "clip_grad_norm" if clip else None)
-    seed = done.take("seed")
-    if seed is None:
-        done.differ("seed: torchtune takes another one each time; here it is 42.")
-    else:
-        done.put("seed", seed, "seed")
     done.put("save_strategy", "epoch")
     done.put("save_total_limit", 0)
-
-
-def _schedule(done: Conversion) -> None:
-    kind = str(done.take("lr_scheduler._component_", ""))
-    warm = done.take("lr_scheduler.num_warmup_steps", 0)
-    if not kind:
-        done.put("lr_scheduler_type", "constant")
-        done.put("warmup_steps", 0)
-        return
-    if "cosine" not in kind:
-        done.lose("lr_scheduler._component_", f"no schedule {kind.rpartition('.')[2]} here, cosine is written instead")
-    done.put("lr_scheduler_type", "cosine", "lr_scheduler._component_")
-    done.put("warmup_steps", warm, "lr_scheduler.num_warmup_steps")
 
 
 def _machine(done: Conversion) -> None:
@@ -230,14 +201,9 @@ def _machine(done: Conversion) -> None:
     if offloads:
         done.put("zero", 3, key)
         done.put("offload", "all", key)
-    if (size := done.take("tensor_parallel_dim", 1)) > 1:
-        done.put("tp_size", size, "tensor_parallel_dim")
     logger = str(done.take("metric_logger._component_", ""))
-    names = [
-        name
-        for name, word in (("wandb", "WandB"), ("tensorboard", "TensorBoard"), ("comet_ml", "Comet"))
-        if word in logger
-    ]
+    loggers = {"wandb": "WandB", "tensorboard": "TensorBoard", "comet_ml": "Comet"}
+    names = [name for name, word in loggers.items() if word in logger]
     if names or logger.endswith(("StdoutLogger", "DiskLogger")):
         shared.report(done, "metric_logger._component_", names)
     done.differ("sharding: torchtune's distributed recipes shard with FSDP: zero: 3 does as much (default: 2).")
@@ -251,6 +217,16 @@ KIT = Kit(
         "optimizer._component_", "metric_logger._component_", "loss._component_", *FLAT,
     ),
     keys={
+        "model.lora_rank": Key("lora_r", default=8, only="adapter"),
+        "model.lora_alpha": Key("lora_alpha", default=16, only="adapter"),
+        "model.lora_dropout": Key("lora_dropout", default=0.0, only="adapter"),
+        "loss.beta": Key("beta", default=0.1, only="preference"),
+        "loss.label_smoothing": Key("label_smoothing", only="preference"),
+        "epochs": Key("num_train_epochs", default=1),
+        "optimizer.lr": Key("learning_rate", default=1e-3),
+        "optimizer.eps": Key("adam_epsilon"),
+        "optimizer.weight_decay": Key("weight_decay", default=_decay, page="0.01 of AdamW, else 0"),
+        "seed": Key("seed", unsaid="torchtune takes another one each time; here it is 42"),
         "output_dir": Key("output_dir"),
         "log_every_n_steps": Key("logging_steps"),
         "shuffle": Key("train_sampling_strategy", values={True: None, False: "sequential"}),
@@ -258,16 +234,19 @@ KIT = Kit(
     rules=(
         Rule("model checkpointer loss", "recipe sft, lora or dpo; model", _recipe,
              "the model is the checkpoint's folder"),
-        Rule("model.lora_rank model.lora_alpha model.lora_attn_modules model.apply_lora_to_mlp",
-             "lora_r, lora_alpha, lora_target_modules", note="qlora_ and dora_ builders: load_in_4bit, use_dora"),
+        Rule("model.lora_attn_modules model.apply_lora_to_mlp model.apply_lora_to_output model.quantize_base "
+             "model.use_dora", "lora_target_modules, load_in_4bit, use_dora",
+             note="qlora_ and dora_ builders: load_in_4bit, use_dora"),
         Rule("dataset", "data, columns, data_split, train_on, packing", _data, "alpaca's trains on the prompt too"),
-        Rule("batch_size gradient_accumulation_steps epochs max_steps_per_epoch optimizer lr_scheduler clip_grad_norm",
-             "per_device_train_batch_size, num_train_epochs, max_steps, optim, learning_rate, lr_scheduler_type",
-             _training,
+        Shared("tensor_parallel_dim", "tp_size", sharding.split_layers),
+        Shared("batch_size gradient_accumulation_steps", "per_device_train_batch_size, gradient_accumulation_steps",
+               shared.batch, "default: batch 2"),
+        Rule("max_steps_per_epoch optimizer lr_scheduler clip_grad_norm",
+             "max_steps, optim, adam_beta1, lr_scheduler_type, warmup_steps, max_grad_norm", _training,
              "without lr_scheduler: constant; without clip_grad_norm: 0"),
         Rule("tokenizer.max_seq_len", "max_length"),
-        Rule("dtype enable_activation_checkpointing enable_activation_offloading fsdp_cpu_offload tensor_parallel_dim",
-             "pure_bf16, gradient_checkpointing, activation_offload, zero, offload, tp_size", _machine),
+        Rule("dtype enable_activation_checkpointing enable_activation_offloading fsdp_cpu_offload metric_logger",
+             "pure_bf16, gradient_checkpointing, activation_offload, zero, offload, report_to", _machine),
     ),
     lost={
         "the tokenizer is the model folder's": "tokenizer",
@@ -292,5 +271,5 @@ KIT = Kit(
         "Alpaca rows are wrapped in `### Instruction:` there.",
     ),
     nested=True, whole="dataset",
-    defaults={"log_peak_memory_stats": True, "fsdp_reshard_after_forward": True, "dtype": "bf16"},
+    defaults={"log_peak_memory_stats": True, "fsdp_reshard_after_forward": True, "dtype": "bf16", "batch_size": 2},
 )  # fmt: skip

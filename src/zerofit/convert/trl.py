@@ -2,8 +2,8 @@
 
 from typing import Any
 
-from zerofit.convert import sharding, shared
-from zerofit.convert.conversion import Conversion, Key, Kit, Rule, as_object, number, words
+from zerofit.convert import shared
+from zerofit.convert.conversion import Conversion, Key, Kit, Rule, Shared, number, words
 from zerofit.convert.templates import TOKENIZER, file_or_text
 
 PREFERENCE_KEYS = ("beta", "max_prompt_length", "precompute_ref_log_probs", "rpo_alpha", "label_smoothing",
@@ -34,57 +34,19 @@ def _recipe(done: Conversion) -> None:
     if any(done.given.get(key) is not None for key in OF_KTO):
         of_path = "kto"
     has_pairs = any(done.given.get(key) is not None for key in PREFERENCE_KEYS)
-    adapter = done.take("use_peft")
-    done.choose("dpo" if has_pairs or of_path else "lora" if adapter else "sft", "use_peft")
-    if done.recipe == "dpo":
-        _preference(done, of_path)
-    elif done.given.get("loss_type") == "chunked_nll":
-        done.keep("loss_type")  # as fused_loss does
-    if adapter:
-        _adapter(done)
-    key, rate, default = done.named("learning_rate", 1e-6 if done.recipe == "dpo" else 2e-5)
-    done.put("learning_rate", default if rate is None else rate, key)
-
-
-def _preference(done: Conversion, of_path: str | None) -> None:
+    kind = "lora" if done.take("use_peft") else ""
+    done.choose("dpo" if has_pairs or of_path else kind or "sft", "use_peft", adapter=kind, origin="use_peft")
+    if done.recipe != "dpo":
+        if done.given.get("loss_type") == "chunked_nll":
+            done.keep("loss_type")  # as fused_loss does
+        return
     given = words(done.take("loss_type", []))
     if len(given) > 1 or (given and given[0] not in LOSSES):
         done.refuse(f"loss_type: {', '.join(given)}", f"zerofit has one at a time of {', '.join(LOSSES)}")
     loss = given[0] if given else of_path if of_path in ("orpo", "kto") else "sigmoid"
-    done.put("loss_type", loss, "loss_type" if given else None)
     if loss in ("orpo", "kto") and not given:
         done.differ(f"loss_type: the file is of {loss.upper()} by its path or keys (TRL's files name no trainer).")
-    if loss in ("kto", "apo_zero_unpaired"):
-        shared.kto(done)
-    if loss == "simpo":
-        done.put("rpo_alpha", done.take("cpo_alpha", 1.0), "cpo_alpha" if "cpo_alpha" in done.given else None)
-        done.put("simpo_gamma", done.take("simpo_gamma", 0.5), "simpo_gamma" if "simpo_gamma" in done.given else None)
-    key, beta, default = done.named("beta", 0.1)
-    done.put("beta", default if beta is None else beta, key)
-    for name in ("label_smoothing", "rpo_alpha", "precompute_ref_log_probs"):
-        if value := done.take(name):
-            done.put(name, value, name)
-
-
-def _adapter(done: Conversion) -> None:
-    if done.recipe == "dpo":
-        done.put("adapter", "lora", "use_peft")
-    shared.lora(done, {
-        "lora_r": done.named("lora_r", 16),
-        "lora_alpha": done.named("lora_alpha", 32),
-        "lora_dropout": done.named("lora_dropout", 0.05),
-    })  # fmt: skip
-    key, value, _ = done.named("lora_target_modules")
-    shared.targets(done, key, value, ["q_proj", "v_proj"])
-    if key is None:
-        done.differ("lora_target_modules: peft's default for the model is q_proj and v_proj for Llama and its kin; "
-                    "another family may have others.")  # fmt: skip
-    shared.parameters(done)
-    if value := done.take("lora_modules_to_save"):
-        done.put("modules_to_save", words(value), "lora_modules_to_save")
-    for bits in ("4", "8"):
-        if done.take(f"load_in_{bits}bit"):
-            done.put(f"load_in_{bits}bit", True, f"load_in_{bits}bit")
+    shared.preference(done, loss, "loss_type" if given else None)
 
 
 def _data(done: Conversion) -> None:
@@ -95,17 +57,13 @@ def _data(done: Conversion) -> None:
     shared.data(done, sources, key, split_key=split_key or "", config_key=config_key)
     if done.take("dataset_text_field", "text") != "text":
         done.put("columns", [f"text={done.given['dataset_text_field']}"], "dataset_text_field")
-    share = number((as_object(done.given.get("dataset_mixture")) or {}).get("test_split_size", 0))
-    if share >= 1:
-        done.lose("dataset_mixture: test_split_size", "a number of rows: eval_fraction takes a share of them")
-    elif share:
-        done.put("eval_fraction", share, "dataset_mixture: test_split_size")
+    shared.held_out(done, "dataset_mixture: test_split_size")
     if done.recipe != "dpo":
         _mask(done)
 
 
 def _listed(done: Conversion) -> tuple[str, list[shared.Source]]:
-    mixture = as_object(done.take("dataset_mixture"))
+    mixture = done.take("dataset_mixture")
     listed = done.take("datasets") or (mixture.get("datasets") if isinstance(mixture, dict) else None)
     if listed:
         key = "datasets" if done.given.get("datasets") else "dataset_mixture"
@@ -155,24 +113,17 @@ def _mask(done: Conversion) -> None:
                     "completion on the completion: for those write train_on: assistant.")  # fmt: skip
 
 
-def _training(done: Conversion) -> None:
-    """Convert batch, epochs, warm-up, evaluation, saving and the optimizer."""
-    shared.batch(done, done.named("per_device_train_batch_size", 8), done.named("gradient_accumulation_steps", 1))
-    shared.steps(done, done.named("num_train_epochs", 3.0))
-    shared.warmup(done)
-    shared.schedule_arguments(done)
-    given = done.take("optim")
-    shared.optimizer(done, given and "optim", given)
+def _evaluation(done: Conversion) -> None:
+    """Convert when to evaluate."""
     listed = done.given.get("dataset_splits") or done.given.get("dataset_mixture")
     by_itself = not listed and done.given.get("dataset_test_split", "test") in EVAL_SPLITS
     asked = done.given.get("eval_strategy", done.given.get("evaluation_strategy"))
     shared.evaluation(done, asked not in (None, False, "no") and (by_itself or "eval_fraction" in done.lines))
-    shared.saving(done)
 
 
 def _length(done: Conversion) -> None:
     key, length = done.first("max_length", "max_seq_length")
-    uncut = next((name for name in ("max_length", "max_seq_length") if key is None and done.is_null(name)), None)
+    uncut = next((name for name in ("max_length", "max_seq_length") if key is None and name in done.given), None)
     if uncut:
         shared.uncut(done, "TRL cuts no row", uncut)
     else:
@@ -186,55 +137,58 @@ def _length(done: Conversion) -> None:
     strategy = done.take("packing_strategy", "bfd")
     if packing and strategy == "wrapped":
         done.differ("packing_strategy: wrapped cuts rows at max_length there; here rows are packed whole.")
-    mode = done.take("truncation_mode", "keep_start")
-    if not uncut:
-        done.put("truncation", "truncate_left" if mode == "keep_end" else "truncate_right",
-                 "truncation_mode" if "truncation_mode" in done.given else None)  # fmt: skip
-    if done.take("padding_free"):
-        done.put("padding_free", True, "padding_free")
 
 
-def _machine(done: Conversion) -> None:
-    """Convert precision, attention, kernels, sharding, trackers and the template."""
-    shared.precision(done)
-    shared.tf32(done)
-    shared.attention(done, "attn_implementation", done.take("attn_implementation"))
-    if done.take("use_flash_attention_2"):
-        shared.attention(done, "use_flash_attention_2", "flash_attention_2")
-    shared.liger(done, "use_liger_kernel")
-    shared.liger(done, "use_liger")
-    if done.take("activation_offloading"):
-        done.put("activation_offload", True, "activation_offloading")
-    sharding.deepspeed(done, "deepspeed")
-    sharding.fsdp(done, "fsdp", "fsdp_config")
-    shared.report(done, "report_to", words(done.take("report_to", [])))
-    if text := done.take("chat_template"):
-        file_or_text(done, "chat_template", text)
-    if path := done.take("chat_template_path"):
-        if str(path).endswith((".jinja", ".j2")):
-            done.put("chat_template", path, "chat_template_path")
-        else:
-            done.lose("chat_template_path", TOKENIZER)
+def _template_path(done: Conversion) -> None:
+    """Write a path to a Jinja file; another is that of a tokenizer."""
+    if str(path := done.take("chat_template_path")).endswith((".jinja", ".j2")):
+        done.put("chat_template", path, "chat_template_path")
 
 
-KEYS = {key: value for key, value in shared.TRAINING.items() if key != "learning_rate"} | {
+KEYS = shared.TRAINING | shared.weights() | {
     "model_name_or_path": Key("model"),
     "model_revision": Key("model_revision", values={"main": None}),
-    "trust_remote_code": Key("trust_remote_code", values={False: None}),
+    "trust_remote_code": Key("trust_remote_code", asked=True),
     "output_dir": Key("output_dir"),
-    "use_dora": Key("use_dora", values={False: None}),
-    "use_rslora": Key("use_rslora", values={False: None}),
+    "learning_rate": Key("learning_rate", default=lambda done: 1e-6 if done.recipe == "dpo" else 2e-5,
+                         page="1e-6 of recipe dpo, else 2e-5"),
+    "lora_r": Key("lora_r", default=16, only="adapter"),
+    "lora_alpha": Key("lora_alpha", default=32, only="adapter"),
+    "lora_dropout": Key("lora_dropout", default=0.05, only="adapter"),
+    "lora_target_modules": Key(
+        "lora_target_modules", default=["q_proj", "v_proj"], only="adapter", read=shared.modules,
+        unsaid="peft's default for the model is q_proj and v_proj for Llama and its kin; another family may have "
+        "others"),
+    "lora_target_parameters": Key("lora_target_parameters", only="adapter", read=words),
+    "lora_modules_to_save": Key("modules_to_save", only="adapter", read=words),
+    "load_in_4bit": Key("load_in_4bit", only="adapter", asked=True),
+    "load_in_8bit": Key("load_in_8bit", only="adapter", asked=True),
+    "use_dora": Key("use_dora", asked=True),
+    "use_rslora": Key("use_rslora", asked=True),
+    "beta": Key("beta", default=0.1, only="preference"),
+    "label_smoothing": Key("label_smoothing", only="preference", asked=True),
+    "rpo_alpha": Key("rpo_alpha", only="preference", asked=True),
+    "precompute_ref_log_probs": Key("precompute_ref_log_probs", only="preference", asked=True),
+    "cpo_alpha": Key("rpo_alpha", default=1.0, only="simpo"),
+    "simpo_gamma": Key("simpo_gamma", default=0.5, only="simpo"),
+    "truncation_mode": Key("truncation", default="keep_start", only="sft or lora",
+                           values={"keep_start": "truncate_right", "keep_end": "truncate_left"}),
+    "padding_free": Key("padding_free", asked=True),
+    "activation_offloading": Key("activation_offload", asked=True),
+    "use_liger": Key("use_liger_kernel", asked=True, on_gpu=True),
+    "use_flash_attention_2": Key("attn_implementation", values={True: "flash_attention_2"}, asked=True, on_gpu=True),
     "dataset_num_proc": Key("preprocessing_num_workers"),
     "preprocessing_num_workers": Key("preprocessing_num_workers"),
     "max_train_samples": Key("max_samples"),
-    "dataset_streaming": Key("streaming", values={False: None}),
+    "dataset_streaming": Key("streaming", asked=True),
     "gradient_checkpointing": Key("gradient_checkpointing"),
-}
+}  # fmt: skip
 
 DEFAULTS = shared.DEFAULTS | {
     "disable_dropout": True, "auto_insert_empty_system_msg": True, "use_logits_to_keep": False, "eval_packing": None,
     "lora_task_type": "CAUSAL_LM", "gradient_checkpointing": True, "datasets.split": "train", "loss_type": "nll",
-    "dataset_train_split": "train", "attn_implementation": "sdpa",
+    "dataset_train_split": "train", "attn_implementation": "sdpa", "per_device_train_batch_size": 8,
+    "gradient_accumulation_steps": 1,
 }  # fmt: skip
 
 LOST = shared.NO_COUNTERPART | {
@@ -262,23 +216,21 @@ LOST = shared.NO_COUNTERPART | {
     "what follows a training is started by hand: zerofit export, zerofit chat": (
         "callbacks benchmarks push_to_hub_revision overwrite_hub_revision"
     ),
-    "the system turn is a turn of the rows": "system_prompt",
+    TOKENIZER: "chat_template_path",
     "no method of this kind": "mtp_*",
 }
 
 RULES = (
-    Rule("use_peft lora_r lora_alpha lora_dropout lora_target_modules",
-         "recipe sft, lora or dpo; the same", _recipe, "defaults 16, 32, 0.05, q_proj and v_proj"),
-    Rule("beta loss_type label_smoothing rpo_alpha", "the same, with recipe dpo", note="rate 1e-6, of SFT 2e-5"),
+    Rule("use_peft loss_type", "recipe sft, lora or dpo; adapter, loss_type", _recipe),
     Rule("dataset_name dataset_config dataset_train_split datasets", "data, data_config, data_split", _data),
     Rule("assistant_only_loss completion_only_loss", "train_on", note="whole conversations are trained by default"),
-    Rule("max_length max_seq_length packing truncation_mode", "max_length, packing, truncation", _length,
-         "default 1,024 tokens"),
-    Rule("per_device_train_batch_size gradient_accumulation_steps num_train_epochs warmup_ratio eval_strategy",
-         "the same, warmup_steps", _training, "transformers' defaults: batch 8, 3 epochs, linear"),
-    Rule("deepspeed fsdp", "zero, offload", note=sharding.FSDP_NOTE),
-    Rule("bf16 attn_implementation use_liger_kernel report_to chat_template_path",
-         "bf16, attn_implementation, use_liger_kernel, report_to, chat_template", _machine),
+    Shared("per_device_train_batch_size gradient_accumulation_steps", "the same", shared.batch, "default: batch 8"),
+    Rule("max_length max_seq_length packing", "max_length, packing", _length, "default 1,024 tokens"),
+    Rule("eval_strategy eval_steps", "the same", _evaluation),
+    *shared.RULES,
+    Shared("attn_implementation", "the same", shared.attention),
+    Shared("chat_template", "the same", file_or_text),
+    Rule("chat_template_path", "chat_template", _template_path),
     Rule(shared.SAME, "the same"),
 )  # fmt: skip
 

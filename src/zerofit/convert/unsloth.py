@@ -1,32 +1,17 @@
 """The table of the files of `unsloth train --config` (unsloth's studio and command line)."""
 
 from zerofit.convert import shared
-from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, number, words
+from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, Shared, number, words
 
 
 def _recipe(done: Conversion) -> None:
-    """Choose the recipe from training_type, and write the adapter."""
+    """Choose the recipe from training_type."""
     kind = done.take("training.training_type", "lora")
     if kind not in ("lora", "qlora", "full"):
         done.refuse(f"training_type: {kind}", "has no counterpart: zerofit trains lora, qlora and full")
-    done.choose("sft" if kind == "full" else "lora", "training.training_type")
-    key, in_4bit, default = done.named("training.load_in_4bit", True)
-    if done.recipe == "sft":
-        for key in [key for key in done.unread if key.startswith("lora.")]:
-            done.lose(key, "the file has no adapter, so all weights train")
-        return
-    done.put("load_in_4bit", default if in_4bit is None else in_4bit, key)
-    shared.lora(done, {
-        "lora_r": done.named("lora.lora_r", 64),
-        "lora_alpha": done.named("lora.lora_alpha", 16),
-        "lora_dropout": done.named("lora.lora_dropout", 0.0),
-    })  # fmt: skip
-    key, value, _ = done.named("lora.target_modules")
-    shared.targets(done, key, value, ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"])
-    if done.take("lora.use_rslora"):
-        done.put("use_rslora", True, "lora.use_rslora")
-    if done.take("lora.use_loftq"):
-        done.lose("lora.use_loftq", "init_lora_weights: pissa begins from the base's own directions too")
+    recipe = done.recipe or ("sft" if kind == "full" else "lora")
+    adapter = "" if recipe == "sft" else "lora"
+    done.choose(recipe, "training.training_type", adapter=adapter, origin="training.training_type")
 
 
 def _data(done: Conversion) -> None:
@@ -37,23 +22,14 @@ def _data(done: Conversion) -> None:
     kind = done.take("data.format_type", "auto")
     if kind not in ("auto", None):
         done.differ(f"format_type: {kind}: formats are detected from the columns (docs/data.md).")
-    answers = done.take("training.train_on_completions", False)
-    done.put("train_on", "assistant" if answers else "all",
-             "training.train_on_completions" if "training.train_on_completions" in done.given else None)  # fmt: skip
 
 
 def _training(done: Conversion) -> None:
-    """Convert batch, steps, warm-up, checkpointing and trackers; unsloth's schedule is linear."""
-    shared.batch(done, done.named("training.batch_size", 2), done.named("training.gradient_accumulation_steps", 4))
-    shared.steps(done, done.named("training.num_epochs", 3), "training.max_steps")
-    key, count, default = done.named("training.warmup_steps", 5)
+    """Convert warm-up, saving, checkpointing and trackers; unsloth's schedule is linear."""
     ratio = done.take("training.warmup_ratio")
-    if ratio and count is None:
+    if ratio and done.take("training.warmup_steps") is None:
         done.put("warmup_steps", ratio, "training.warmup_ratio")
-    else:
-        done.put("warmup_steps", default if count is None else count, key)
-    given = done.take("training.optim")
-    shared.optimizer(done, "training.optim" if given else None, given, "adamw_8bit")
+    shared.optimizer(done, "training.optim", default="adamw_8bit")
     every = number(done.take("training.save_steps", 0))
     done.put("save_strategy", "steps" if every else "no", "training.save_steps" if every else None)
     if every:
@@ -69,6 +45,8 @@ def _training(done: Conversion) -> None:
     shared.report(done, "logging.enable_wandb" if "wandb" in names else "logging.enable_tensorboard", names)
     done.differ("precision: adapters and their optimizer are in fp32 here.")
 
+
+MATRICES = ["q_proj", "k_proj", "v_proj", "o_proj", "gate_proj", "up_proj", "down_proj"]
 
 KIT = Kit(
     name="unsloth",
@@ -89,20 +67,30 @@ KIT = Kit(
         "training.max_grad_norm": Key("max_grad_norm", default=1.0),
         "training.random_seed": Key("seed", default=3407),
         "training.packing": Key("packing", default=False),
-        "training.trust_remote_code": Key("trust_remote_code", values={False: None}),
+        "training.trust_remote_code": Key("trust_remote_code", asked=True),
+        "training.num_epochs": Key("num_train_epochs", default=3),
+        "training.max_steps": Key("max_steps", values={-1: None, 0: None}),
+        "training.warmup_steps": Key("warmup_steps", default=5),
+        "training.train_on_completions": Key("train_on", default=False, values={True: "assistant", False: "all"}),
+        "training.load_in_4bit": Key("load_in_4bit", default=True, only="adapter"),
+        "lora.lora_r": Key("lora_r", default=64, only="adapter"),
+        "lora.lora_alpha": Key("lora_alpha", default=16, only="adapter"),
+        "lora.lora_dropout": Key("lora_dropout", default=0.0, only="adapter"),
+        "lora.target_modules": Key("lora_target_modules", default=MATRICES, only="adapter", read=shared.modules),
+        "lora.use_rslora": Key("use_rslora", only="adapter", asked=True),
     },
     rules=(
-        Rule("training.training_type training.load_in_4bit", "recipe sft or lora; load_in_4bit", _recipe),
-        Rule("lora.lora_r lora.lora_alpha lora.lora_dropout lora.target_modules lora.use_rslora", "the same names",
-             note="defaults 64, 16, 0 and the seven matrices of a layer"),
-        Rule("data.dataset data.local_dataset data.split training.train_on_completions", "data, data_split, train_on",
-             _data, "all tokens are trained by default"),
-        Rule("training.batch_size training.gradient_accumulation_steps training.num_epochs training.warmup_steps",
-             "per_device_train_batch_size and the same", _training,
-             "defaults 2, 4, 3 epochs, 5 steps, adamw_8bit, linear"),
+        Rule("training.training_type", "recipe sft or lora", _recipe),
+        Rule("data.dataset data.local_dataset data.split data.subset", "data, data_split, data_config", _data),
+        Shared("training.batch_size training.gradient_accumulation_steps",
+               "per_device_train_batch_size, gradient_accumulation_steps", shared.batch, "defaults 2 and 4"),
+        Rule("training.warmup_ratio training.optim training.save_steps training.gradient_checkpointing",
+             "warmup_steps, optim, save_steps, gradient_checkpointing, activation_offload", _training,
+             "default adamw_8bit"),
         Rule("logging.enable_wandb logging.enable_tensorboard", "report_to"),
     ),
     lost=shared.NO_COUNTERPART | {
+        "init_lora_weights: pissa begins from the base's own directions too": "lora.use_loftq",
         "images are not trained": "lora.vision_all_linear lora.finetune_vision_layers vision",
         "lora_target_modules names the modules": (
             "lora.finetune_language_layers lora.finetune_attention_modules lora.finetune_mlp_modules"
@@ -115,5 +103,5 @@ KIT = Kit(
     meaning=("loss: mean over the trained tokens of the whole step on all GPUs, as in TRL, on which unsloth runs.",),
     nested=True,
     defaults={f"lora.finetune_{what}": True for what in ("language_layers", "attention_modules", "mlp_modules")}
-    | {"training.max_steps": 0},
+    | {"training.max_steps": 0, "training.batch_size": 2, "training.gradient_accumulation_steps": 4},
 )  # fmt: skip

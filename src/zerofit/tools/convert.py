@@ -192,6 +192,7 @@ def _command(done: Conversion, output: str) -> str:
     """Return the line that trains with the converted file."""
     gpus = done.lines["gpus"].value if "gpus" in done.lines else done.gpus
     groups = [done.lines[name].value for name in ("sp_size", "tp_size") if name in done.lines]
-    count = gpus or (max(groups) if groups else 1)
+    sizes = [gpus] if gpus else groups
+    count = max((size for size in sizes if isinstance(size, int)), default=1)  # another value is refused later
     rows = "" if "data" in done.lines or done.kit in kits.LAUNCHERS else " DATA=ROWS"
     return f"make {done.recipe}{f' GPUS={count}' if count > 1 else ''}{rows} CONFIG={shlex.quote(output)}"
