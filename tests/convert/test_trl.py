@@ -339,8 +339,10 @@ def test_it_trains_the_same(case, tmp_path):
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize("line", ["num_generations: 8", "loss_type: [sigmoid, sft]", "lmbda: 0.5"])
-def test_other_trainers_are_refused(line, tmp_path):
+@pytest.mark.parametrize(
+    "line", ["num_generations: 8", "loss_type: [sigmoid, sft]", "lmbda: 0.5", "dataset_mixture: [1]"]
+)
+def test_other_trainers_and_what_is_no_mapping_are_refused(line, tmp_path):
     file = tmp_path / "theirs.yaml"
     file.write_text(f"model_name_or_path: a/b\ndataset_name: c/d\nbeta: 0.1\n{line}\n")
     with pytest.raises(UserError, match=line.partition(":")[0]):

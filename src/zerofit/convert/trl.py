@@ -2,6 +2,7 @@
 
 from typing import Any
 
+from zerofit.base.errors import UserError
 from zerofit.convert import shared
 from zerofit.convert.conversion import Conversion, Key, Kit, Rule, Shared, number, words
 from zerofit.convert.templates import TOKENIZER, file_or_text
@@ -64,6 +65,8 @@ def _data(done: Conversion) -> None:
 
 def _listed(done: Conversion) -> tuple[str, list[shared.Source]]:
     mixture = done.take("dataset_mixture")
+    if mixture is not None and not isinstance(mixture, dict):
+        raise UserError(f"{done.file}: dataset_mixture is {mixture}: it must be a mapping with `datasets`.")
     listed = done.take("datasets") or (mixture.get("datasets") if isinstance(mixture, dict) else None)
     if listed:
         key = "datasets" if done.given.get("datasets") else "dataset_mixture"
