@@ -20,8 +20,8 @@ NOT_OF_A_LAUNCH = {
     "deepspeed": "it chooses its accelerator when it is imported, and a launch does not know the ranks' yet",
     "matplotlib": "plots are drawn at the end of a run",
 }
-REFUSED = ["launch recipes/sft.py --zero 7", "launch recipes/sft.py --data missing.jsonl", "launch recipes/sfd.py",
-           "launch --gpus none recipes/sft.py", "status runs/none"]  # fmt: skip
+REFUSED = ["launch recipes/sft.py --output_dir /proc/x", "launch recipes/sft.py --data missing.jsonl",
+           "launch recipes/sfd.py", "launch --gpus none recipes/sft.py", "status runs/none"]  # fmt: skip
 CODE = """
 import json, sys
 commands, names = json.loads(sys.argv[1]), json.loads(sys.argv[2])

@@ -66,7 +66,7 @@ VERBS = {
 }
 
 
-LIGHT = ("status", "cancel", "init", "convert", "report", "watch")  # verbs that must start fast and need no torch
+LIGHT = ("status", "cancel", "init", "report", "watch")  # verbs that must start fast and need no torch
 
 SLOW = ("launch", "resume", "data", "batch-size", "export", "chat", "eval", "doctor")  # verbs that say that they start
 
@@ -110,7 +110,7 @@ def _main() -> None:
 
 
 def _check_and_import(verb: str, *words: str) -> None:
-    """Check a verb's words, which takes a second, then import transformers with its warnings silenced."""
+    """Check what a verb's words name, then silence what transformers says when it is imported."""
     from zerofit.base import log_filters
     from zerofit.config import early_check
 

@@ -15,7 +15,7 @@ from zerofit.job.recipe import Recipe
 
 
 def check_early(recipe: Recipe) -> None:
-    """Check a recipe's command line and set the variables that torch reads at import.
+    """Check what a recipe's command line names, and set the variables that torch reads at import.
 
     `--help` prints the flags and exits the process.
     """
@@ -23,7 +23,7 @@ def check_early(recipe: Recipe) -> None:
     os.environ.update(distributed.thread_waiting())
     if job.named(sys.argv[1:]):  # the launcher has checked it
         return
-    from zerofit.config import early_check  # imports transformers' names; `zerofit status` needs none of it
+    from zerofit.config import early_check
 
     own = distributed.rank() == 0 and not distributed.may_be_restart()  # then checkpoint/restart.py decides
     guard(lambda: early_check.check(recipe, sys.argv[1:], here=True, own_folder=own))

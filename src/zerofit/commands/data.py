@@ -6,9 +6,10 @@ import sys
 import time
 from pathlib import Path
 
+from zerofit.base import command_line
 from zerofit.base.errors import UserError
 from zerofit.certificate import data as checks
-from zerofit.config import parse, resolve
+from zerofit.config import resolve
 from zerofit.data import inspection
 from zerofit.job import program
 
@@ -71,7 +72,7 @@ def _settings(argv: list[str]):
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     args, flags = parser.parse_known_args(argv)
     recipe = program.start(args.recipe).recipe
-    flags, _ = parse.command_line(flags, args.args)
+    flags, _ = command_line.with_more(flags, args.args)
     if {"--help", "-h"} & set(flags):
         parser.print_help()
         return None

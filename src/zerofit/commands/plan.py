@@ -9,7 +9,7 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from zerofit.base import hardware
+from zerofit.base import command_line, hardware
 from zerofit.base.errors import UserError
 from zerofit.base.hardware import GIB
 from zerofit.commands import plan_progress
@@ -32,7 +32,7 @@ def main(argv: list[str]) -> None:
     parser = _parser()
     args, flags = parser.parse_known_args(argv)
     args.recipe = program.start(args.recipe).recipe
-    flags, ranks = parse.command_line(flags, args.args, args.gpus)
+    flags, ranks = command_line.with_more(flags, args.args, args.gpus)
     flags = _own_of_args(args, flags)
     if {"--help", "-h"} & set(flags):
         parser.print_help()

@@ -15,9 +15,8 @@ from pathlib import Path
 
 import torch
 
-from zerofit.base import distributed, hardware, rank_status
+from zerofit.base import command_line, distributed, hardware, rank_status
 from zerofit.base.errors import UserError
-from zerofit.config import parse
 from zerofit.job import job, memory_figure, program
 from zerofit.job.request import Request
 from zerofit.job.settings import Settings
@@ -49,7 +48,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     args, flags = parser.parse_known_args(argv)
     recipe = program.start(args.recipe).recipe
-    flags, ranks = parse.command_line(flags, args.args, args.gpus)
+    flags, ranks = command_line.with_more(flags, args.args, args.gpus)
     if {"--help", "-h"} & set(flags):
         parser.print_help()
         return
