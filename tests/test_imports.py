@@ -56,7 +56,7 @@ def test_a_launch_imports_no_more_than_its_checks_need(tmp_path):
     """--show reads no rows and builds no model. A check that needs torch refuses --gpus."""
     words = ["launch", "--gpus", "1000", "recipes/sft.py", "--output_dir", str(tmp_path / "run")]
     refused, (shown, launched) = imported([["launch", "--show", "recipes/sft.py"], words])
-    assert refused == [2] and launched == list(SLOW)
+    assert refused == [2] and launched == [name for name in SLOW if name != "datasets"]
     assert {"torch", "transformers.training_args"} <= set(shown) and "datasets" not in shown
 
 

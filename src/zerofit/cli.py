@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 from zerofit import __version__
-from zerofit.base import command_line, distributed
+from zerofit.base import command_line, distributed, log_filters
 from zerofit.base.errors import UserError
 from zerofit.base.paths import PROJECT
 from zerofit.entrypoint import guard
@@ -111,7 +111,6 @@ def _main() -> None:
 
 def _check_and_import(verb: str, *words: str) -> None:
     """Check what a verb's words name, then silence what transformers says when it is imported."""
-    from zerofit.base import log_filters
     from zerofit.config import early_check
 
     early_check.command(verb, [*words])

@@ -13,7 +13,7 @@ from transformers import HfArgumentParser, TrainingArguments
 
 from zerofit.base.command_line import by_flag, drop, names, repeated, with_auto_as_probe
 from zerofit.base.errors import UserError
-from zerofit.config import arguments, presets, synonyms
+from zerofit.config import arguments, deepspeed_json, help, presets, synonyms
 from zerofit.convert import kits
 from zerofit.data import formats
 from zerofit.data.published import rendered
@@ -45,8 +45,6 @@ class _Parser(HfArgumentParser):
                 action.type = lambda word: int(word) if word.isdecimal() else word  # a number, or auto
 
     def print_help(self, file=None):
-        from zerofit.config import help
-
         print(help.text(self.recipe), file=file)
 
     def error(self, message: str):
@@ -111,8 +109,6 @@ def _unless(off: str, what: str):
 
 def _by_json(path: str) -> str:
     """Return what a key of a DeepSpeed JSON writes, sends or executes; "" if none does."""
-    from zerofit.config import deepspeed_json
-
     found = deepspeed_json.acting_key(deepspeed_json.read_json(path))
     return f"whose key {found[0]} {found[1]}" if found else ""
 

@@ -6,13 +6,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zerofit.base import command_line, distributed
+from zerofit.base import command_line, distributed, hub
 from zerofit.base.errors import UserError
 from zerofit.base.paths import PROJECT, import_path, is_project
 from zerofit.job import program
 from zerofit.job.program import Program
 from zerofit.job.request import Request
 from zerofit.job.settings import Settings
+from zerofit.launch import doctor
 from zerofit.launch.cluster import node_options
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
@@ -91,12 +92,10 @@ def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, obje
     Args: decides: whether this node chooses the run folder and the checkpoint to resume from (only node 0 does).
     Returns: the run folder to create (None if not `decides`), the training set, the evaluation set or None.
     """
-    from zerofit.base import hub
     from zerofit.certificate.data import check_data
     from zerofit.checkpoint import resumable, upload
     from zerofit.config import resolve
     from zerofit.data.load import load_datasets
-    from zerofit.launch import doctor
     from zerofit.model.load import check_model, check_weights, load_tokenizer
     from zerofit.train import deepspeed_ops
 
