@@ -70,7 +70,7 @@ starts `launch/launch.py`, which checks the same things first and then watches t
 The stations of a setting, e.g. `make sft GPUS=2 ZERO=3`; it is parsed once and resolved once:
 
 1. `launch/make_variables.py`, which the Makefile calls: `ZERO=3` becomes `--zero=3` of `zerofit launch`.
-2. `config/early_check.py`: mistakes are reported before torch is imported.
+2. `config/early_check.py`: `--help` and missing files, before torch is imported.
 3. `config/parse.py`, `request`: flags and YAML file become a `Request` (`job/request.py`), typed values with their
    sources. What is decided later edits this: `request.put(zero=3)`, never words of a command line.
 4. `config/resolve.py`, `resolve` and `resolve_for_model`: preset, defaults and decisions make `Settings`, and the

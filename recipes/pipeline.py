@@ -20,7 +20,7 @@ RECIPE = Recipe(
 )
 
 if __name__ == "__main__":
-    entrypoint.check_early(RECIPE)  # report wrong flags before the next lines import torch, which takes seconds
+    entrypoint.check_early(RECIPE)  # --help and missing files, before the next lines import torch: it takes seconds
 
 from zerofit import recipe
 from zerofit.certificate.data import check_data

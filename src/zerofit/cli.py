@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 from zerofit import __version__
-from zerofit.base import command_line, distributed
+from zerofit.base import command_line, distributed, log_filters
 from zerofit.base.errors import UserError
 from zerofit.base.paths import PROJECT
 from zerofit.entrypoint import guard
@@ -66,7 +66,7 @@ VERBS = {
 }
 
 
-LIGHT = ("status", "cancel", "init", "convert", "report", "watch")  # verbs that must start fast and need no torch
+LIGHT = ("status", "cancel", "init", "report", "watch")  # verbs that must start fast and need no torch
 
 SLOW = ("launch", "resume", "data", "batch-size", "export", "chat", "eval", "doctor")  # verbs that say that they start
 
@@ -110,8 +110,7 @@ def _main() -> None:
 
 
 def _check_and_import(verb: str, *words: str) -> None:
-    """Check a verb's words, which takes a second, then import transformers with its warnings silenced."""
-    from zerofit.base import log_filters
+    """Check what a verb's words name, then silence what transformers says when it is imported."""
     from zerofit.config import early_check
 
     early_check.command(verb, [*words])

@@ -8,14 +8,24 @@ import os
 import sys
 import time
 
-from zerofit.base import distributed, process
-from zerofit.base.errors import EXIT_CODES, DiskFull, OutOfMemory, Stopped, UserError, full_disk, printable, shortened
-from zerofit.job import job
+from zerofit.base import distributed, process, rank_status
+from zerofit.base.errors import (
+    EXIT_CODES,
+    DiskFull,
+    OutOfMemory,
+    Stopped,
+    UserError,
+    bytes_asked_for,
+    full_disk,
+    printable,
+    shortened,
+)
+from zerofit.job import job, run_folder, run_lock
 from zerofit.job.recipe import Recipe
 
 
 def check_early(recipe: Recipe) -> None:
-    """Check a recipe's command line and set the variables that torch reads at import.
+    """Check what a recipe's command line names, and set the variables that torch reads at import.
 
     `--help` prints the flags and exits the process.
     """
@@ -23,7 +33,7 @@ def check_early(recipe: Recipe) -> None:
     os.environ.update(distributed.thread_waiting())
     if job.named(sys.argv[1:]):  # the launcher has checked it
         return
-    from zerofit.config import early_check  # imports transformers' names; `zerofit status` needs none of it
+    from zerofit.config import early_check
 
     own = distributed.rank() == 0 and not distributed.may_be_restart()  # then checkpoint/restart.py decides
     guard(lambda: early_check.check(recipe, sys.argv[1:], here=True, own_folder=own))
@@ -34,9 +44,6 @@ def guard(main) -> None:
 
     A user's mistake is raised on every rank; rank 0 prints it, and its exit ends the other ranks.
     """
-    from zerofit.base import rank_status
-    from zerofit.job import run_lock
-
     process.begin()
     with contextlib.suppress(AttributeError, OSError):  # no stream of Python's own; a fork's, which is another file now
         sys.stdout.reconfigure(errors="backslashreplace")  # as of stderr: names and data may hold what has no UTF-8
@@ -84,9 +91,6 @@ def report(told: bool = False) -> None:
 
     Args: told: the next command has been printed already.
     """
-    from zerofit.base import rank_status
-    from zerofit.job import run_folder
-
     if (folder := run_folder.opened()) and not rank_status.folder():
         from zerofit.report import run_page
 
@@ -95,8 +99,6 @@ def report(told: bool = False) -> None:
 
 def _interrupted() -> str:
     """Return the sentence for a Ctrl-C outside the training loop."""
-    from zerofit.job import run_lock
-
     if not (folders := run_lock.held()):
         return "interrupted"
     from zerofit.checkpoint import resumable
@@ -109,8 +111,6 @@ def _explain_full_disk(main) -> None:
 
     train/run.py handles checkpoints.
     """
-    from zerofit.base import rank_status
-
     try:
         main()
     except OSError as error:
@@ -125,8 +125,6 @@ def _explain_full_disk(main) -> None:
 
 def _explain_out_of_memory(main) -> None:
     """Run `main()`, turning out of memory while loading into OutOfMemory (else: train/memory_report.py)."""
-    from zerofit.base import rank_status
-
     try:
         main()
     except (RuntimeError, MemoryError) as error:
@@ -138,7 +136,6 @@ def _explain_out_of_memory(main) -> None:
             ) from error
         if not rank_status.gpu_is_full(error):
             raise
-        from zerofit.base.errors import bytes_asked_for
 
         raise OutOfMemory(
             f"rank {os.environ.get('RANK', '0')} ran out of GPU memory in the load phase{bytes_asked_for(error)}: the "

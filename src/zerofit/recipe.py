@@ -12,19 +12,24 @@ import os
 import sys
 from pathlib import Path
 
-from zerofit.base import allocator, command_line, distributed, hub, log_filters
+from zerofit.base import allocator, command_line, distributed, hub, log_filters, rank_status
 from zerofit.base.errors import UserError, printable, shortened
 from zerofit.base.paths import from_here
-from zerofit.checkpoint import restart
-from zerofit.config import resolve
+from zerofit.checkpoint import restart, resumable, save, upload, verify
+from zerofit.checkpoint.facts import step_of
+from zerofit.config import nvme, resolve
+from zerofit.data import dataset, tokens
 from zerofit.job import job, program, run_folder, stretches
 from zerofit.job.recipe import Recipe
 from zerofit.job.settings import Settings
 from zerofit.launch import doctor
-from zerofit.model import load
+from zerofit.model import attention, load
+from zerofit.model.experimental import flex
 from zerofit.model.weights import complete
+from zerofit.parallel import sequence_parallel
 from zerofit.plan import choice, preflight
-from zerofit.train import trial
+from zerofit.report import live
+from zerofit.train import deepspeed_ops, memory_report, network_check, trial
 
 CHECKS = "ZEROFIT_PLAN"  # environment variable; 0: rank 0 of a recipe that is started by hand does not check if it fits
 
@@ -88,13 +93,6 @@ def start_processes(settings: Settings, train_set, eval_set):
     The run folder is chosen here but set up by `open_run_folder`, after the model is loaded, so that an error leaves no
     incomplete run behind.
     """
-    from zerofit.base import rank_status
-    from zerofit.checkpoint import resumable, save, upload, verify
-    from zerofit.config import nvme
-    from zerofit.model import attention
-    from zerofit.model.experimental import flex
-    from zerofit.parallel import sequence_parallel
-    from zerofit.train import deepspeed_ops, memory_report, network_check
     from zerofit.train.trainer import training_arguments
 
     gc.freeze()  # a full collection looks at half a million objects of the libraries: 0.3 s, in the middle of a step
@@ -139,11 +137,6 @@ def start_processes(settings: Settings, train_set, eval_set):
 
 def open_run_folder(settings: Settings, train_set, eval_set) -> None:
     """Set up the run folder, print what was decided, and write run.json."""
-    from zerofit.base import rank_status
-    from zerofit.checkpoint import resumable
-    from zerofit.data import dataset, tokens
-    from zerofit.report import live
-
     resumable.check_resumable(settings, train_set)
     if distributed.rank() == 0:
         folder, resumed = Path(settings.output_dir), settings.resume_from_checkpoint
@@ -179,8 +172,6 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
 
 def _resumed_at(settings: Settings) -> int:
     """Return the step of the checkpoint that the run goes on from; 0: it begins."""
-    from zerofit.checkpoint.facts import step_of
-
     return step_of(Path(settings.resume_from_checkpoint)) if settings.resume_from_checkpoint else 0
 
 
@@ -206,8 +197,6 @@ def _remember_program(settings: Settings) -> None:
 
 def _leave_newer_checkpoints(settings: Settings) -> None:
     """Move away the checkpoints newer than the resumed one: this run saves those steps again."""
-    from zerofit.checkpoint import resumable
-
     if distributed.rank() != 0 and not (
         settings.node_local_storage and distributed.first_of_node()
     ):  # one rank per disk

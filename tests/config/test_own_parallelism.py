@@ -49,11 +49,10 @@ TWINS = Parallel(
 def twins(request):
     """The way, registered; its flag is one of recipes/sft.py."""
     sft = program.recipe_of("sft")
-    object.__setattr__(sft, "arguments", (TwinArguments,))  # as a recipe's own; the parsers are kept by recipe
+    object.__setattr__(sft, "arguments", (TwinArguments,))  # as a recipe's own; the parser is kept by recipe
     request.addfinalizer(lambda: object.__setattr__(sft, "arguments", ()))
-    for parser in (parse.build_parser, parse._early_parser):
-        parser.cache_clear()
-        request.addfinalizer(parser.cache_clear)
+    parse.build_parser.cache_clear()
+    request.addfinalizer(parse.build_parser.cache_clear)
     groups.register(request.param)
     yield request.param
     groups.remove(next(way for way in groups.ways() if way.flag == request.param.flag))

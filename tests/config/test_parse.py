@@ -15,7 +15,6 @@ from transformers import TrainingArguments
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import save
 from zerofit.config import arguments, help, ranges, resolve, synonyms, transformers_flags
-from zerofit.config import parse as config_parse
 from zerofit.config.offload import OF_STAGE_3
 from zerofit.entrypoint import check_early
 from zerofit.job import batch_size, groups, program
@@ -457,75 +456,130 @@ def test_a_job_of_a_cluster_saves_every_half_hour(monkeypatch, flags, env, sever
     assert any(line.startswith("save_every_minutes 30") for line in settings.decisions) == (minutes == 30)
 
 
-# Words behind `zerofit` -> what is said; a folder of the test's own stands for {tmp}.
+# Words behind `zerofit` -> what is said before torch is imported; a folder of the test's own stands for {tmp}.
 EARLY = {
-    "launch recipes/sft.py --zero 4": "--zero 4: must be one of",
-    "launch --args='--zero=zero3' recipes/lora.py": "did you mean --zero 3?",
-    "launch recipes/sft.py --lerning_rate 1 --epochs 2": "did you mean --learning_rate? unknown flag --epochs; did you "
-    "mean",
-    "launch recipes/sft.py --lora_r 4": "recipes/lora.py (make lora)",
     "launch recipes/sft.py --data nope.jsonl": "--data nope.jsonl: no such file or folder.",
     "launch recipes/sft.py --model {tmp}/nope --data org/set": "nope: no such model folder.",
     "launch recipes/sft.py --model {tmp}": "the folder has no config.json.",
     "launch recipes/sft.py --output_dir {tmp}": "already holds a run",
     "launch recipes/sft.py --output_dir=/proc/x": "--output_dir /proc/x: /proc cannot be written to",
-    "launch recipes/sft.py --config {tmp}/bad.yaml": "bad.yaml:2: offload disk: must be one of",
     "launch recipes/sft.py --preset gpu-1g": "--preset gpu-1g: there are gpu-12g",
-    "slurm recipes/sft.py --max_length long": "--max_length long: must be a whole number.",
     "data --data nope.jsonl --output_dir x": "--data nope.jsonl: no such file or folder.",
+    "launch recipes/sft.py --config {tmp}/nope.yaml": "nope.yaml: cannot be read: No such file",
+    "launch recipes/sft.py --config {tmp}/names.yaml": "is here on this machine and has no revision",
+    "launch recipes/sft.py --config {tmp}/no.yaml": 'no.yaml:2: model: no is false in YAML; write "no" in quotes',
     # and nothing to say here
-    "launch recipes/sft.py --output_dir {tmp} --resume-from-checkpoint auto --no_bf16 --weight_decay -1 --optim x": "",
+    "launch recipes/sft.py --config {tmp}/names.yaml --show": "",
+    "launch recipes/sft.py --config {tmp}/names.yaml --data org/set": "",
+    "launch recipes/sft.py --output_dir {tmp} --resume-from_checkpoint auto --no_bf16 --weight_decay -1 --optim x": "",
     "launch --nnodes 2 recipes/sft.py --output_dir {tmp}": "",
     "launch --nnodes= --args= recipes/sft.py --zero 2": "",
     "launch '--args=--run_name my_sft.py' recipes/sft.py": "",
     "launch --args '--run_name my_sft.py' recipes/sft.py --run_name other.py": "",
-    "launch --show recipes/sft.py --zeero 2": "did you mean --zero?",
     "launch sft --run_name my_sft.py": "",
     "slurm recipes/sft.py --model /elsewhere/model --data /elsewhere/rows.jsonl": "",
     "data --recipe lora --lora_r 4 --columns a=b --per_device_train_batch_size auto --output_dir x": "",
-    "plan --gpus 4 --zero 4": "--zero 4: must be one of",
+    # words that the parser refuses
+    "launch recipes/sft.py --zero 4 --data": "",
+    "launch recipes/sft.py --modle org/model --data org/set": "",
+    "launch recipes/sft.py --config {tmp}/bad.yaml": "",
+    "launch recipes/sft.py --config {tmp}/list.yaml": "",
+    "launch recipes/sft.py --config {tmp}/theirs.yaml": "",
 }
 
+# What the one parser refuses, whichever verb asks it.
+REFUSED = {
+    "launch recipes/sft.py --zero 4": "--zero 4: must be one of",
+    "launch --args='--zero=zero3' recipes/lora.py": "did you mean --zero 3?",
+    "launch recipes/sft.py --lerning_rate 1 --epochs 2": "did you mean --learning_rate? unknown flag --epochs; did you "
+    "mean",
+    "launch recipes/sft.py --lora_r 4": "recipes/lora.py (make lora)",
+    "launch recipes/sft.py --modle org/model --data org/set": "unknown flag --modle; did you mean --model?",
+    "launch recipes/sft.py --config {tmp}/bad.yaml": "bad.yaml:2: offload disk: must be one of",
+    "launch recipes/sft.py --config {tmp}/list.yaml": "list.yaml: must hold `argument: value` lines",
+    "launch recipes/sft.py --config {tmp}/theirs.yaml": "unknown key 'base_model'; did you mean model?",
+    "launch --show recipes/sft.py --zeero 2": "did you mean --zero?",
+    "launch --nnodes 2 --node_rank 0 --master_addr host recipes/sft.py --zeero 2": "did you mean --zero?",
+    "slurm recipes/sft.py --max_length long": "--max_length long: must be a whole number.",
+    "hosts --hosts {tmp}/hosts recipes/sft.py --max_length long": "--max_length long: must be a whole number.",
+    "kubernetes --image i --name n --nodes 2 recipes/sft.py --foo 1": "unknown flag --foo",
+    "data --foo 1": "unknown flag --foo",
+    "batch-size --zero 4": "--zero 4: must be one of",
+    "plan --gpus 4 --gpu_type h100-80g --zero 4": "--zero 4: must be one of",
+    "plan --gpus 4 --gpu_type h100-80g --foo 1": "unknown flag --foo",
+}
 
-@pytest.mark.bad_input
-def test_what_is_told_before_torch_is_imported(tmp_path):
-    (tmp_path / "run.json").touch()
-    (tmp_path / "bad.yaml").write_text("learning_rate: 1\noffload: disk\n")
-    code = """
+# Runs the words of the first argument; prints what is said of each, and what has been imported.
+SAID = """
 import json, shlex, sys
-from zerofit.config import early_check
+from zerofit import cli
 from zerofit.base.errors import UserError
+from zerofit.config import early_check
 said = []
 for words in json.loads(sys.argv[1]):
     verb, *words = shlex.split(words)
     try:
-        said.append(early_check.command(verb, words) or "")
+        said.append({run} or "")
     except UserError as error:
         said.append(str(error))
-print(json.dumps([said, "torch" in sys.modules]))
+print(json.dumps([said, [*sys.modules]]))
 """
-    commands = [words.format(tmp=tmp_path) for words in EARLY]
-    done = subprocess.run([sys.executable, "-c", code, json.dumps(commands)], capture_output=True, text=True, cwd=ROOT)
+
+
+def said_of(cases: dict[str, str], run: str, tmp_path) -> list[str]:
+    """Hold what is said of each of the cases; return the modules that have been imported."""
+    (tmp_path / "run.json").touch()
+    (tmp_path / "bad.yaml").write_text("learning_rate: 1\noffload: disk\n")
+    (tmp_path / "list.yaml").write_text("- learning_rate\n")
+    (tmp_path / "theirs.yaml").write_text("base_model: org/model\ndata: org/set\n")
+    (tmp_path / "names.yaml").write_text(f"model: tiny\ndata: [{{path: {DATA}, revision: 3.10}}]\n")
+    (tmp_path / "no.yaml").write_text("zero: 2\nmodel: no\n")
+    (tmp_path / "hosts").write_text("host1 slots=2\n")
+    commands = [words.format(tmp=tmp_path) for words in cases]
+    words = [sys.executable, "-c", SAID.replace("{run}", run), json.dumps(commands)]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
     assert done.returncode == 0, done.stderr
-    said, has_torch = json.loads(done.stdout)
-    for words, wanted, found in zip(EARLY, EARLY.values(), said, strict=True):
+    said, modules = json.loads(done.stdout.splitlines()[-1])
+    for words, wanted, found in zip(cases, cases.values(), said, strict=True):
         assert (wanted in found) if wanted else not found, (words, found)
-    assert not has_torch
+    return modules
+
+
+@pytest.mark.bad_input
+def test_what_is_told_before_torch_is_imported(tmp_path):
+    modules = said_of(EARLY, "early_check.command(verb, words)", tmp_path)
+    assert not {"torch", "transformers"} & {*modules}
+
+
+@pytest.mark.bad_input
+def test_each_verb_refuses_what_the_parser_does_not_take(tmp_path):
+    verbs = "(early_check.command(verb, words), cli.importlib.import_module(f'zerofit.{cli.VERBS[verb]}').main(words))"
+    said_of(REFUSED, verbs, tmp_path)
 
 
 @pytest.mark.bad_input
 def test_a_recipe_of_any_launcher_looks_early(monkeypatch, capsys):
-    monkeypatch.setattr(sys, "argv", ["sft.py", "--zero", "4"])
+    monkeypatch.setattr(sys, "argv", ["sft.py", "--data", "nope.jsonl"])
     with pytest.raises(SystemExit, match="2"):
         check_early(program.kit()["sft"])
-    assert capsys.readouterr().err.count("--zero 4: must be one of") == 1
+    assert capsys.readouterr().err.count("--data nope.jsonl: no such file or folder.") == 1
     for recipe in program.kit():
         assert "entrypoint.check_early(RECIPE)" in (ROOT / "recipes" / f"{recipe}.py").read_text()
 
 
-def test_the_names_that_are_read_from_transformers_source():
-    names = {f.name for f in fields(TrainingArguments) if f.init}
-    assert names <= set(config_parse.training_argument_names())
+@pytest.mark.bad_input
+@pytest.mark.parametrize(
+    ("words", "says"),
+    [
+        ("--lerning_rate 1", "unknown flag --lerning_rate; did you mean --learning_rate?"),
+        ("--config {tmp}/run.yaml", "run.yaml:2: unknown key 'foo'; --help all lists every flag."),
+    ],
+)
+def test_a_recipe_refuses_a_wrong_flag_itself(words, says, tmp_path):
+    (tmp_path / "run.yaml").write_text("zero: 0\nfoo: 1\n")
+    words = [sys.executable, "recipes/sft.py", *words.format(tmp=tmp_path).split()]
+    done = subprocess.run(words, capture_output=True, text=True, cwd=ROOT)
+    assert done.returncode == 2 and done.stderr.splitlines()[-1].endswith(says)
 
 
 def test_the_short_help_has_what_most_runs_need():

@@ -1,6 +1,7 @@
 """The quick answer of a plan: by the same closed forms as all candidates, without importing torch or transformers."""
 
 import json
+import shlex
 import subprocess
 import sys
 from dataclasses import replace
@@ -151,7 +152,7 @@ def test_what_is_not_known_has_no_quick_answer():
     refused = ("--method pipeline", "--recipe dpo --method auto", "--recipe own.py", "--lora_r 32", "--adapter lora")
     plain = ("--data rows.jsonl more.jsonl", "--optim sgd", "--args '--packing true'", "--load_in_4bit true")
     for more in refused + plain:
-        assert quick.answer([*known, *parse.shlex.split(more)]) is None, more
+        assert quick.answer([*known, *shlex.split(more)]) is None, more
     assert quick.answer(["--model", str(CONFIGS / "pythia-1b"), "--gpu_type", "h100-80g"]) is None
     assert quick.answer(["--model", str(CONFIGS / "llama3.1-8b")]) is None  # for this machine's GPU
     config = json.loads((CONFIGS / "qwen3-moe-30b" / "config.json").read_text())

@@ -11,6 +11,7 @@ import sys
 from importlib import metadata
 
 from zerofit.base import paths
+from zerofit.base.errors import first_line
 
 VARIABLES = ("PYTORCH_ALLOC_CONF", "PYTORCH_CUDA_ALLOC_CONF")  # the second is torch's older name, still read
 
@@ -55,8 +56,6 @@ def prove_expandable() -> str | None:
     if os.environ.get(VARIABLES[0]) != default() or not expandable_segments():
         return None
     import torch
-
-    from zerofit.base.errors import first_line
 
     try:
         _allocate()

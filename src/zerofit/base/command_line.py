@@ -5,6 +5,7 @@ import shlex
 import sys
 from pathlib import Path
 
+from zerofit.base.errors import UserError
 from zerofit.base.paths import IN_WHEEL, PROJECT, ROOT
 
 # Options of `zerofit launch` that stand before the recipe; among a recipe's flags they mean the same.
@@ -57,6 +58,20 @@ def as_typed() -> str:
         return [f"{n}={shlex.quote(hide_secrets(shlex.split(v)) if n == 'ARGS' else v)}" for n, v in values]
 
     return " ".join([*assigned("ZEROFIT_FROM_ENVIRONMENT"), "make", goals, *assigned("ZEROFIT_GIVEN")])
+
+
+def with_more(flags: list[str], more: str = "", gpus: str = "1") -> tuple[list[str], int]:
+    """Return (the recipe's flags followed by those of ARGS, number of processes) of a `zerofit` verb.
+
+    Args: more: flags in one string, split like a shell would.
+    Raises: UserError for an unclosed quote or a process count that is not a number above 0.
+    """
+    if not gpus.isdigit() or int(gpus) < 1:
+        raise UserError(f"GPUS={gpus}: must be a whole number of 1 or more.")
+    try:
+        return [*flags, *shlex.split(more)], int(gpus)
+    except ValueError as error:
+        raise UserError(f"ARGS={more}: cannot be split into words: {str(error).lower()}.") from None
 
 
 def with_auto_as_probe(argv: list[str]) -> list[str]:

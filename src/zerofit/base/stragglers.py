@@ -4,6 +4,8 @@ import statistics
 import time
 from collections import Counter, defaultdict
 
+import torch
+
 LONGER = 0.2  # how much slower than the others a rank must be
 
 WINDOW_STEPS = 20  # that a judgment is made of, at least
@@ -58,8 +60,6 @@ class Pace:
 
 def _now(model):
     """Return the time at which the device gets here, without waiting for it."""
-    import torch
-
     if next(model.parameters()).device.type != "cuda":
         return time.perf_counter()
     event = torch.cuda.Event(enable_timing=True)

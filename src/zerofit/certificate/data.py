@@ -3,6 +3,7 @@
 from zerofit.base import distributed
 from zerofit.data import encoding, end_tokens, inspection
 from zerofit.job.settings import Check, Decision
+from zerofit.model import load
 
 
 def check_data(settings, train_set, eval_set, tokenizer) -> None:
@@ -35,18 +36,14 @@ def note(settings, train_set, eval_set, tokenizer) -> end_tokens.Ends:
 
 def _ends(settings, train_set, tokenizer) -> end_tokens.Ends:
     """Return where answers end and generation must stop, by the rows and by the base's generation_config.json."""
-    from zerofit.model.load import known_ends
-
     ends = train_set.statistics.get("ends", [])
     own_end_only = {entry["token"] for entry in ends} <= {tokenizer.eos_token}
-    return end_tokens.decide(ends, tokenizer, () if own_end_only else known_ends(settings))
+    return end_tokens.decide(ends, tokenizer, () if own_end_only else load.known_ends(settings))
 
 
 def _note_positions(train_set, eval_set, settings) -> None:
     """Add a decision if rows are longer than the model's max_position_embeddings."""
-    from zerofit.model.load import load_config
-
-    most = getattr(load_config(settings).get_text_config(), "max_position_embeddings", None)
+    most = getattr(load.load_config(settings).get_text_config(), "max_position_embeddings", None)
     longest = max(rows.statistics["longest"] for rows in (train_set, eval_set) if rows is not None)
     if most and longest > most:
         said = (

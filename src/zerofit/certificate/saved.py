@@ -5,6 +5,7 @@ import re
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 
 from zerofit.base import distributed
 from zerofit.job.settings import Check
@@ -67,8 +68,6 @@ def saved_name(name: str) -> str:
 
 def _tensors(stack: contextlib.ExitStack, folder: Path) -> dict:
     """Return {name: open file that holds it} of the safetensors of a folder."""
-    from safetensors import safe_open
-
     files = [stack.enter_context(safe_open(file, "pt")) for file in sorted(folder.glob("*.safetensors"))]
     return {name: file for file in files for name in file.keys()}  # noqa: SIM118  (a file is no dict)
 

@@ -4,10 +4,12 @@ import json
 from collections.abc import Iterator
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from zerofit import __version__
 from zerofit.base.errors import UserError
 from zerofit.base.paths import hash_file
-from zerofit.checkpoint import pickles
+from zerofit.checkpoint import pickles, zero_shards
 from zerofit.checkpoint.facts import FACTS, FORMAT, is_of_this_kit, read_facts
 from zerofit.job import run_folder
 
@@ -80,10 +82,6 @@ def changed(checkpoint: Path, files: dict[str, list], hashes: bool = True) -> st
 
 def _incomplete(checkpoint: Path) -> str:
     """Return the first thing missing in a checkpoint without zerofit.json; "" if it is complete."""
-    from safetensors import SafetensorError, safe_open
-
-    from zerofit.checkpoint import zero_shards
-
     ranks = max(2, len(list(checkpoint.glob("rng_state_*.pth"))))  # one rank's file has no number
     for name in [] if (checkpoint / "rng_state.pth").exists() else [f"rng_state_{rank}.pth" for rank in range(ranks)]:
         if not (checkpoint / name).exists():

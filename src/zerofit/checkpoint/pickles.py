@@ -7,6 +7,7 @@ import pickle
 import re
 from pathlib import Path
 
+import numpy
 import torch
 
 from zerofit.base.errors import UserError
@@ -103,8 +104,6 @@ def _allowed(names) -> list[tuple]:
         with contextlib.suppress(ImportError, AttributeError):  # numpy of another version
             allowed.append((getattr(importlib.import_module(module), attribute), name))
     if "numpy.dtype" in names:  # a dtype is built as an object of a class that the pickle does not name
-        import numpy
-
         allowed.append((type(numpy.dtype(numpy.uint32)), "numpy.dtypes.UInt32DType"))
     return allowed
 

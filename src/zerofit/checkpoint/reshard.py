@@ -10,9 +10,12 @@ import json
 from pathlib import Path
 
 import torch
+from peft import get_peft_model_state_dict
+from transformers.integrations import deepspeed
 
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import zero_shards
+from zerofit.checkpoint.facts import read_facts
 from zerofit.model.weights import converted, stored
 
 
@@ -69,8 +72,6 @@ def _fill(trainer, states, names, keys, step) -> None:
 
 def _plain(trainer, checkpoint: Path) -> zero_shards.OptimizerStates:
     """Read a checkpoint of stage 0, whose optimizer numbers the parameters in the order of its groups."""
-    from zerofit.checkpoint.facts import read_facts
-
     known = read_facts(checkpoint) or {}
     groups = known.get("groups") or _groups_of_transformers(trainer)
     with _whole_models(trainer):
@@ -82,8 +83,6 @@ def _plain(trainer, checkpoint: Path) -> zero_shards.OptimizerStates:
 @contextlib.contextmanager
 def _whole_models(trainer):
     """Context in which from_pretrained shards no model under ZeRO-3."""
-    from transformers.integrations import deepspeed
-
     deepspeed.unset_hf_deepspeed_config()
     try:
         yield
@@ -111,7 +110,6 @@ def file_names(model) -> dict[str, str]:
     """
     if not hasattr(model, "peft_config") or model.active_peft_config.is_prompt_learning:
         return {}
-    from peft import get_peft_model_state_dict
 
     trainable = {name: p for name, p in model.named_parameters() if p.requires_grad}
     saved_tensors = get_peft_model_state_dict(model, state_dict=dict(trainable), save_embedding_layers=False)
@@ -121,8 +119,6 @@ def file_names(model) -> dict[str, str]:
 
 def _kept(trainer, states: zero_shards.OptimizerStates) -> list[str]:
     """Return the optimizer states to load: all, or none with a printed warning."""
-    from zerofit.checkpoint.facts import read_facts
-
     settings = trainer.settings
     saved_optim = (read_facts(Path(settings.resume_from_checkpoint)) or {}).get("optim", settings.optim)
     reason = f"{states.unsplit} of {saved_optim} is not one number a weight" if states.unsplit else ""

@@ -5,6 +5,8 @@ import os
 import socket
 from pathlib import Path
 
+import psutil
+
 from zerofit.base import distributed, rank_status
 from zerofit.checkpoint import next_settings
 from zerofit.config import resolve
@@ -25,8 +27,6 @@ def starters() -> list[str]:
 
 
 def _agent() -> str:
-    import psutil
-
     if distributed.BY_AGENT not in os.environ:
         return ""
     parent = psutil.Process(os.getppid())

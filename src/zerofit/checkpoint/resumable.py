@@ -6,7 +6,7 @@ from pathlib import Path
 
 from zerofit.base import command_line, distributed
 from zerofit.base.errors import UserError
-from zerofit.checkpoint import differences, integrity, pickles
+from zerofit.checkpoint import differences, integrity, pickles, zero_shards
 from zerofit.checkpoint.facts import read_facts, step_of
 from zerofit.job import groups, run_folder
 from zerofit.job.settings import Settings
@@ -20,8 +20,6 @@ def check_resumable(settings, train_set) -> None:
     Raises: UserError for a difference that makes it a different run; with --ignore_resume_mismatch only for one that
         makes resuming impossible.
     """
-    from zerofit.checkpoint import zero_shards
-
     settings.fingerprints = fingerprints(settings, train_set)  # once: a hub model's configuration is fetched
     requested = settings.resume_from_checkpoint
     if not requested:
@@ -83,8 +81,6 @@ def _facts_of_files(checkpoint: Path, settings, where: str) -> dict:
 
     Raises: UserError for a checkpoint of an adapter where the whole model is trained, or vice versa.
     """
-    from zerofit.checkpoint import zero_shards
-
     of_adapter = (checkpoint / "adapter_config.json").exists()
     if of_adapter != settings.trains_adapter:
         trained, trains = ("an adapter", "the whole model") if of_adapter else ("a whole model", "an adapter")

@@ -17,11 +17,12 @@ from zerofit import __version__
 from zerofit.base import distributed, rank_status
 from zerofit.base.errors import UserError, first_line
 from zerofit.base.paths import hash_file, size_of
-from zerofit.checkpoint import background, differences, integrity, node_local
+from zerofit.checkpoint import background, differences, integrity, node_local, reshard, zero_shards
 from zerofit.checkpoint.facts import ASIDE, FACTS, FORMAT, digest_of
 from zerofit.config import offload
 from zerofit.job import groups, program, run_folder
 from zerofit.job.settings import written
+from zerofit.model.load import verify_saved
 from zerofit.model.weights import stored
 
 # --- saving ---
@@ -173,8 +174,6 @@ def _check_own(own: Path, shapes: dict[str, tuple]) -> None:
 
     Raises: RuntimeError.
     """
-    from zerofit.checkpoint import zero_shards
-
     for file in [*own.rglob("*.pt"), *own.rglob("*.pth")]:
         if not zipfile.is_zipfile(file):
             raise RuntimeError(f"{file}: was not written whole.")
@@ -250,9 +249,6 @@ def verify(folder: Path, trainer) -> None:
 
     Raises: RuntimeError.
     """
-    from zerofit.checkpoint import reshard
-    from zerofit.model.load import verify_saved
-
     lora, weights = trainer.settings.trains_adapter, stored.Weights(folder)
     trainable_params, total_params = trainer.numel
     verify_saved(folder, trainable_params if lora else total_params)
@@ -325,8 +321,6 @@ def verify_states(folder: Path, trainer) -> None:
 
 def _facts(trainer) -> dict:
     """Return what zerofit.json holds beside the files."""
-    from zerofit.checkpoint import reshard
-
     settings = trainer.settings
     split = [name for name in groups.flags() if name in settings.values]
     names = ("zero", "offload", "world_size", *split, "effective_batch_size", "optim", "model")

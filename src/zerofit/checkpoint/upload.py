@@ -27,7 +27,6 @@ class Place:
 
     def __init__(self, url: str):
         """Open it. Raises: UserError for an unknown protocol or a missing package."""
-        import fsspec
         import fsspec.implementations.local
 
         try:

@@ -12,6 +12,7 @@ import torch
 
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import pickles
+from zerofit.checkpoint.facts import read_facts
 from zerofit.job import groups
 
 
@@ -116,8 +117,6 @@ def check_share(checkpoint: Path, shapes: dict[str, tuple[int, ...]], ranks: int
 
 def check_whole(checkpoint: Path) -> None:
     """Refuse one node's part (--node_local_storage) without those of the others. Raises: UserError."""
-    from zerofit.checkpoint.facts import read_facts
-
     elsewhere = (read_facts(checkpoint) or {}).get("elsewhere", {})
     if missing := [name for name in elsewhere if not (checkpoint / name).exists()]:
         raise UserError(

@@ -3,6 +3,8 @@
 import argparse
 import time
 
+import torch
+
 from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.plan.speed import measure, rates
@@ -54,7 +56,6 @@ def _device(device: str) -> tuple[str, int, hardware.Gpu]:
     """Return name, number and entry of the table of the devices that are measured."""
     if device == "cpu":
         return "cpu", 2, hardware.GPUS["a100-80g"]
-    import torch
 
     return torch.cuda.get_device_name(), torch.cuda.device_count(), hardware.find("detect")
 

@@ -3,6 +3,8 @@
 import argparse
 import sys
 
+import torch
+
 from zerofit.base.errors import UserError
 from zerofit.data.chat_templates import arguments
 from zerofit.export import source
@@ -30,7 +32,6 @@ def main(argv: list[str]) -> None:
 
 def talk(given, saved) -> None:
     """Answer each line of the input with a turn of the model, until the input ends."""
-    import torch
     from transformers import TextStreamer
 
     tokenizer = source.tokenizer(saved)

@@ -6,11 +6,16 @@ import sys
 import time
 from pathlib import Path
 
+from zerofit.base import command_line
 from zerofit.base.errors import UserError
 from zerofit.certificate import data as checks
-from zerofit.config import parse, resolve
+from zerofit.checkpoint import resumable
+from zerofit.config import resolve, show
 from zerofit.data import inspection
-from zerofit.job import program
+from zerofit.data.load import load_datasets
+from zerofit.job import program, run_folder
+from zerofit.model import load
+from zerofit.model.tried import classes
 
 
 def main(argv: list[str]) -> None:
@@ -22,20 +27,14 @@ def main(argv: list[str]) -> None:
     if settings is None:
         return
 
-    from zerofit.checkpoint import resumable
-    from zerofit.data.load import load_datasets
-    from zerofit.job import run_folder
-    from zerofit.model.load import load_config, load_tokenizer
-    from zerofit.model.tried import classes
-
     folder = resumable.choose_folder(settings)
-    tokenizer = load_tokenizer(settings)
+    tokenizer = load.load_tokenizer(settings)
     counting = settings.replace(bad_rows="drop")  # count all of them first, refuse below
     train_set, eval_set = load_datasets(counting, tokenizer)
     ends = checks.note(counting, train_set, eval_set, tokenizer)
     facts = inspection.inspect(counting, train_set, eval_set, tokenizer, ends)
     colored = bool(sys.stdout.isatty() or os.environ.get("FORCE_COLOR"))
-    facts["decisions"].append(classes.sentence(load_config(counting).model_type))
+    facts["decisions"].append(classes.sentence(load.load_config(counting).model_type))
     print(inspection.describe(counting, facts))
     for text in inspection.render_rows(train_set.dataset, tokenizer, colored):
         print(text)
@@ -71,7 +70,7 @@ def _settings(argv: list[str]):
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     args, flags = parser.parse_known_args(argv)
     recipe = program.start(args.recipe).recipe
-    flags, _ = parse.command_line(flags, args.args)
+    flags, _ = command_line.with_more(flags, args.args)
     if {"--help", "-h"} & set(flags):
         parser.print_help()
         return None
@@ -80,8 +79,6 @@ def _settings(argv: list[str]):
     flags = ["--gpus", "1", *flags, *named]
     settings = resolve.resolve_settings(recipe, flags, 1, arguments_only=True)
     if settings.show:
-        from zerofit.config import show
-
         print(f"data for {settings.recipe}\n{show.summary(settings)}")
         return None
     if settings.source["output_dir"] != "flag":

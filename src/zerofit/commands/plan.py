@@ -9,18 +9,25 @@ import time
 from dataclasses import replace
 from pathlib import Path
 
-from zerofit.base import hardware
+import psutil
+
+from zerofit.base import command_line, hardware
 from zerofit.base.errors import UserError
 from zerofit.base.hardware import GIB
+from zerofit.base.paths import nearest_existing
 from zerofit.commands import plan_progress
 from zerofit.config import parse
+from zerofit.data.batches import lengths_of
+from zerofit.data.load import load_datasets
 from zerofit.job import program
 from zerofit.job.request import Request
 from zerofit.model import load
 from zerofit.model.kernels import linear_attention
+from zerofit.model.load import load_tokenizer
 from zerofit.model.tried import classes
 from zerofit.plan import candidates, gpu_memory, search, simulate
 from zerofit.plan.advice import better, cost, table
+from zerofit.plan.answer import answer_text
 from zerofit.plan.candidate import Candidate, Plan
 
 
@@ -32,12 +39,11 @@ def main(argv: list[str]) -> None:
     parser = _parser()
     args, flags = parser.parse_known_args(argv)
     args.recipe = program.start(args.recipe).recipe
-    flags, ranks = parse.command_line(flags, args.args, args.gpus)
+    flags, ranks = command_line.with_more(flags, args.args, args.gpus)
     flags = _own_of_args(args, flags)
     if {"--help", "-h"} & set(flags):
         parser.print_help()
         return
-    from zerofit.plan.answer import answer_text
 
     folder = Path(args.output_dir or Path("runs") / f"plan-{time.strftime('%Y%m%d-%H%M%S')}").expanduser()
     if folder.exists() and not folder.is_dir():
@@ -99,9 +105,6 @@ def _search(args: argparse.Namespace, flags: list[str], ranks: int) -> Plan:
     gpu = _with_node_link(hardware.find(args.gpu_type or "detect", min(ranks, node)), args.node_link_gbs)
     if sentence := hardware.note(gpu):
         print(sentence, flush=True)
-    import psutil
-
-    from zerofit.base.paths import nearest_existing
 
     for_this_machine = args.gpu_type in ("", "detect")
     host_limit = _bytes("host_memory", args.host_memory, psutil.virtual_memory().total if for_this_machine else None)
@@ -181,10 +184,6 @@ def _longest(settings) -> tuple[int, cost.Run]:
 
     Raises: UserError if the data cannot be read.
     """
-    from zerofit.data.batches import lengths_of
-    from zerofit.data.load import load_datasets
-    from zerofit.model.load import load_tokenizer
-
     train_set, _ = load_datasets(settings, load_tokenizer(settings))
     run = cost.of_rows(settings, train_set)
     if not settings.packing:

@@ -39,7 +39,7 @@ def main(argv: list[str]) -> None:
     named = args.recipe or command_line.value_of(args.flags, ("--recipe",)) or ""
     place = node_options.of(args)
     nodes = place.most if place else 1
-    words, count = parse.command_line(
+    words, count = command_line.with_more(
         command_line.drop(args.flags, "--recipe"), args.args, args.gpus or str(run.world_size // nodes)
     )
     said = program.said_by(run_folder.read_json(folder / "run.json"))  # null, unlike none, says something

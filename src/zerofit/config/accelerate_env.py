@@ -3,6 +3,8 @@
 import os
 from pathlib import Path
 
+import psutil
+
 from zerofit.base import command_line, distributed
 from zerofit.base.errors import UserError
 from zerofit.convert import conversion, sharding
@@ -72,8 +74,6 @@ def drop_accelerate_env() -> list[str]:
 
 def _accelerate_command() -> list[str] | None:
     """Return the command line of the `accelerate launch` that started this process; None without one."""
-    import psutil
-
     try:
         argv = psutil.Process().parent().cmdline()
     except (psutil.Error, AttributeError):

@@ -4,6 +4,8 @@ import importlib.util
 import inspect
 from pathlib import Path
 
+import torch
+
 from zerofit.base.errors import UserError
 from zerofit.job.settings import json_value, merge_json
 
@@ -86,7 +88,6 @@ def check_installed(config: dict, path: str | Path) -> None:
 
     It would end in a traceback once the model is loaded. Raises: UserError with the names that there are.
     """
-    import torch
     from deepspeed.runtime import config as runtime
     from deepspeed.runtime import lr_schedules
 

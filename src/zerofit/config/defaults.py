@@ -3,6 +3,8 @@
 import contextlib
 import json
 
+import torch
+
 from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.config import arguments, offload, ranges
@@ -179,8 +181,6 @@ def choose_precision(settings: Settings) -> None:
 
 def _gpu(settings: Settings) -> tuple[str, bool]:
     """Return (name, whether it has bf16 arithmetic) of the GPU that the run is for."""
-    import torch
-
     if settings.use_cpu:
         return "CPU", True
     planned = settings.planned_gpu

@@ -10,6 +10,9 @@ import uuid
 from collections import Counter
 from pathlib import Path
 
+import filelock
+
+from zerofit.base import distributed
 from zerofit.base.errors import UserError
 from zerofit.job.settings import merge_json
 
@@ -146,8 +149,6 @@ def reserve_folder(settings) -> None:
 
     DeepSpeed names its files by rank only, so two runs would overwrite each other's, and it does not delete them.
     """
-    from zerofit.base import distributed
-
     paths = paths_of(settings.deepspeed)
     if not paths:
         return
@@ -162,8 +163,6 @@ def reserve_folder(settings) -> None:
 
 
 def _hold(own: Path) -> None:
-    import filelock
-
     own.mkdir(mode=0o700)
     lock = filelock.FileLock(own / "in_use.lock")
     lock.acquire()
@@ -177,8 +176,6 @@ def _hold(own: Path) -> None:
 
 def _clear_left(folder: Path) -> None:
     """Remove the folders that killed runs of this user left behind: those whose lock no process holds."""
-    import filelock
-
     for left in folder.glob("zerofit-*"):
         info = left.lstat()
         lock = left / "in_use.lock"

@@ -9,6 +9,8 @@ import os
 from pathlib import Path
 from typing import Any
 
+import torch
+
 from zerofit.base.errors import UserError, first_line
 from zerofit.config import nvme
 from zerofit.job.settings import json_value
@@ -223,8 +225,6 @@ def _offloading(zero: dict, where: str) -> dict:
 
 
 def _check_super_offload(zero: dict, where: str, settings) -> None:
-    import torch
-
     section = _offloading(zero, where)
     if settings.use_cpu:
         raise UserError(

@@ -1,24 +1,19 @@
 """Read the arguments of a recipe: flags override the YAML file, which overrides the defaults."""
 
 import argparse
-import ast
 import copy
 import functools
-import importlib.util
-import json
 import re
-import shlex
 import warnings
 from dataclasses import fields
 from pathlib import Path
 from typing import Any
 
-import yaml
-from transformers import HfArgumentParser  # without torch; TrainingArguments brings it and takes seconds
+from transformers import HfArgumentParser, TrainingArguments
 
 from zerofit.base.command_line import by_flag, drop, names, repeated, with_auto_as_probe
 from zerofit.base.errors import UserError
-from zerofit.config import arguments, presets, synonyms
+from zerofit.config import arguments, deepspeed_json, help, presets, synonyms
 from zerofit.convert import kits
 from zerofit.data import formats
 from zerofit.data.published import rendered
@@ -50,8 +45,6 @@ class _Parser(HfArgumentParser):
                 action.type = lambda word: int(word) if word.isdecimal() else word  # a number, or auto
 
     def print_help(self, file=None):
-        from zerofit.config import help
-
         print(help.text(self.recipe), file=file)
 
     def error(self, message: str):
@@ -64,8 +57,6 @@ class _Parser(HfArgumentParser):
 @functools.cache
 def build_parser(recipe: Recipe) -> _Parser:
     """Return the parser of all flags of a recipe; built once, as a plan reads the flags of hundreds of settings."""
-    from transformers import TrainingArguments
-
     groups = (*arguments.kit_groups(recipe), TrainingArguments)
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")
@@ -74,44 +65,14 @@ def build_parser(recipe: Recipe) -> _Parser:
     parallelism.type = str  # an accelerate object, not text: transformers_flags.check refuses it with the reason
     optim = next(action for action in parser._actions if action.dest == "optim")
     optim.choices, optim.metavar = None, "OPTIM"  # registry.resolve checks it: there are more than transformers has
-    _limit_to_known_formats(parser, recipe)
-    return parser
-
-
-@functools.cache
-def _early_parser(recipe: Recipe) -> _Parser:
-    """Return a parser, made without torch, that checks zerofit's flags and knows transformers' by name; built once."""
-    parser = _Parser(recipe, arguments.kit_groups(recipe))
-    own = {action.dest for action in parser._actions}  # build_parser refuses one that is transformers' too
-    for name in sorted({*training_argument_names()} - own):
-        spellings = [f"--{name}", f"--no_{name}"]
-        parser.add_argument(
-            *dict.fromkeys([*spellings, *(word.replace("_", "-") for word in spellings)]), dest=name, nargs="*"
-        )
-    _limit_to_known_formats(parser, recipe)
-    return parser
-
-
-def _limit_to_known_formats(parser: _Parser, recipe: Recipe) -> None:
     choice = next(action for action in parser._actions if action.dest == "data_format")
     choice.choices = ("auto", *rendered.VALUES, *(entry.name for entry in formats.known_to(recipe)))
+    return parser
 
 
-@functools.cache
-def training_argument_names() -> tuple[str, ...]:
-    """Return the names of transformers' TrainingArguments, read from its source."""
-    file = Path(importlib.util.find_spec("transformers").origin).with_name("training_args.py")
-    classes = [node for node in ast.parse(file.read_text(encoding="utf-8")).body if isinstance(node, ast.ClassDef)]
-    body = next(node.body for node in classes if node.name == "TrainingArguments")
-    return tuple(line.target.id for line in body if isinstance(line, ast.AnnAssign))
-
-
-def explicit(recipe: Recipe, argv: list[str], origin: str, early: bool = False, strict: bool = True) -> dict[str, Any]:
-    """Return only the arguments given in `argv`, with argparse's types and choices checked.
-
-    Args: early: check zerofit's own arguments only; those of transformers stay lists of strings. strict: no others.
-    """
-    parser = _early_parser(recipe) if early else build_parser(recipe)
+def explicit(recipe: Recipe, argv: list[str], origin: str, strict: bool = True) -> dict[str, Any]:
+    """Return only the arguments given in `argv`, with argparse's types and choices checked; strict: no others."""
+    parser = build_parser(recipe)
     parser.origin = origin
     argv = _with_negative_numbers(with_auto_as_probe(argv))
     names = [action.dest for action in parser._actions if action.dest != "help"]
@@ -135,9 +96,9 @@ def _with_negative_numbers(argv: list[str]) -> list[str]:
 def given(recipe: Recipe | str, flags: list[str], name: str) -> Any:
     """Return an argument's value in the flags or their YAML file; None if neither has it."""
     recipe = program.recipe_of(recipe)
-    values = explicit(recipe, flags, "command line", early=True, strict=False)
+    values = explicit(recipe, flags, "command line", strict=False)
     if name not in values and values.get("config"):
-        values = read_yaml(values["config"], recipe, early=True)
+        values = read_yaml(values["config"], recipe)
     return values.get(name)
 
 
@@ -148,8 +109,6 @@ def _unless(off: str, what: str):
 
 def _by_json(path: str) -> str:
     """Return what a key of a DeepSpeed JSON writes, sends or executes; "" if none does."""
-    from zerofit.config import deepspeed_json
-
     found = deepspeed_json.acting_key(deepspeed_json.read_json(path))
     return f"whose key {found[0]} {found[1]}" if found else ""
 
@@ -190,8 +149,7 @@ def refuse_foreign(recipe: Recipe, flags: list[str], new: list[str], run: Path) 
     kept = drop(flags, *names(new))
     for name, acts in FOR_OTHERS.items():
         value = given(recipe, kept, name) if f"--{name}" not in names(new) else None
-        words = [] if value is None else [_word(word) for word in value] if isinstance(value, list) else [_word(value)]
-        words = ["true"] if value == [] else words  # a flag without a value
+        words = [] if value is None else settings_file.words(value)
         if what := next(filter(None, map(acts, words)), None):
             raise UserError(
                 f"{run}: its flags have --{name} {' '.join(words)}, {what}, and this user has not started that run; "
@@ -199,94 +157,57 @@ def refuse_foreign(recipe: Recipe, flags: list[str], new: list[str], run: Path) 
             )
 
 
-def read_yaml(path: str, recipe: Recipe, early: bool = False) -> dict[str, Any]:
-    """Return the arguments in a YAML file, checked like flags; early: as in `explicit`.
+def read_yaml(path: str, recipe: Recipe) -> dict[str, Any]:
+    """Return the arguments in a YAML file, checked like flags.
 
     Raises: UserError with file and line for broken YAML, an unknown key or a wrong value.
     """
     values, nodes = settings_file.load(path, said=f"--config {path}")
     if not isinstance(values, dict):
         raise UserError(f"{path}: must hold `argument: value` lines, found a {type(values).__name__}.")
-    if sentence := kits.foreign(values, path, frozenset(_argument_names(recipe))):
+    if sentence := kits.foreign(values, path, frozenset(argument_names(recipe))):
         raise UserError(sentence)
-    lines = {key: nodes[str(key)].start_mark.line + 1 if str(key) in nodes else 1 for key in values}
-    texts = _text_flags(recipe, early)
+    places = {key: settings_file.place(path, key, nodes) for key in values}
+    texts = {action.dest for action in build_parser(recipe)._actions if action.type is str and not action.choices}
     flags = {}
     for key, value in values.items():
-        if str(key).replace("-", "_") in texts:
-            value = _as_written(f"{path}:{lines[key]}: {key}", value, nodes.get(str(key)))
+        if key.replace("-", "_") in texts:
+            value = settings_file.as_written(f"{places[key]}: {key}", value, nodes.get(key))
         flags |= {key: _flag(key, value)} if value is not None else {}
-    if nulls := values.keys() - flags.keys():
-        _refuse_nulls(path, {key: lines[key] for key in values if key in nulls}, recipe, early)
+    _refuse_nulls({key: places[key] for key in values if key not in flags}, recipe)
     try:
-        return explicit(recipe, [word for words in flags.values() for word in words], str(path), early)
+        return explicit(recipe, [word for words in flags.values() for word in words], str(path))
     except UserError as first:
         mistakes = []
         for key, words in flags.items():
-            place = f"{path}:{lines[key]}"
-            if isinstance(values[key], list) and not _takes_several(recipe, str(key), early):
-                mistakes.append(f"{place}: {key} is a list: it takes one value.")
+            if isinstance(values[key], list) and not _takes_several(recipe, key):
+                mistakes.append(f"{places[key]}: {key} is a list: it takes one value.")
                 continue
             try:
-                explicit(recipe, words, place, early)
+                explicit(recipe, words, places[key])
             except UserError as mistake:
                 mistakes.append(str(mistake))
         raise UserError(" ".join(mistakes) or str(first)) from None
 
 
-def _text_flags(recipe: Recipe, early: bool) -> set[str]:
-    """Return the names of the flags that take any text."""
-    parser = _early_parser(recipe) if early else build_parser(recipe)
-    return {action.dest for action in parser._actions if action.type is str and not action.choices}
-
-
-def _as_written(place: str, value: Any, node: yaml.Node | None) -> Any:
-    """Return the value of a text, or of a list of them, as it stands in the file: YAML reads 3.10 as the number 3.1.
-
-    Raises: UserError for no, off, yes and on, which may be meant as text or as YAML's false and true.
-    """
-    if isinstance(value, list) and isinstance(node, yaml.SequenceNode):
-        return [_in_list(place, inner, of) for inner, of in zip(value, node.value, strict=True)]
-    if value is None or not isinstance(node, yaml.ScalarNode):
-        return value
-    if isinstance(value, bool):
-        if node.value.lower() not in ("true", "false"):
-            raise UserError(
-                f'{place}: {node.value} is {_word(value)} in YAML; write "{node.value}" in quotes, or {_word(value)}.'
-            )
-        return value
-    return node.value
-
-
-def _in_list(place: str, value: Any, node: yaml.Node) -> Any:
-    """Return an entry of a list as it stands in the file, also what a mapping holds (a data set's revision)."""
-    if not isinstance(value, dict) or len(value) != len(node.value):  # merged keys (<<) are not in the node
-        return _as_written(place, value, node)
-    return {key: _in_list(place, inner, of) for (key, inner), (_, of) in zip(value.items(), node.value, strict=True)}
-
-
-@functools.cache
-def _argument_names(recipe: Recipe) -> set[str]:
+def argument_names(recipe: Recipe) -> set[str]:
     """Return the names of all arguments of a recipe."""
-    return {action.dest for action in _early_parser(recipe)._actions}
+    return {action.dest for action in build_parser(recipe)._actions} - {"help"}
 
 
-def _takes_several(recipe: Recipe, key: str, early: bool) -> bool:
+def _takes_several(recipe: Recipe, key: str) -> bool:
     """Return whether an argument takes a list; true for one that does not exist."""
-    actions = (_early_parser(recipe) if early else build_parser(recipe))._actions
+    actions = build_parser(recipe)._actions
     return all(action.nargs in ("*", "+") for action in actions if action.dest == key.replace("-", "_"))
 
 
-def _refuse_nulls(path: str, lines: dict[str, int], recipe: Recipe, early: bool) -> None:
+def _refuse_nulls(places: dict[str, str], recipe: Recipe) -> None:
     """Raise UserError for a null where zerofit's or transformers' default is a value; others are the default."""
-    defaults = {} if early else vars(build_parser(recipe).parse_args([]))
-    defaults |= arguments.SHARED_DEFAULTS | dict(recipe.defaults)
-    for key, line in lines.items():
-        if (default := defaults.get(str(key).replace("-", "_"))) is not None:
+    defaults = vars(build_parser(recipe).parse_args([])) | arguments.SHARED_DEFAULTS | dict(recipe.defaults)
+    for key, place in places.items():
+        if (default := defaults.get(key.replace("-", "_"))) is not None:
             more = "; 0 keeps every checkpoint" if key == "save_total_limit" else ""
-            raise UserError(
-                f"{path}:{line}: {key}: null is no value; write one, or leave the line out for {default}{more}."
-            )
+            raise UserError(f"{place}: {key}: null is no value; write one, or leave the line out for {default}{more}.")
 
 
 OFF = ("eval_strategy", "hub_strategy", "logging_strategy", "save_strategy")  # YAML reads their value `no` as false
@@ -295,29 +216,10 @@ OFF = ("eval_strategy", "hub_strategy", "logging_strategy", "save_strategy")  # 
 def _flag(key: str, value: Any) -> list[str]:
     """Return a YAML key with its value as words of a command line."""
     if isinstance(value, list):
-        return [f"--{key}", *map(_word, value)]
-    if value is False and str(key).replace("-", "_") in OFF:
+        return [f"--{key}", *settings_file.words(value)]
+    if value is False and key.replace("-", "_") in OFF:
         value = "no"
-    return [f"--{key}={_word(value)}"]
-
-
-def _word(value: Any) -> str:
-    """Return a YAML value as it is typed on a command line."""
-    return json.dumps(value) if isinstance(value, dict | bool) else str(value)
-
-
-def command_line(flags: list[str], more: str = "", gpus: str = "1") -> tuple[list[str], int]:
-    """Return (the recipe's flags followed by those of ARGS, number of processes) of a `zerofit` verb.
-
-    Args: more: flags in one string, split like a shell would.
-    Raises: UserError for an unclosed quote or a process count that is not a number above 0.
-    """
-    if not gpus.isdigit() or int(gpus) < 1:
-        raise UserError(f"GPUS={gpus}: must be a whole number of 1 or more.")
-    try:
-        return [*flags, *shlex.split(more)], int(gpus)
-    except ValueError as error:
-        raise UserError(f"ARGS={more}: cannot be split into words: {str(error).lower()}.") from None
+    return [f"--{key}={settings_file.words(value)[0]}"]
 
 
 def request(recipe: Recipe | str, argv: list[str]) -> Request:

@@ -4,6 +4,7 @@ from dataclasses import fields
 
 from zerofit.base.errors import UserError
 from zerofit.config.arguments import kit_groups, title_of
+from zerofit.data import sources
 from zerofit.job import run_folder
 from zerofit.job.settings import Settings
 
@@ -25,8 +26,6 @@ def summary(settings: Settings) -> str:
 
 def _missing(settings: Settings) -> list[str]:
     """Return the errors about data files that are named but missing, with which a run would be refused."""
-    from zerofit.data import sources
-
     sentences = []
     for entry in [*(settings.data or []), *(settings.eval_data or [])]:
         try:

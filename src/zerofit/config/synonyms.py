@@ -139,22 +139,22 @@ def of_unknown(unknown: list[str], recipe: Recipe, names: list[str], origin: str
             continue
         inside = is_flag
         name = word.lstrip("-").split("=")[0].replace("-", "_")
-        hint = _hint(name, recipe, names)
+        guess = hint(name, recipe, names)
         what = f"unknown flag --{name}" if is_flag else f"unexpected word {word!r}"
         if origin != "command line":
-            what, hint = f"unknown key {name!r}", hint and hint.removeprefix("--")
-        sentence = f"{what}; did you mean {hint}?" if hint else f"{what}; --help all lists every flag."
+            what, guess = f"unknown key {name!r}", guess and guess.removeprefix("--")
+        sentence = f"{what}; did you mean {guess}?" if guess else f"{what}; --help all lists every flag."
         if sentence not in sentences:
             sentences.append(sentence)
     return " ".join(sentences)
 
 
-def _hint(name: str, recipe: Recipe, names: list[str]) -> str | None:
+def hint(name: str, recipe: Recipe, names: list[str]) -> str | None:
     """Return the flag or recipe to use instead of an unknown argument; None if there is no guess."""
     close = difflib.get_close_matches(name, names, 1, 0.75) if name not in NO_GUESS else []
-    hint = f"--{name}" if name in names else RENAMED.get(name) or (f"--{close[0]}" if close else None)
+    guess = f"--{name}" if name in names else RENAMED.get(name) or (f"--{close[0]}" if close else None)
     for other in sorted(program.kit().values(), key=lambda other: len(other.arguments)):
         of_other = {*other.own_arguments} - {*names}
-        if name in of_other or (hint or "").split()[:1] in [[f"--{n}"] for n in of_other]:
-            return f"recipes/{other}.py (make {other}){f' with {hint}' if hint and name not in of_other else ''}"
-    return hint
+        if name in of_other or (guess or "").split()[:1] in [[f"--{n}"] for n in of_other]:
+            return f"recipes/{other}.py (make {other}){f' with {guess}' if guess and name not in of_other else ''}"
+    return guess

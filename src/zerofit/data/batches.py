@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 import numpy as np
 import torch
+from transformers.trainer_pt_utils import LengthGroupedSampler
 
 from zerofit.base.errors import UserError
 from zerofit.data import conversations
@@ -132,8 +133,6 @@ def training_sampler(dataset: DatasetWithFiller, args, weights: list[Share] | No
     """
     effective, order = args.per_device_train_batch_size * args.gradient_accumulation_steps * data_ranks, None
     if args.train_sampling_strategy == "group_by_length":
-        from transformers.trainer_pt_utils import LengthGroupedSampler
-
         lengths = lengths_of(dataset.sequences).tolist()
 
         def order(rows, generator):

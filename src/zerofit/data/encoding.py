@@ -15,6 +15,9 @@ from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
+from jinja2 import TemplateError
+from tokenizers.normalizers import NFC
+from transformers.utils.chat_template_utils import render_jinja_template
 
 from zerofit.base import process
 from zerofit.base.errors import UserError
@@ -410,8 +413,6 @@ class Encoder:
         return text, self._behind_prompts(place, text, marks, conversation) if self.marks_prompt else marks
 
     def _marked_text(self, place: str, conversation: conversations.Conversation) -> tuple[str, list[tuple[int, int]]]:
-        from transformers.utils.chat_template_utils import render_jinja_template
-
         with _template_errors(place):
             texts, marks = render_jinja_template(
                 conversations=[self._for_template(conversation.turns)], tools=conversation.tools,
@@ -631,8 +632,6 @@ def _template_errors(place: str) -> Iterator[None]:
 
     Raises: UserError naming the place for any error of the template.
     """
-    from jinja2 import TemplateError
-
     memory = resource.getrlimit(resource.RLIMIT_AS)
     try:
         with process.time_limit(conversations.TEMPLATE_SECONDS):
@@ -717,8 +716,6 @@ def _token_bytes(tokenizer) -> np.ndarray | None:
 
 def _keeps(normalizer, text: str) -> bool:
     """Return whether the normalizer leaves the text as it is; normalizers other than NFC are taken to change it."""
-    from tokenizers.normalizers import NFC
-
     return normalizer is None or (
         isinstance(normalizer, NFC) and (text.isascii() or unicodedata.is_normalized("NFC", text))
     )

@@ -14,11 +14,13 @@ from collections import Counter
 from dataclasses import dataclass
 
 import numpy as np
+import torch
 
 from zerofit.base.errors import UserError, printable
 from zerofit.data import encoding, end_tokens
-from zerofit.data.batches import documents
+from zerofit.data.batches import best_fit_decreasing, documents
 from zerofit.data.conversations import IGNORE
+from zerofit.data.dataset import notes
 from zerofit.job.settings import order_seed
 
 LETTERS = "[as letters]"  # behind a control word in a shown row that is no token
@@ -215,10 +217,6 @@ def packing(lengths: np.ndarray, settings) -> dict:
     """Return how full packs would be, and the share of padding in the first epoch's unpacked batches.
 
     Args: lengths: of the rows, or of both sides of the pairs, (pairs, 2)."""
-    import torch
-
-    from zerofit.data.batches import best_fit_decreasing
-
     packs, tokens = len(best_fit_decreasing(lengths.ravel(), settings.max_length)), int(lengths.sum())
     seed, order = order_seed(settings), np.arange(len(lengths))
     if seed is not None:
@@ -237,8 +235,6 @@ def packing(lengths: np.ndarray, settings) -> dict:
 
 def inspect(settings, train_set, eval_set, tokenizer, ends: end_tokens.Ends) -> dict:
     """Return the facts of the report. ends: where answers end."""
-    from zerofit.data.dataset import notes
-
     sets = {"training": train_set} | ({"evaluation": eval_set} if eval_set is not None else {})
     pairs = settings.objective.documents == 2
     scans = {name: scan(rows.dataset, tokenizer) for name, rows in sets.items()}

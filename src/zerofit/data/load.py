@@ -1,7 +1,7 @@
 """Load the training and evaluation sets that the settings name."""
 
 from zerofit.base.errors import UserError
-from zerofit.data import dataset, encoding, sources
+from zerofit.data import dataset, encoding, sources, streaming
 from zerofit.data.tokens import TokenizedDataset
 from zerofit.job.settings import as_typed
 
@@ -24,8 +24,6 @@ def load_datasets(settings, tokenizer) -> tuple[TokenizedDataset, TokenizedDatas
     _check_names(settings, train + held_out)
     encoder = encoding.Encoder(tokenizer, settings.train_on, settings.mask_generation_prompt, settings.data_format)
     if settings.streaming:
-        from zerofit.data import streaming
-
         train_set = streaming.load(train, settings, encoder)
     else:
         train_set = dataset.prepare(train, settings, encoder, settings.max_samples)

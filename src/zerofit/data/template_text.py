@@ -3,20 +3,18 @@
 Some of it the model has to write too, such as the JSON around a tool call. What a generation prompt supplies at
 inference, and the empty wrapper of reasoning that a row does not have (`<think></think>`), it does not have to: these
 are the openings, which --mask_generation_prompt leaves out of the loss. NeMo AutoModel named the flag (#3738, #3739).
+
+`encoder` is an encoding.Encoder, which asks for its own openings here.
 """
 
 import re
 from collections import Counter
 from collections.abc import Iterable
-from typing import TYPE_CHECKING
 
 import numpy as np
 
 from zerofit.base.errors import UserError
 from zerofit.data.conversations import IGNORE, Conversation
-
-if TYPE_CHECKING:
-    from zerofit.data.encoding import Encoder
 
 # Words of the conversations that are rendered to see what the template adds to them.
 ASKED, THOUGHT, ANSWERED = "zerofitasked", "zerofitthought", "zerofitanswered"
@@ -34,7 +32,7 @@ MOST_ROWS = 256  # counted of all sources
 COUNTS = ("rows", "supervised", "end", "template", "openings")
 
 
-def openings(encoder: "Encoder") -> tuple[str, ...]:
+def openings(encoder) -> tuple[str, ...]:
     """Return what the template itself writes at the start of answers, longest first; () if it writes nothing."""
     user, answer = {"role": "user", "content": ASKED}, {"role": "assistant", "content": ANSWERED}
     notes, found = encoder.notes.copy(), set()
@@ -69,7 +67,7 @@ def _fields(turn: dict, strip: bool = True) -> list[str]:
     return [field.strip() for field in fields] if strip else fields
 
 
-def _answers(encoder: "Encoder", turns: list[dict]) -> list[tuple[int, str, int]]:
+def _answers(encoder, turns: list[dict]) -> list[tuple[int, str, int]]:
     """Return (turn, whole text, start) of each answer; [] if the template refuses or rewrites the turns."""
     conversation = Conversation(turns, [turn["role"] == "assistant" for turn in turns])
     try:
@@ -80,7 +78,7 @@ def _answers(encoder: "Encoder", turns: list[dict]) -> list[tuple[int, str, int]
         return []
 
 
-def _supplied(encoder: "Encoder", turns: list[dict], i: int, text: str, start: int) -> Iterable[str]:
+def _supplied(encoder, turns: list[dict], i: int, text: str, start: int) -> Iterable[str]:
     """Yield the text behind `start` of the answer `i` that the generation prompt of a mode brings along."""
     conversation = Conversation(turns, [])
     for mode in MODES:
@@ -122,7 +120,7 @@ def _squeezed(text: str) -> str:
 # --- counting ---
 
 
-def count(encoder: "Encoder", rows: Iterable[tuple[str, object]]) -> Counter:
+def count(encoder, rows: Iterable[tuple[str, object]]) -> Counter:
     """Count the tokens in the loss of (place, parsed row) by who wrote them: COUNTS.
 
     end: end tokens. template: of no field. openings: those of them that --mask_generation_prompt leaves out. Rows
@@ -146,7 +144,7 @@ def count(encoder: "Encoder", rows: Iterable[tuple[str, object]]) -> Counter:
     return total
 
 
-def _of_row(encoder: "Encoder", text: str, spans: list, answers: list, row: Conversation) -> dict[str, int]:
+def _of_row(encoder, text: str, spans: list, answers: list, row: Conversation) -> dict[str, int]:
     fields, ends, heads = [], [], []
     for i, start, end in answers:
         word = next((w for w in encoder.end_words if text.endswith(w, start, end)), "")
@@ -172,7 +170,7 @@ def _of_row(encoder: "Encoder", text: str, spans: list, answers: list, row: Conv
     }
 
 
-def _tokens(encoder: "Encoder", text: str, spans: list[tuple[int, int]]) -> np.ndarray:
+def _tokens(encoder, text: str, spans: list[tuple[int, int]]) -> np.ndarray:
     """Return which tokens of the text have a character in one of the spans."""
     backend = encoder.tokenizer.backend_tokenizer
     backend.encode_special_tokens = False

@@ -5,6 +5,8 @@ import itertools
 import json
 from pathlib import Path
 
+import torch
+
 from zerofit.base.errors import UserError, printable
 from zerofit.data import encoding, end_tokens, reading, sources
 from zerofit.job import data_entry, program, run_folder
@@ -45,7 +47,6 @@ def generate(model, samples: list[tuple[list[int], list[int]]], tokenizer, ends:
     result = {"missing": [word for word, i in ends.items() if i not in stops], "answer": None}
     if not ends or not samples:
         return result
-    import torch
 
     prompt, answer = min(samples, key=lambda sample: len(sample[1]))
     ids = torch.tensor([prompt], device=model.device)

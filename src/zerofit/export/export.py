@@ -10,7 +10,9 @@ import signal
 from pathlib import Path
 
 import torch
+from huggingface_hub import split_state_dict_into_shards_factory as split_by
 from safetensors.torch import save_file
+from transformers import AutoConfig, GenerationConfig
 
 from zerofit.base.errors import UserError
 from zerofit.base.paths import beside, nearest_existing, write_text
@@ -204,8 +206,6 @@ def _write_tensors(names: dict[str, int], get, given, out: Path, stem: str) -> s
 
     Args: names: tensor -> bytes.
     """
-    from huggingface_hub import split_state_dict_into_shards_factory as split_by
-
     _check_room(sum(names.values()), out)
     size = "1000TB" if stem == "adapter_model" else given.max_shard_size  # peft reads one file
     try:
@@ -288,8 +288,6 @@ def _write_small(saved, out: Path, report: dict) -> None:
             part["tie_word_embeddings"] = False
         run_folder.write_json(out / "config.json", config)
     if not (out / "generation_config.json").exists():
-        from transformers import AutoConfig, GenerationConfig
-
         with contextlib.suppress(ValueError):  # a configuration with settings that contradict each other
             GenerationConfig.from_model_config(
                 AutoConfig.from_pretrained(out, trust_remote_code=saved.remote)

@@ -6,6 +6,7 @@ import re
 from pathlib import Path
 
 import torch
+from peft import LoraConfig, PeftModel
 
 from zerofit.base.errors import UserError
 from zerofit.export.source import Saved, load_base, with_wrong_base_named
@@ -20,8 +21,6 @@ _PLAIN = {"base_model_name_or_path", "exclude_modules", "inference_mode", "init_
 
 def reason_for_full_merge(saved: Saved) -> str:
     """Return why this adapter cannot be merged tensor by tensor; "" if it can."""
-    from peft import LoraConfig
-
     config = saved.adapter
     if saved.bits:
         return f"its base was packed in {saved.bits} bits"
@@ -89,8 +88,6 @@ def merge_model(saved: Saved, adapter, device: str):
     Args: adapter: name -> a tensor of the adapter that replaces the file's, else None.
     Raises: UserError for an adapter that peft cannot merge.
     """
-    from peft import PeftModel
-
     kind = saved.adapter["peft_type"]
     model = load_base(saved, device)
     if saved.bits:

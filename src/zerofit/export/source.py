@@ -6,6 +6,9 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import torch
+from peft import PeftModel
+from safetensors import safe_open
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, __version__
 
 from zerofit.base import hub
 from zerofit.base.errors import UserError
@@ -13,7 +16,7 @@ from zerofit.checkpoint import integrity, pickles, zero_shards
 from zerofit.checkpoint.facts import is_of_this_kit, read_facts
 from zerofit.job import program, run_folder
 from zerofit.job.settings import Settings
-from zerofit.model import adapters, quantization
+from zerofit.model import adapters, attention, quantization
 from zerofit.model.image_text import classes, towers
 from zerofit.model.kernels import linear_attention
 from zerofit.model.load import model_fingerprint
@@ -108,8 +111,6 @@ def find(path: str, base: str = "", remote: bool = False) -> Saved:
 
 def dtype_of(files: list[Path]) -> torch.dtype | None:
     """Return the dtype of the first floating point tensor, or None."""
-    from safetensors import safe_open
-
     for file in files:
         with safe_open(file, "pt") as opened:
             for name in opened.keys():  # noqa: SIM118  (no dict)
@@ -241,8 +242,6 @@ def _check_base(saved: Saved, base: Path, place: str) -> None:
 
 def _comparable(saved: Saved) -> bool:
     """Return whether the base's hash compares: a local base, and the same transformers (in its config)."""
-    from transformers import __version__
-
     local = Path(saved.adapter.get("base_model_name_or_path") or "").is_absolute()
     return local and saved.facts.get("versions", {}).get("transformers") == __version__
 
@@ -257,8 +256,6 @@ def _fingerprint(saved: Saved, base: Path) -> str:
 
 def tokenizer(saved: Saved):
     """Load the folder's tokenizer, else its base's; None if neither has one."""
-    from transformers import AutoTokenizer
-
     for folder in filter(None, (saved.folder, saved.base)):
         if any(Path(folder).glob("tokenizer*")):
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=saved.remote)
@@ -267,10 +264,6 @@ def tokenizer(saved: Saved):
 
 def load(saved: Saved, device: str = "cpu"):
     """Load the model as it was trained: an adapter unmerged, on its base in its dtype and quantization."""
-    from peft import PeftModel
-
-    from zerofit.model import attention
-
     attention.avoid_wrong_kernels()
     if not saved.adapter:
         model = _model(saved.folder, saved, "auto", device) if saved.weights else _of_shards(saved, device)
@@ -284,8 +277,6 @@ def load(saved: Saved, device: str = "cpu"):
 
 def _with_its_ends(model, saved: Saved):
     """Let generation stop where the folder's generation_config.json says; peft reads the base's."""
-    from transformers import GenerationConfig
-
     if (saved.folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(saved.folder)
     return model
@@ -293,8 +284,6 @@ def _with_its_ends(model, saved: Saved):
 
 def load_base(saved: Saved, device: str = "cpu"):
     """Load an adapter's base, with embedding rows for the adapter's tokens."""
-    from transformers import AutoConfig
-
     dtype, options = saved.base_dtype or "auto", {}
     if saved.bits:
         read = linear_attention.read_by_kernels(AutoConfig.from_pretrained(saved.base))
@@ -344,7 +333,6 @@ def _model(folder: Path, saved: Saved, dtype, device: str, **more):
 def _of_shards(saved: Saved, device: str):
     """Load a folder with only DeepSpeed's shards, through DeepSpeed's own converter."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
-    from transformers import AutoConfig
 
     config = AutoConfig.from_pretrained(saved.folder, trust_remote_code=saved.remote)
     model = classes.auto_class(config).from_config(config, dtype=torch.float32, trust_remote_code=saved.remote)

@@ -1,6 +1,7 @@
 """Read a file of settings, YAML or JSON: a key stands in it once, and a number can be had as it is written."""
 
 import itertools
+import json
 from pathlib import Path
 from typing import Any
 
@@ -55,6 +56,41 @@ def load(path: str, said: str = "", as_written: bool = False) -> tuple[Any, dict
 def value_of(text: str, place: str) -> Any:
     """Return what a text says as YAML; None for an empty one. Raises: UserError as `load`, naming the place."""
     return _parsed(text, place)[0]
+
+
+def place(path: str, key: str, nodes: dict[str, yaml.Node]) -> str:
+    """Return "file:line" of a key. Args: nodes: as `load` returns them, without merged keys (<<)."""
+    return f"{path}:{nodes[key].start_mark.line + 1 if key in nodes else 1}"
+
+
+def as_written(place: str, value: Any, node: yaml.Node | None) -> Any:
+    """Return the value of a text, or of a list of them, as it stands in the file: YAML reads 3.10 as the number 3.1.
+
+    Raises: UserError for no, off, yes and on, which may be meant as text or as YAML's false and true.
+    """
+    if isinstance(value, list) and isinstance(node, yaml.SequenceNode):
+        return [_in_list(place, inner, of) for inner, of in zip(value, node.value, strict=True)]
+    if value is None or not isinstance(node, yaml.ScalarNode):
+        return value
+    if isinstance(value, bool):
+        if node.value.lower() not in ("true", "false"):
+            meant = json.dumps(value)
+            raise UserError(f'{place}: {node.value} is {meant} in YAML; write "{node.value}" in quotes, or {meant}.')
+        return value
+    return node.value
+
+
+def _in_list(place: str, value: Any, node: yaml.Node) -> Any:
+    """Return an entry of a list as it stands in the file, also what a mapping holds (a data set's revision)."""
+    if not isinstance(value, dict) or len(value) != len(node.value):  # merged keys (<<) are not in the node
+        return as_written(place, value, node)
+    return {key: _in_list(place, inner, of) for (key, inner), (_, of) in zip(value.items(), node.value, strict=True)}
+
+
+def words(value: Any) -> list[str]:
+    """Return a value, or those of a list, as words of a command line."""
+    values = value if isinstance(value, list) else [value]
+    return [json.dumps(one) if isinstance(one, dict | bool) else str(one) for one in values]
 
 
 def _parsed(text: str, path: str, as_written: bool = False) -> tuple[Any, yaml.Node | None]:

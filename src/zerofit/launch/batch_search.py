@@ -15,12 +15,15 @@ from pathlib import Path
 
 import torch
 
-from zerofit.base import distributed, hardware, rank_status
+from zerofit.base import command_line, distributed, hardware, rank_status
 from zerofit.base.errors import UserError
-from zerofit.config import parse
+from zerofit.config import resolve as resolving
+from zerofit.config.resolve import resolve_settings
 from zerofit.job import job, memory_figure, program
 from zerofit.job.request import Request
 from zerofit.job.settings import Settings
+from zerofit.launch import prepare
+from zerofit.plan import preflight
 from zerofit.train import trial
 
 MARGIN = 0.08  # fraction of device memory kept free: fragmentation, and rows that differ a little between ranks
@@ -49,7 +52,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     args, flags = parser.parse_known_args(argv)
     recipe = program.start(args.recipe).recipe
-    flags, ranks = parse.command_line(flags, args.args, args.gpus)
+    flags, ranks = command_line.with_more(flags, args.args, args.gpus)
     if {"--help", "-h"} & set(flags):
         parser.print_help()
         return
@@ -58,9 +61,6 @@ def main(argv: list[str]) -> None:
             f"batch-size --recipe {recipe}: its trial steps need the whole model on a rank; name a micro batch with "
             "--per_device_train_batch_size."
         )
-    from zerofit.config.resolve import resolve_settings
-    from zerofit.launch import prepare
-    from zerofit.plan import preflight
 
     settings = resolve_settings(recipe, flags, ranks)
     preflight.only_print(settings)
@@ -145,8 +145,6 @@ def _run(settings, ladder: list[int], limit: int) -> dict[int, dict]:
 
     Sizes that some rank did not finish are left out.
     """
-    from zerofit.launch import prepare
-
     ranks = settings.world_size
     with tempfile.TemporaryDirectory(prefix="zerofit-probe-") as temporary:
         folder, recipe = Path(temporary), program.file_of(settings.recipe)
@@ -176,8 +174,6 @@ def _trial(settings, folder: Path) -> Settings:
 
     Two micro batches per step: the gradients accumulated from the first one are part of the peak.
     """
-    from zerofit.config import resolve as resolving
-
     asked = trial.request(settings.request).drop("lr_scaling").put(
         gpus=settings.world_size, output_dir=str(folder / "run"), search_batch_size=False,
         per_device_train_batch_size=1, gradient_accumulation_steps=2, effective_batch_size=2 * settings.data_ranks,

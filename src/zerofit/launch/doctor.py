@@ -22,11 +22,15 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from zerofit.base import allocator, hardware
+from zerofit.base import allocator, distributed, hardware, hub
 from zerofit.base.errors import UserError
 from zerofit.base.hardware import GIB
+from zerofit.base.paths import cache_root, nearest_existing
+from zerofit.job.run_folder import PACKAGES
 from zerofit.launch import doctor_nodes, doctor_packages
+from zerofit.launch.cluster import node_options
 from zerofit.launch.doctor_nodes import Finding, fail, ok, warn
+from zerofit.plan import formulas
 
 # {environment variable that changes how a job runs: its effect}
 CHANGES_BEHAVIOR = {
@@ -109,8 +113,6 @@ def _print(findings: list[Finding]) -> None:
 
 
 def _versions() -> str:
-    from zerofit.job.run_folder import PACKAGES
-
     known = [f"{name} {metadata.version(name)}" for name in PACKAGES if find_spec(name)]
     return ", ".join([f"python {platform.python_version()}", *known])
 
@@ -162,8 +164,6 @@ def _nvcc() -> Iterator[Finding]:
 
 def variables() -> Iterator[Finding]:
     """Warn of environment variables that change how a job runs."""
-    from zerofit.base import distributed
-
     cores, threads = distributed.cores(), os.environ.get("OMP_NUM_THREADS")
     if threads == "1" and cores > 2:
         text = f"1 of {cores} cores: the offloaded optimizer is very slow"
@@ -275,8 +275,6 @@ def _kernel() -> str:
 
 def disk(folder: Path) -> Iterator[Finding]:
     """Check that files can be written and atomically replaced in a folder, and report the free space."""
-    from zerofit.base.paths import nearest_existing
-
     parent = nearest_existing(folder.expanduser().absolute())
     try:  # a new name, which no other user can have created
         with tempfile.TemporaryDirectory(prefix=".zerofit-", dir=parent) as scratch:
@@ -297,8 +295,6 @@ def caches() -> Iterator[Finding]:
     """Warn of a cache folder (models, prepared rows) that cannot be written or holds less than a model of 7B."""
     from huggingface_hub import constants
 
-    from zerofit.base.paths import cache_root, nearest_existing
-
     for variable, folder in (("HF_HOME", Path(constants.HF_HUB_CACHE)), ("ZEROFIT_CACHE", cache_root())):
         parent = nearest_existing(folder.expanduser().absolute())
         fix = f"{variable}= of a folder on a larger disk (docker: -v /data/cache:/cache --env {variable}=/cache)"
@@ -310,8 +306,6 @@ def caches() -> Iterator[Finding]:
 
 def port(text: str) -> Iterator[Finding]:
     """Check that the rendezvous port is free and that this machine's host name has an address."""
-    from zerofit.launch.cluster import node_options
-
     try:
         node_options.port_of(text)
     except UserError as error:
@@ -376,8 +370,6 @@ def hub_access() -> Iterator[Finding]:
     """Check access to the Hugging Face Hub: offline mode, token, address."""
     from huggingface_hub import get_token
 
-    from zerofit.base import hub
-
     if os.environ.get("HF_HUB_OFFLINE") or os.environ.get("TRANSFORMERS_OFFLINE"):
         yield ok("hub", "offline mode: what was downloaded before is used")
         return
@@ -396,9 +388,7 @@ def room(settings, net) -> Iterator[Finding]:
 
     Args: net: the model on the meta device.
     """
-    from zerofit.base.paths import nearest_existing
     from zerofit.model.load import count_parameters
-    from zerofit.plan import formulas
 
     trained_params, total_params = count_parameters(net)
     checkpoint_size = formulas.checkpoint_bytes(trained_params, total_params)

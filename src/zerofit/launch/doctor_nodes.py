@@ -9,6 +9,7 @@ from pathlib import Path
 
 from zerofit.base import distributed
 from zerofit.base.health import INFINIBAND
+from zerofit.base.paths import nearest_existing
 from zerofit.launch.cluster import node_options
 
 
@@ -101,8 +102,6 @@ def ports(text: str) -> Finding:
 def shared(folder: Path, count: int) -> Finding:
     """Check by file system type whether other nodes can see the run folder. count: nodes of the job."""
     import psutil
-
-    from zerofit.base.paths import nearest_existing
 
     parent = nearest_existing(folder.absolute())
     mounts = sorted(psutil.disk_partitions(all=True), key=lambda m: len(m.mountpoint))

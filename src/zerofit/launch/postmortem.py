@@ -5,7 +5,7 @@ import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
 
-from zerofit.base import paths, rank_status
+from zerofit.base import hardware, paths, rank_status
 from zerofit.base.errors import EXIT_CODES, UserError
 from zerofit.job import run_folder
 
@@ -216,8 +216,6 @@ def lost_node(who: str, where: Path) -> Outcome:
 
 def write(folder: Path, endings: list[Outcome], advice: str, goes_on: bool = False) -> None:
     """Write report.json and report.md into the run folder, one entry per attempt. goes_on: another one follows."""
-    from zerofit.job import run_folder
-
     last = endings[-1]
     content = {
         "status": "restarted" if goes_on else "finished" if last.kind == "finished" else "failed",
@@ -245,7 +243,6 @@ def write(folder: Path, endings: list[Outcome], advice: str, goes_on: bool = Fal
 
 def _effect(before, after) -> str:
     """Return the memory that the change saves by the plan, " (saves ...)"; "" without a memory limit."""
-    from zerofit.base import hardware
     from zerofit.plan import predict, simulate
 
     try:

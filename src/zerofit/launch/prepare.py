@@ -6,14 +6,14 @@ import sys
 from collections.abc import Sequence
 from pathlib import Path
 
-from zerofit.base import command_line, distributed
+from zerofit.base import command_line, distributed, hub
 from zerofit.base.errors import UserError
 from zerofit.base.paths import PROJECT, import_path, is_project
-from zerofit.config import parse
 from zerofit.job import program
 from zerofit.job.program import Program
 from zerofit.job.request import Request
 from zerofit.job.settings import Settings
+from zerofit.launch import doctor
 from zerofit.launch.cluster import node_options
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
@@ -63,8 +63,8 @@ def add_placement(parser: argparse.ArgumentParser, gpus: str) -> None:
 def launch_arguments(argv: list[str]) -> tuple[argparse.Namespace, Program, list[str], int]:
     """Return the options of `zerofit launch`, the recipe and its flags, and the number of processes of this node.
 
-    A mistake is refused within a second, as neither torch nor transformers' models are imported.
-    Raises: UserError for an unknown recipe or launcher, and as parse.command_line.
+    Torch is not imported; what is wrong with the flags is said by parse.request.
+    Raises: UserError for an unknown recipe or launcher, and as command_line.with_more.
     """
     description = "`zerofit launch`: check a job, then start its processes and supervise them."
     parser = argparse.ArgumentParser(prog="zerofit launch", allow_abbrev=False, description=description)
@@ -83,7 +83,7 @@ def launch_arguments(argv: list[str]) -> tuple[argparse.Namespace, Program, list
         )
     if args.launcher not in LAUNCHERS:
         raise UserError(f"LAUNCHER={args.launcher}: must be one of {', '.join(LAUNCHERS)}.")
-    return args, recipe, *parse.command_line(args.flags, args.args, args.gpus)
+    return args, recipe, *command_line.with_more(args.flags, args.args, args.gpus)
 
 
 def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, object, object]:
@@ -92,12 +92,10 @@ def prepare(settings: Settings, decides: bool = True) -> tuple[Path | None, obje
     Args: decides: whether this node chooses the run folder and the checkpoint to resume from (only node 0 does).
     Returns: the run folder to create (None if not `decides`), the training set, the evaluation set or None.
     """
-    from zerofit.base import hub
     from zerofit.certificate.data import check_data
     from zerofit.checkpoint import resumable, upload
     from zerofit.config import resolve
     from zerofit.data.load import load_datasets
-    from zerofit.launch import doctor
     from zerofit.model.load import check_model, check_weights, load_tokenizer
     from zerofit.train import deepspeed_ops
 

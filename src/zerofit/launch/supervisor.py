@@ -13,6 +13,8 @@ from collections.abc import Callable
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
+import psutil
+
 from zerofit.base import health, rank_status
 from zerofit.base.errors import EXIT_CODES, BrokenLinks
 from zerofit.base.phases import SUSPENDED_SECONDS
@@ -374,8 +376,6 @@ def _asked_to_save(records: Path, count: int) -> bool:
 
 def _end_ranks(records: Path) -> None:
     """End the ranks that outlived the launcher; each has a session of its own, so its group does not reach them."""
-    import psutil
-
     remaining = []
     for process in psutil.process_iter():
         try:

@@ -8,6 +8,13 @@ import re
 from dataclasses import fields
 from pathlib import Path
 
+import torch
+from peft import PeftConfig, PeftType, TaskType, get_peft_model, get_peft_model_state_dict
+from peft.helpers import disable_input_dtype_casting
+from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
+from safetensors.torch import load_file, save_file
+from transformers import set_seed
+
 from zerofit.base.errors import UserError, first_line, in_one_line
 from zerofit.job import settings_file
 from zerofit.job.settings import MODULE_NAME, decide
@@ -191,9 +198,6 @@ def _config(settings, new_token_ids: dict[str, list[int]] | None = None):
 
     Raises: UserError for a flag or a key of --adapter_config that the adapter does not have.
     """
-    from peft import PeftConfig, PeftType, TaskType
-    from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
-
     if settings.initial_adapter:
         try:
             config = PeftConfig.from_pretrained(Path(settings.initial_adapter).expanduser())
@@ -264,10 +268,6 @@ def add_adapter(model, settings, tokenizer=None):
     Args: tokenizer: for new tokens; None: of a simulation, which loads no values either.
     Raises: UserError for target modules that the model does not have.
     """
-    import torch
-    from peft import get_peft_model, get_peft_model_state_dict
-    from transformers import set_seed
-
     rows = _embedding_names(model, new_token_ids(tokenizer, settings)) if tokenizer and settings.new_tokens else None
     config = _config(settings, rows)
     where = settings.initial_adapter and f"--initial_adapter {settings.initial_adapter}"
@@ -334,8 +334,6 @@ def without_input_casts(model, settings):
     At stage 0 an adapter's weights are fp32, so peft casts its inputs to fp32, and autocast casts them back for the
     products: the same numbers, for 12 bytes of memory traffic a number.
     """
-    from peft.helpers import disable_input_dtype_casting
-
     plain = settings.values.get("adapter") == "lora" and not settings.use_dora
     return disable_input_dtype_casting(model, settings.keeps_fp32 and settings.precision != "fp32" and plain)
 
@@ -349,8 +347,6 @@ def convert_to_plain_lora(model, folder: Path) -> None:
     initial = getattr(model, "initial_lora", None)
     if initial is None:
         return
-    import torch
-    from safetensors.torch import load_file, save_file
 
     weights = load_file(folder / "adapter_model.safetensors")
     for name, weight in initial.items():
@@ -433,8 +429,6 @@ def resize_embeddings(model, tokenizer, settings) -> None:
     of the tokenizer and no further, as plain peft and transformers resize the original base when they load final/. Many
     models have spare rows and do not grow at all.
     """
-    import torch
-
     ids = new_token_ids(tokenizer, settings)
     rows = model.get_input_embeddings().num_embeddings
     if len(tokenizer) > rows:

@@ -15,10 +15,15 @@ import inspect
 import sys
 
 import torch
+import transformers.utils as available
 from accelerate.utils import send_to_device
+from transformers import AttentionInterface
+from transformers.integrations.sdpa_attention import sdpa_attention_forward
+from transformers.masking_utils import sdpa_mask
 
 from zerofit.base import hardware
 from zerofit.base.errors import UserError
+from zerofit.data.batches import Collator, PackedCollator
 from zerofit.job import groups
 from zerofit.job.settings import decide
 from zerofit.job.technique import Conflict, Technique
@@ -72,8 +77,6 @@ def avoid_wrong_kernels(settings=None) -> None:
 
 def hold_no_scores(settings) -> None:
     """Have transformers' "sdpa" hold no scores on a GPU without FlashAttention: before Ampere, and in fp32."""
-    from transformers import AttentionInterface
-
     if not settings.use_cpu and (settings.precision == "fp32" or not hardware.is_ampere_or_later(settings.planned_gpu)):
         AttentionInterface.register("sdpa", sdpa_without_scores)
 
@@ -83,8 +86,6 @@ def check_available(name: str, use_cpu: bool) -> None:
 
     Raises: UserError for flex or flash attention without a GPU, or flash attention without its package.
     """
-    import transformers.utils as available
-
     if use_cpu and name == "flex_attention":
         raise UserError("--attn_implementation flex_attention: torch has no backward of it on a CPU; use sdpa.")
     if use_cpu and is_flash(name):
@@ -347,8 +348,6 @@ def packed_attention(module, query, key, value, attention_mask, dropout=0.0, sca
 
 def sdpa_without_scores(module, query, key, value, attention_mask, *args, **kwargs):
     """Call transformers' sdpa so that torch takes no kernel that holds all scores; arguments and result are its."""
-    from transformers.integrations.sdpa_attention import sdpa_attention_forward
-
     is_half = autocast_dtype(value) in (torch.float16, torch.bfloat16)
     if query.is_cuda and attention_mask is None and not (is_half and _is_ampere_or_later(query.device)):
         key, value = _in_all_heads(query, key, value)  # with a mask transformers does it
@@ -426,8 +425,6 @@ def varlen(query, key, value, bounds, longest, window, scaling):
 
 def mask(*args, attention_mask=None, **kwargs):
     """Return no mask for packed documents; sdpa's for padded batches (evaluation, generation)."""
-    from transformers.masking_utils import sdpa_mask
-
     return None if attention_mask is None else sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
 
 
@@ -462,8 +459,6 @@ def packed_logit_error(
         documents: rows with input_ids and labels; the first `count` are used, truncated to `longest` tokens.
         seq_idx: see PackedCollator.
     """
-    from zerofit.data.batches import Collator, PackedCollator
-
     rows, training = _few(documents, count, longest), model.training
     model.eval()
 
@@ -483,8 +478,6 @@ def cross_document_gradient(model, documents, args, seq_idx: bool = False, count
     are isolated. Runs in training mode (dropout, gradient checkpointing) and leaves no gradient in a parameter.
     Args: model: without DDP or DeepSpeed's engine, whose backward would start; others: as in packed_logit_error.
     """
-    from zerofit.data.batches import PackedCollator
-
     rows, training, seen = _few(documents, count, longest), model.training, []
     lengths = [len(row["input_ids"]) for row in rows]
     start, end = sum(lengths[: len(rows) // 2]), sum(lengths[: len(rows) // 2 + 1])

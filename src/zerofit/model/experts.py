@@ -8,7 +8,7 @@ from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.job.settings import decide
 from zerofit.job.technique import Technique
-from zerofit.model import quantization
+from zerofit.model import load, quantization
 from zerofit.model.mixtures import adapted, kernels
 from zerofit.model.mixtures import weights as of_experts
 
@@ -70,7 +70,6 @@ def resolve_for_model(settings, config) -> None:
     """
     if not count(config):
         return
-    from zerofit.model import load
 
     model = load.check_model(settings, copy.deepcopy(config))
     if settings.experts_implementation == "auto":

@@ -8,6 +8,7 @@ backward multiplies by the scaling where a row has only r numbers.
 import functools
 
 import torch
+from peft.tuners.lora import LoraLayer
 from torch.autograd.function import once_differentiable
 
 from zerofit.job.technique import Technique
@@ -75,7 +76,6 @@ def install(settings, model) -> None:
     """
     if settings.values.get("adapter") != "lora" or not settings.fused_lora:
         return
-    from peft.tuners.lora import LoraLayer
 
     kept = settings.gradient_checkpointing_policy == "selective" or settings.fp8
     in_place = settings.zero != 3 and not kept

@@ -6,6 +6,7 @@ import tempfile
 from pathlib import Path
 
 import torch
+from transformers import PreTrainedTokenizerBase
 
 from zerofit.base import distributed
 from zerofit.data import conversations, end_tokens
@@ -29,7 +30,6 @@ def stop_at_ends(model, tokenizer, ends_of_rows: list[dict]):
     one keeps tokenizing rows as it did).
     Args: ends_of_rows: statistics["ends"] of the training set.
     """
-    from transformers import PreTrainedTokenizerBase
     from transformers.trainer_utils import align_special_tokens
 
     owner = model.get_base_model() if hasattr(model, "get_base_model") else model

@@ -8,6 +8,8 @@ from torch.utils.checkpoint import CheckpointPolicy, create_selective_checkpoint
 from zerofit.base.errors import UserError
 from zerofit.job.settings import decide
 from zerofit.job.technique import AllBut, Conflict, Technique
+from zerofit.model import load
+from zerofit.model.image_text import classes
 
 SIMULATED_ATTENTION = "zerofit::attention"  # of a plan (plan/fake_device.py)
 
@@ -77,8 +79,6 @@ def resolve(settings) -> None:
 
 def resolve_for_model(settings, config) -> None:
     """Leave it out, where only a default asks for it, for a class of transformers that has none (JetMoE, CTRL)."""
-    from zerofit.model.image_text import classes
-
     cls = classes.text_class(config) if is_open(settings) else None
     if cls is not None and not cls.supports_gradient_checkpointing:
         decide(settings, "gradient_checkpointing", False, f"{cls.__name__} of transformers has none")
@@ -117,8 +117,6 @@ def enable(settings, model) -> None:
     The Trainer cannot do it: it takes the policy only from TrainingArguments, which must be serializable as JSON.
     Raises: UserError for a model without support, or with fewer layers than --gradient_checkpointing_every.
     """
-    from zerofit.model import load
-
     if not settings.gradient_checkpointing:
         return
     every, kwargs = settings.gradient_checkpointing_every, dict(settings.gradient_checkpointing_kwargs)

@@ -4,10 +4,13 @@ import json
 import re
 from pathlib import Path
 
+from peft import get_peft_model_state_dict, set_peft_model_state_dict
+from safetensors.torch import load_file
+
 from zerofit.base.errors import UserError, first_line
 from zerofit.job.settings import as_typed, decide
 from zerofit.job.technique import Technique
-from zerofit.model.weights import files
+from zerofit.model.weights import files, finite
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
@@ -146,11 +149,6 @@ def _shapes(folder: Path) -> dict[str, list[int]]:
 
 def load(model, where: str) -> None:
     """Load the adapter's weights into a PEFT model. Raises: UserError for weights that do not fit the base."""
-    from peft import get_peft_model_state_dict, set_peft_model_state_dict
-    from safetensors.torch import load_file
-
-    from zerofit.model.weights import finite
-
     weights = load_file(Path(where).expanduser() / FILE)
     finite.check(weights, f"--initial_adapter {where}", FILE)
     expected = get_peft_model_state_dict(model, save_embedding_layers=False)

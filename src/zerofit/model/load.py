@@ -9,11 +9,17 @@ import os
 import re
 from pathlib import Path
 
+import torch
+from transformers import AutoConfig, AutoTokenizer, GenerationConfig, set_seed
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.modeling_layers import GradientCheckpointingLayer
+from transformers.models.auto import modeling_auto
+
 from zerofit.base import hub
 from zerofit.base.errors import UserError, first_line, in_one_line
 from zerofit.data.chat_templates import arguments, built_in
 from zerofit.job.settings import Check, Decision
-from zerofit.model import adapters, attention, generation, patches, quantization
+from zerofit.model import adapters, attention, fused_loss, generation, patches, quantization, tiled_mlp
 from zerofit.model.image_text import classes, towers
 from zerofit.model.kernels import linear_attention
 from zerofit.model.mixtures import weights as mixtures
@@ -50,8 +56,6 @@ def load_tokenizer(settings):
     The pad token defaults to the end token, the chat template to the built-in `plain`.
     Raises: UserError for a model that cannot be found, or a tokenizer that is slow or has no end token.
     """
-    from transformers import AutoTokenizer
-
     folder = hub.model_folder(settings.model)
     if folder and not any(re.search(r"token|vocab|\.model$", file.name) for file in folder.iterdir()):
         # from its class alone, transformers would make a tokenizer that knows no word
@@ -90,8 +94,6 @@ def load_config(settings):
 
     Raises: UserError when it cannot be loaded, or is of weights that are quantized already.
     """
-    from transformers import AutoConfig
-
     config = _load(AutoConfig.from_pretrained, settings, "config.json")
     place = f"--model {settings.model}"
     folder = hub.model_folder(settings.model) or hub.fetch(settings.model, place, settings.model_revision)
@@ -115,8 +117,6 @@ def load_config(settings):
 
 def known_ends(settings) -> list[int]:
     """Return the ids at which the base's generation stops, by its generation_config.json, else by its config.json."""
-    from transformers import GenerationConfig
-
     if not settings.random_init:
         with contextlib.suppress(UserError):  # without the file, transformers takes the configuration's
             return generation.ids_of(_load(GenerationConfig.from_pretrained, settings, "generation").eos_token_id)
@@ -200,9 +200,6 @@ def load_model(settings, tokenizer, config=None, accept_nan=False):
         simulation with fewer layers); default: its config.json. accept_nan: do not refuse weights that are not finite,
         for a replay of the step that made them.
     """
-    import torch
-    from transformers import set_seed
-
     dtype = getattr(torch, weight_dtype(settings))
     if settings.keeps_fp32 and dtype != torch.float32 and not settings.trains_adapter:
         print(f"note: --dtype {settings.dtype} with stage 0 trains without an fp32 master copy", flush=True)
@@ -248,8 +245,6 @@ def load_model(settings, tokenizer, config=None, accept_nan=False):
 
 def _load_weights(settings, config, dtype, kwargs: dict):
     """Load the weights and check that they are all there."""
-    import torch
-
     place, folder = f"--model {settings.model}", weight_files(settings)
     unpacked = complete.unpacked(config)
     kwargs |= unpacked
@@ -319,11 +314,6 @@ def check_model(settings, config=None):
     Raises: UserError for a config.json of which transformers can build no model, and for an attention implementation
         or target modules that do not exist.
     """
-    import torch
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
-    from zerofit.model import fused_loss, tiled_mlp
-
     unset_hf_deepspeed_config()  # one of an earlier run in this process would shard the model
     config = load_config(settings) if config is None else config
     try:
@@ -365,8 +355,6 @@ def check_kind(settings, config) -> None:
     transformers builds some of them as one: a decoder without its encoder, a bidirectional model, which sees what it is
     to predict.
     """
-    from transformers.models.auto import modeling_auto
-
     name = modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING_NAMES.get(config.model_type)
     own_code = settings.trust_remote_code and hasattr(config, "auto_map")
     of_images = name is None or name in modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING_NAMES.values()
@@ -404,8 +392,6 @@ def check_kind(settings, config) -> None:
 
 def transformer_layers(model) -> list:
     """Return the modules of transformers' class of layers, those that gradient checkpointing recomputes."""
-    from transformers.modeling_layers import GradientCheckpointingLayer
-
     return [module for module in model.modules() if isinstance(module, GradientCheckpointingLayer)]
 
 

@@ -3,6 +3,8 @@
 import importlib.util
 
 import torch
+from transformers import BitsAndBytesConfig
+from transformers.pytorch_utils import Conv1D
 
 from zerofit.base import command_line
 from zerofit.base.errors import UserError
@@ -61,8 +63,6 @@ def config(width: int, dtype, left: tuple[str, ...] = ()):
     Args: width: 4 or 8 bits; dtype: of the matrix products, and of the storage of packed weights: ZeRO-3 partitions
         these only in the dtype of the other parameters; left: modules that are left as they are, beside the head.
     """
-    from transformers import BitsAndBytesConfig
-
     skipped = {"llm_int8_skip_modules": [*left, "lm_head"]} if left else {}  # without: upstream finds the head itself
     if width == 8:
         return BitsAndBytesConfig(load_in_8bit=True, **skipped)
@@ -114,8 +114,6 @@ def packed_weights(model) -> int:
 
     Args: model: before it is quantized, with or without its adapter.
     """
-    from transformers.pytorch_utils import Conv1D
-
     head = model.get_output_embeddings()
     head = getattr(head, "base_layer", head)  # below its adapter
     read = linear_attention.read_by_kernels(model.config)

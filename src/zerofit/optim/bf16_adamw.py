@@ -8,6 +8,7 @@ keeps the mean, preserves such changes on average (arXiv 2010.06192, section 3).
 import functools
 
 import torch
+from torch import _inductor
 
 from zerofit.base import distributed
 from zerofit.base.errors import first_line
@@ -86,8 +87,6 @@ def update_(w, g, m, v, noise, decay, keep1, take1, keep2, take2, correction2, r
 @functools.cache
 def compiled_update():
     """Return update_ as one kernel, compiled at its first call; neither contracted to multiply-adds nor approximate."""
-    from torch import _inductor
-
     exact = ("emulate_precision_casts", "eager_numerics.division_rounding")  # the first switches contraction off
     known = _inductor.list_options()
     return torch.compile(update_, dynamic=True, options={name: True for name in exact if name in known})

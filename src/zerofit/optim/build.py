@@ -4,8 +4,12 @@ import contextlib
 import itertools
 import math
 
+import torch
+
 from zerofit.base import distributed
-from zerofit.optim import registry
+from zerofit.optim import bf16_adamw, registry
+from zerofit.optim.bf16_adamw import AdamW
+from zerofit.optim.sophia import SophiaG
 
 
 def own_optimizer(trainer, model):
@@ -18,8 +22,6 @@ def own_optimizer(trainer, model):
     common = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
     noise = {"seed": args.seed, "part": 0 if settings.zero == 0 else args.process_index}  # ZeRO: a slice per rank
     if settings.optim == "sophia":
-        from zerofit.optim.sophia import SophiaG
-
         numbers = {k: float(v) for k, v in extra.items() if k in ("gamma", "eps")}
         betas = (float(extra.get("beta1", 0.96)), float(extra.get("beta2", 0.99)))
         k, groups = int(extra.get("k", 10)), parameter_groups(trainer, model)
@@ -27,8 +29,6 @@ def own_optimizer(trainer, model):
     if settings.optim == "muon":
         return _muon(model, parameter_groups(trainer, model), common, float(extra.get("momentum", 0.95)))
     if settings.pure_bf16 and settings.optim in ("adamw_torch", "adamw_torch_fused"):
-        from zerofit.optim.bf16_adamw import AdamW
-
         compiled = _compiles_adamw(extra.get("compile", "auto"), args.device)
         return AdamW(parameter_groups(trainer, model), **common, **noise, compiled=compiled)
     if spec and spec.module == "bitsandbytes":
@@ -45,8 +45,6 @@ def _compiles_adamw(choice: str, device) -> bool:
 
     Args: choice: of --optim_args compile=: true, false, or auto: on a GPU (a simulated one is none).
     """
-    from zerofit.optim import bf16_adamw
-
     if device.type not in {"auto": ("cuda",), "true": ("cuda", "cpu")}.get(choice, ()):
         return False
     problems = list(filter(None, distributed.all_gather(bf16_adamw.why_not_compiled(device))))
@@ -84,7 +82,6 @@ def _muon(model, groups: list[dict], common: dict, momentum: float):
     The rate of each shape is scaled so that an update has AdamW's usual root mean square of 0.2 (arXiv 2502.16982,
     equation 4): one learning rate serves both.
     """
-    import torch
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
     for name, p in model.named_parameters():
@@ -118,8 +115,6 @@ def share_noise(settings, optimizer) -> None:
 
 
 def _same_noise_on_all_ranks(optimizer, seed: int) -> None:
-    import torch
-
     steps, forked = itertools.count(1), contextlib.ExitStack()
 
     def seed_this_step(*_) -> None:

@@ -14,6 +14,8 @@ from pathlib import Path
 
 import torch
 from deepspeed.pipe import LayerSpec, PipelineModule, TiedLayerSpec  # import this module after distributed.start
+from safetensors.torch import save_file
+from transformers import AutoModelForCausalLM, GenerationConfig, set_seed
 
 from zerofit.base import distributed
 from zerofit.model import attention, gradient_checkpointing, load
@@ -145,8 +147,6 @@ def build(settings, tokenizer) -> Pipeline:
 
     Raises: UserError for a model that cannot be found, read or cut.
     """
-    from transformers import AutoModelForCausalLM, GenerationConfig, set_seed
-
     set_seed(settings.seed)
     attention.avoid_wrong_kernels()
     folder, config = load.weight_files(settings), load.load_config(settings)
@@ -192,8 +192,6 @@ def _read_weights(pipeline: Pipeline, folder: Path, settings) -> None:
 
 def save(pipeline: Pipeline, folder: Path, tokenizer) -> None:
     """Write a Hugging Face folder: a file by each stage's first rank, the index and the rest by rank 0; collective."""
-    from safetensors.torch import save_file
-
     folder.mkdir(parents=True, exist_ok=True)
     stage, stages = pipeline.stage_id, pipeline.num_stages
     file, own = f"model-{stage + 1:05}-of-{stages:05}.safetensors", {}

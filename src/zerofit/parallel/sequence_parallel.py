@@ -15,6 +15,7 @@ from dataclasses import dataclass
 
 import torch
 import torch.distributed as dist
+from transformers import AttentionInterface, AttentionMaskInterface
 
 from zerofit.base import distributed
 from zerofit.base.errors import UserError
@@ -245,8 +246,6 @@ def register(documents=None) -> None:
 
     Args: documents: see attention.packed_attention.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface
-
     AttentionInterface.register(NAME, functools.partial(sequence_attention, documents=documents))
     AttentionMaskInterface.register(NAME, attention.mask)
     patches.look_for_no_documents(NAME)

@@ -16,7 +16,8 @@ from zerofit.job.batch_size import divisors
 from zerofit.job.recipe import BUNDLED_MODEL, Recipe
 from zerofit.job.request import FLAG, Request
 from zerofit.job.settings import as_typed
-from zerofit.model import gradient_checkpointing, tiled_mlp
+from zerofit.model import attention, gradient_checkpointing, load, quantization, tiled_mlp
+from zerofit.model.kernels import liger
 from zerofit.parallel import whole_layers
 from zerofit.plan import formulas, gpu_memory
 from zerofit.plan.candidate import Candidate, Plan
@@ -217,9 +218,7 @@ def step_seconds(shape: Shape, setting: Setting, gpu, sequence: int) -> float:
 
 def _fullest_stage(shape: Shape, setting: Setting, settings) -> tuple[int, dict[str, float]]:
     """Return the number of a pipeline's stage that needs the most memory by the closed forms, and its bytes by part."""
-    from zerofit.model.load import load_config
-
-    tied = load_config(settings).tie_word_embeddings
+    tied = load.load_config(settings).tie_word_embeddings
     by_stage = formulas.stages(shape, setting, settings, settings.fused_loss, tied)
     return max(enumerate(by_stage), key=lambda stage: sum(stage[1].values()))
 
@@ -323,15 +322,11 @@ def lacks_data(request: Request) -> bool:
 
 def shape_of(settings, gpu: hardware.Gpu | None = None) -> Shape:
     """Return the shape of a job's model. gpu: on which Liger's kernels may run, None: they do not count."""
-    from zerofit.model import attention, quantization
-    from zerofit.model.kernels import liger
-    from zerofit.model.load import check_model, load_config, weight_dtype
-
     resolve.resolve_for_model(settings)
-    model, config = check_model(settings), load_config(settings)
+    model, config = load.check_model(settings), load.load_config(settings)
     has_liger = gpu is not None and liger.will_run(settings, gpu.device_name)
     cast = settings.deepspeed is not None and settings.precision != "fp32"  # by DeepSpeed's engine, to 16 bits
-    fp32 = weight_dtype(settings) == "float32" and not cast
+    fp32 = load.weight_dtype(settings) == "float32" and not cast
     bits = quantization.bits(settings)
     width = 4.0 if fp32 else 2.0
     if each := formulas.PACKED_BYTES.get(bits):  # embeddings, the head and fused experts stay in 16 bits
@@ -432,8 +427,6 @@ def setting_of(settings, node: int | None = None, shape: Shape | None = None) ->
     Args: node: GPUs of a node, None: as many as the launcher starts on this one; shape: of the model, where the
         settings are not resolved for it.
     """
-    from zerofit.model.load import weight_dtype
-
     checkpointing, tokens = checkpointing_of(settings), whole_layers.tokens_of(settings)
     tiles = settings.tiled_mlp
     if tiles == "auto":
@@ -453,7 +446,7 @@ def setting_of(settings, node: int | None = None, shape: Shape | None = None) ->
         forwards=settings.objective.extra_forwards(settings),
         whole_layers=whole_layers.largest(settings, tokens),
         selective=checkpointing.selective,
-        fp32_weights=settings.keeps_fp32 and settings.precision != "fp32" and weight_dtype(settings) == "float32",
+        fp32_weights=settings.keeps_fp32 and settings.precision != "fp32" and load.weight_dtype(settings) == "float32",
         background_save=settings.save_in_background,
         groups=tuple(groups.in_use(settings.values)),
         arithmetic=math.prod(technique.seconds(settings) for technique in resolve.techniques_of(settings)),

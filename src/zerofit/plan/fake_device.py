@@ -8,7 +8,8 @@ import importlib.util
 import sys
 import types
 
-from zerofit.base import distributed
+from zerofit.base import allocator, distributed
+from zerofit.plan import caching_allocator
 
 
 def fake_other_ranks() -> None:
@@ -118,9 +119,6 @@ def _accelerator(tracker, total_bytes: int, overlaps: bool):
     """Return DeepSpeed's accelerator for device "gpu"; args as for `register_gpu`."""
     import torch
     from deepspeed.accelerator.cpu_accelerator import CPU_Accelerator
-
-    from zerofit.base import allocator
-    from zerofit.plan import caching_allocator
 
     typed = {
         "ByteTensor": torch.uint8,

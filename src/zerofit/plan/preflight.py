@@ -1,14 +1,17 @@
 """Check at the start of a run whether it fits; handle --zero auto and --plan."""
 
+import psutil
+
 from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.base.hardware import GIB
-from zerofit.config import defaults, resolve
+from zerofit.config import defaults, resolve, show
 from zerofit.job import job, memory_figure
 from zerofit.job.request import Request
 from zerofit.job.settings import Settings
 from zerofit.model import gradient_checkpointing
 from zerofit.plan import candidates, gpu_memory, predict, search, simulate
+from zerofit.plan.answer import answer_text
 
 CHECK_SECONDS = 18  # that a launch waits for the simulation; the whole check then takes less than 20
 
@@ -90,8 +93,6 @@ def only_print(settings: Settings) -> None:
         dry_run(settings)
         raise SystemExit(0)
     if settings.show:
-        from zerofit.config import show
-
         count = settings.world_size
         print(f"{settings.recipe}, {count} process{'es' * (count > 1)}\n{show.summary(settings)}")
         raise SystemExit(0)
@@ -127,7 +128,6 @@ def chosen_request(request: Request, ranks: int, node: int = gpu_memory.GPUS_OF_
         return request
     if candidates.lacks_data(request):  # which a plan does not need, but the run
         raise UserError(defaults.NO_DATA)
-    import psutil
 
     gpu, asked = hardware.find("detect", min(ranks, node)), request.values.keys()
     plan = search.search(
@@ -139,7 +139,6 @@ def chosen_request(request: Request, ranks: int, node: int = gpu_memory.GPUS_OF_
         host_limit=psutil.virtual_memory().total,
         node=node,
     )
-    from zerofit.plan.answer import answer_text
 
     if plan.chosen is None:
         raise candidates.NothingFits(answer_text.nothing_fits(plan))

@@ -25,6 +25,7 @@ from dataclasses import asdict, dataclass, field, fields
 from pathlib import Path
 
 from zerofit.base import allocator, hardware, paths
+from zerofit.base.errors import UserError
 from zerofit.base.paths import PACKAGE, cache_root
 from zerofit.job import program
 from zerofit.job.recipe import Recipe
@@ -257,8 +258,6 @@ def _start(fake: bool, cuda: bool) -> subprocess.Popen:
 
 def _as_exception(answer: dict, cache: Path | None) -> dict | Exception:
     """Return the answer, or the exception for a failure; a traceback is written to a file in `cache`."""
-    from zerofit.base.errors import UserError
-
     if "mistake" in answer:
         return UserError(answer["mistake"])
     if "too slow" in answer:

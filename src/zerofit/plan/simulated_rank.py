@@ -10,7 +10,11 @@ import sys
 import tempfile
 from pathlib import Path
 
-from zerofit.plan import caching_allocator, fake_device, simulate
+from zerofit.base import distributed
+from zerofit.base.errors import UserError
+from zerofit.job import program
+from zerofit.optim import registry
+from zerofit.plan import caching_allocator, fake_device, gpu_memory, simulate
 
 # --- the answer, in a process of its own ---
 
@@ -36,8 +40,6 @@ def _answer_in_forks(questions: list[simulate.Question]) -> None:
     """Answer each question in a fork of this process, as many in parallel as there are cores."""
     import torch
 
-    from zerofit.base import distributed
-
     # Real tensors use all cores, so one question at a time.
     workers = distributed.cores() if all(q.fake for q in questions) else 1
     _import_for(questions)
@@ -60,9 +62,7 @@ def _answer_in_forks(questions: list[simulate.Question]) -> None:
 
 def _import_for(questions: list[simulate.Question]) -> None:
     """Load peft and bitsandbytes, if the job uses them, once for all forks: each takes over a second."""
-    from zerofit.base.errors import UserError
     from zerofit.config import parse
-    from zerofit.optim import registry
 
     with contextlib.suppress(UserError):  # the answer reports it
         first = questions[0]
@@ -88,8 +88,6 @@ def _say(answer: list) -> None:
 
 def _answer_and_end(number: int, question: simulate.Question) -> None:
     """Answer in this process and exit it without cleanup: fake groups and engines have nothing to save."""
-    from zerofit.base.errors import UserError
-
     try:
         _say([number, _answer(question)])
     except UserError as error:
@@ -191,8 +189,6 @@ def _in_host_memory(settings):
 
 def _replayed(events: list[tuple], asked: simulate.Question) -> dict:
     """Return what torch's caching allocator needs of the planned GPU for a rank's allocations and releases."""
-    from zerofit.plan import gpu_memory
-
     room = gpu_memory.room(asked.gpu, asked.ranks)
     return caching_allocator.needs(events, asked.expandable_segments, room)
 
@@ -435,9 +431,6 @@ def _trainer(settings, arguments, rows, config, asked: simulate.Question):
 
 def _trainer_of(recipe, file: str | None) -> type:
     """Return the trainer of a recipe; file: of one of one's own. Raises: SimulationFailed if it is not found."""
-    from zerofit.base.errors import UserError
-    from zerofit.job import program
-
     try:
         return program.trainer(recipe, Path(file) if file else None)
     except UserError as error:

@@ -11,6 +11,8 @@ import sys
 import time
 from pathlib import Path
 
+from zerofit.base import paths
+from zerofit.report import run_page
 from zerofit.report.run import FILE, Run
 
 OFF = "ZEROFIT_PAGE"  # environment variable; 0: the page is written at the end only
@@ -80,9 +82,6 @@ def _written(folder: Path) -> list[tuple[int, int] | None]:
 def _write(folder: Path, training: bool) -> bool:
     """Write the page and return whether it is; what hinders it (a full disk, a lost file) may be gone the next time."""
     with contextlib.suppress(Exception):
-        from zerofit.base import paths
-        from zerofit.report import run_page
-
         run = Run(folder, training)
         if run.facts:
             paths.write_text(folder / FILE, run_page.of([run], reload=run_page.RELOAD_SECONDS))

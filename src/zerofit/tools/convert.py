@@ -3,7 +3,6 @@
 import argparse
 import shlex
 import tempfile
-from dataclasses import fields
 from pathlib import Path
 
 from zerofit.base.errors import UserError, one_line
@@ -140,9 +139,9 @@ def _add(done: Conversion, launcher: Conversion) -> None:
 
 def names() -> Names:
     """Return the arguments of the recipes, and those of transformers that have no effect here."""
-    ours = {one.name for recipe in RECIPES for group in arguments.kit_groups(recipe) for one in fields(group)}
+    known = {name for recipe in RECIPES for name in parse.argument_names(program.recipe_of(recipe))}
     refused = transformers_flags.REFUSED
-    return Names(frozenset({*ours, *parse.training_argument_names()} - refused.keys()), refused)
+    return Names(frozenset(known - refused.keys()), refused)
 
 
 def check(done: Conversion, text: str) -> None:
@@ -160,14 +159,6 @@ def check(done: Conversion, text: str) -> None:
             place = value.get("path") if isinstance(value, dict) and name != "model" else value
             if not isinstance(place, str) or not place.strip():
                 raise UserError(f"{done.file}: {line.origin}: {value!r} is no name of a file, a folder or of the Hub.")
-    with tempfile.TemporaryDirectory() as folder:
-        file = Path(folder) / "converted.yaml"
-        file.write_text(text, encoding="utf-8")
-        try:
-            parse.read_yaml(str(file), program.recipe_of(done.recipe), early=True)
-        except UserError as error:
-            said = str(error).replace(str(file), f"{done.file}, converted")
-            raise UserError(f"{said} Correct it in {done.file}.") from None
     allowed = ranges.of(arguments.kit_groups(done.recipe))
     for name, line in done.lines.items():
         words, is_allowed = allowed.get(name, (None, None))
@@ -176,6 +167,14 @@ def check(done: Conversion, text: str) -> None:
             if not is_number or not is_allowed(line.value):
                 what = words if is_number else "a number"
                 raise UserError(f"{done.file}: {line.origin} is {line.value}: it must be {what} ({name}).")
+    with tempfile.TemporaryDirectory() as folder:
+        file = Path(folder) / "converted.yaml"
+        file.write_text(text, encoding="utf-8")
+        try:
+            parse.read_yaml(str(file), program.recipe_of(done.recipe))
+        except UserError as error:
+            said = str(error).replace(str(file), f"{done.file}, converted")
+            raise UserError(f"{said} Correct it in {done.file}.") from None
 
 
 def _check_kit(done: Conversion) -> None:

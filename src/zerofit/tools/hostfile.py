@@ -91,8 +91,8 @@ def main(argv: list[str]) -> None:
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="the recipe's flags")
     given = parser.parse_args(argv)
     hosts = read(Path(given.hosts), given.include, given.exclude, given.gpus)
-    program.find(given.recipe)
-    flags, _ = parse.command_line(given.flags, given.args)
+    flags, _ = command_line.with_more(given.flags, given.args)
+    parse.request(program.start(given.recipe).recipe, flags)  # a mistake in them is refused before any host is asked
     if len(hosts) > 1:
         prepare.check_for_nodes(flags)
     env = {k: v for k, v in os.environ.items() if k.startswith(PASSED_ON) or k in PASSED_BY_NAME}

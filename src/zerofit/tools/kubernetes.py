@@ -8,7 +8,7 @@ from pathlib import Path
 
 import yaml
 
-from zerofit.base import hardware
+from zerofit.base import command_line, hardware
 from zerofit.base.errors import UserError
 from zerofit.base.paths import PROJECT
 from zerofit.config import parse, resolve
@@ -71,7 +71,7 @@ def _parser() -> argparse.ArgumentParser:
 
 def _job(given) -> Job:
     named = program.start(given.recipe)
-    flags, gpus = parse.command_line(given.flags, given.args, given.gpus)
+    flags, gpus = command_line.with_more(given.flags, given.args, given.gpus)
     if not given.nodes.isdigit() or int(given.nodes) < 1:
         raise UserError(f"--nodes {given.nodes}: must be a number of pods; a TrainJob needs all of them.")
     nodes = int(given.nodes)

@@ -9,9 +9,19 @@ import math
 import tempfile
 from pathlib import Path
 
+import torch
+from accelerate.utils import send_to_device
+from peft import set_peft_model_state_dict
+from safetensors.torch import load_file
+
 from zerofit.base import command_line
 from zerofit.base.errors import EXIT_CODES, UserError
+from zerofit.config import parse, resolve
+from zerofit.data.tokens import TokenizedDataset
 from zerofit.job import groups, program, run_folder
+from zerofit.job.recipe import NAME
+from zerofit.model import adapters
+from zerofit.model.load import load_model, load_tokenizer, weight_dtype
 from zerofit.train import nan_guard
 
 NOT_REPEATED = ("--push_to_hub", "--upload_to", "--report_to", "--offload_path")  # of the run's flags
@@ -62,9 +72,6 @@ def _program(facts: dict, folder: Path, args) -> program.Program:
 
     Raises: UserError for flags that run code of a run that this user has not started, and for a damaged step.json.
     """
-    from zerofit.config import parse
-    from zerofit.job.recipe import NAME
-
     facts = facts if isinstance(facts, dict) else {}
     flags, name, run = facts.get("flags"), facts.get("recipe"), folder.resolve().parent.parent
     is_name = type(name) is str and NAME.fullmatch(name) is not None
@@ -87,11 +94,6 @@ def _settings(facts: dict, folder: Path, model: str):
     The second is None where nothing is cast: in fp32, with --pure_bf16, and under DeepSpeed, which computes in the
     weights' type.
     """
-    import torch
-
-    from zerofit.config import resolve
-    from zerofit.model.load import weight_dtype
-
     settings = resolve.resolve_settings(facts["recipe"], facts["flags"], facts["world_size"])
     casts = settings.deepspeed is None and not settings.pure_bf16
     autocast_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision) if casts else None
@@ -112,10 +114,6 @@ def _trainer(settings, folder: Path, named: str, started: program.Program):
     """Return the recipe's trainer, for one process, of the model as the run built it, in training mode."""
     from datasets import Dataset
 
-    from zerofit.config import resolve
-    from zerofit.data.tokens import TokenizedDataset
-    from zerofit.model import adapters
-    from zerofit.model.load import load_model, load_tokenizer
     from zerofit.train.trainer import ZerofitTrainer, training_arguments
 
     tokenizer = load_tokenizer(settings)
@@ -125,9 +123,6 @@ def _trainer(settings, folder: Path, named: str, started: program.Program):
         model = adapters.add_adapter(model, settings, tokenizer)
         adapter_file = Path(named or folder / "model") / "adapter_model.safetensors"
         if adapter_file.exists():
-            from peft import set_peft_model_state_dict
-            from safetensors.torch import load_file
-
             set_peft_model_state_dict(model, load_file(adapter_file))
     whole_rows = {way.flag: 1 for way, _ in groups.in_use(settings.values)}
     nothing_else = {"eval_strategy": "no", "save_strategy": "no", "load_best_model_at_end": False, "push_to_hub": False}
@@ -143,8 +138,6 @@ def _trainer(settings, folder: Path, named: str, started: program.Program):
 
 
 def _batches(file: Path) -> list[dict]:
-    from safetensors.torch import load_file
-
     if not file.exists():
         raise UserError(f"{file}: is missing; copy the whole folder of the step, with the files of all ranks.")
     batches: dict[int, dict] = {}
@@ -156,9 +149,6 @@ def _batches(file: Path) -> list[dict]:
 
 def _look(trainer, batch: dict, autocast_dtype) -> dict:
     """Return {"loss", "module": first with a non-finite output, "gradients": non-finite ones' names}."""
-    import torch
-    from accelerate.utils import send_to_device
-
     net, first = trainer.model, []
 
     def watch(name):
@@ -183,8 +173,8 @@ def _look(trainer, batch: dict, autocast_dtype) -> dict:
 
 def _mean_loss(trainer, inputs: dict):
     """Return the trainer's loss as a mean over the micro batch's tokens or pairs."""
-
     count = trainer.objective.items([inputs], inputs["labels"].device)
+    count = None if count is None else count.clamp(min=1)
     return trainer.compute_loss(trainer.model, inputs, num_items_in_batch=count)
 
 

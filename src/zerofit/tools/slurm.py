@@ -105,7 +105,7 @@ def main(argv: list[str]) -> None:
 def request_of(given) -> Request:
     """Check the options as far as possible on a login node and return the request. Raises: UserError."""
     named = program.start(given.recipe)
-    flags, gpus = parse.command_line(given.flags, given.args, given.gpus)
+    flags, gpus = command_line.with_more(given.flags, given.args, given.gpus)
     if not given.nodes.isdigit() or int(given.nodes) < 1:
         raise UserError(f"NODES={given.nodes}: must be a whole number of 1 or more.")
     on_cpu = (command_line.value_of(flags, ("--use_cpu",)) or "false").lower() in ("true", "1", "yes")

@@ -7,6 +7,7 @@ from importlib import metadata
 from pathlib import Path
 
 from zerofit.base.paths import PACKAGE
+from zerofit.model.load import model_fingerprint
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft")
 
@@ -27,8 +28,6 @@ def software(program: Path) -> dict[str, str]:
 
 def of_job(settings, train_set, eval_set=None) -> dict[str, str]:
     """Return the data, the model and every argument that decides what is trained, as strings to compare."""
-    from zerofit.model.load import model_fingerprint
-
     values = {name: value for name, value in settings.written().items() if name not in MAY_DIFFER}
     arguments = {f"argument --{name}": json.dumps(value, default=str) for name, value in sorted(values.items())}
     deepspeed = json.dumps(settings.deepspeed, sort_keys=True).encode()

@@ -4,6 +4,7 @@ import math
 from pathlib import Path
 
 import torch
+from safetensors.torch import save_file
 
 from zerofit.base import command_line, distributed
 from zerofit.base.errors import Diverged, UserError
@@ -254,8 +255,6 @@ class NanGuard:
 
     def _keep(self, folder: Path, losses: list, rows: list | None, bad: list) -> None:
         """Write rank<r>.safetensors with this rank's micro batches; rank 0 also writes step.json."""
-        from safetensors.torch import save_file
-
         trainer, settings = self.trainer, self.settings
         rank = trainer.args.process_index
         folder.mkdir(parents=True, exist_ok=True)

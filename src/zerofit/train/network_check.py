@@ -10,8 +10,12 @@ import time
 import uuid
 from pathlib import Path
 
+import torch
+import torch.distributed as dist
+
 from zerofit.base import distributed, rank_status, stragglers
 from zerofit.base.errors import BrokenLinks, UserError, first_line
+from zerofit.base.paths import nearest_existing
 from zerofit.job import program
 from zerofit.train import consistency
 
@@ -36,8 +40,6 @@ def answer(settings) -> None:
 
 
 def _is_alone() -> bool:
-    import torch.distributed as dist
-
     return not dist.is_initialized() or distributed.size() == 1
 
 
@@ -46,8 +48,6 @@ def check(settings, train_set, eval_set) -> None:
 
     Raises: UserError, naming the node that differs. A rank without an answer in time ends its process with a sentence.
     """
-    import torch
-
     if _is_alone():
         return
     software = consistency.software(program.file_of(settings.recipe))
@@ -120,9 +120,6 @@ def _exchange(use_cpu: bool) -> None:
     An all-to-all would test each pair, but NCCL opens channels to every peer for it, gigabytes of each GPU's memory.
     Raises: RuntimeError when a rank receives a wrong number.
     """
-    import torch
-    import torch.distributed as dist
-
     count, rank = distributed.size(), distributed.rank()
     device = "cpu" if use_cpu else "cuda"
     own, gathered = torch.tensor([rank], device=device), torch.empty(count, dtype=torch.long, device=device)
@@ -141,8 +138,6 @@ def _exchange(use_cpu: bool) -> None:
 
 def _speeds(use_cpu: bool) -> list[str]:
     """Return a sentence on all-reduce speed among the ranks of a node, and among one rank of each node."""
-    import torch.distributed as dist
-
     node_of_rank = distributed.all_gather(distributed.node())
     nodes = [[rank for rank, node in enumerate(node_of_rank) if node == name] for name in dict.fromkeys(node_of_rank)]
     own_place = f"node {distributed.node()} ({socket.gethostname()})"
@@ -172,9 +167,6 @@ def _speed_sentence(kind: str, speeds: list[tuple[float, str]], count: int, back
 
 def _bus_bandwidth(group, count: int, use_cpu: bool) -> float:
     """Return a rank's GB/s in an all-reduce: bytes x 2 (n - 1) / n / s (nccl-tests, PERFORMANCE.md)."""
-    import torch
-    import torch.distributed as dist
-
     device = "cpu" if use_cpu else "cuda"
     numbers = torch.ones(PAYLOAD_BYTES[device] // 4, device=device)
     dist.all_reduce(numbers[:1024], group=group)  # opens the connections
@@ -214,8 +206,6 @@ def check_disk(settings, folder: Path) -> None:
 
     Raises: UserError, naming a node that does not; for --node_local_storage, if all nodes do.
     """
-    from zerofit.base.paths import nearest_existing
-
     if not distributed.several_nodes():
         return
     mark = distributed.broadcast(
@@ -256,9 +246,6 @@ def _seen(mark: Path, seconds: float = 10.0) -> bool:
 
 def main() -> None:
     """Exchange numbers among ranks that torchrun has started for this alone, and print their speed."""
-    import torch
-    import torch.distributed as dist
-
     use_cpu = not torch.cuda.is_available()
     if not use_cpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

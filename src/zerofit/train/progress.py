@@ -10,6 +10,7 @@ import time
 from pathlib import Path
 
 import torch
+from tqdm import tqdm
 from transformers import Trainer, TrainerCallback
 
 from zerofit.base import distributed, hardware, paths, phases, rank_status, stragglers
@@ -143,8 +144,6 @@ class Reporter(TrainerCallback):
         self.began, self.first_step = time.perf_counter(), state.global_step
         self.judged = state.global_step
         if args.process_index == 0 and wants_bar(trainer.settings):
-            from tqdm import tqdm
-
             tqdm.monitor_interval = 0  # no separate thread that draws between two pieces of a line
             self.bar = tqdm(
                 total=state.max_steps,

@@ -13,6 +13,7 @@ import torch
 from accelerate.utils import send_to_device
 from torch.utils.data import DataLoader
 from transformers import Trainer, TrainingArguments, set_seed
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 from transformers.trainer_callback import PrinterCallback, ProgressCallback
 from transformers.trainer_utils import EvalLoopOutput, SaveStrategy
 from typing_extensions import override
@@ -75,8 +76,6 @@ def training_arguments(settings) -> TrainingArguments:
 
     Raises: UserError for values that transformers refuses.
     """
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
     unset_hf_deepspeed_config()
     try:
         with warnings.catch_warnings():

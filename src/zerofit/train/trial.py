@@ -8,6 +8,7 @@ import time
 from pathlib import Path
 
 import torch
+from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 
 from zerofit.base import distributed, rank_status
 from zerofit.base.errors import EXIT_CODES, UserError
@@ -128,8 +129,6 @@ def _loss(trainer, rows: list[dict]) -> float:
 
 def _load(trainer, checkpoint: str) -> None:
     if trainer.is_deepspeed_enabled:
-        from transformers.integrations.deepspeed import deepspeed_load_checkpoint
-
         strict = not trainer.settings.trains_adapter  # an adapter's checkpoint has no frozen base
         deepspeed_load_checkpoint(trainer.model_wrapped, checkpoint, load_module_strict=strict)
     else:

@@ -10,6 +10,8 @@ import json
 import re
 from typing import Any
 
+from jinja2 import Environment, TemplateSyntaxError, meta, nodes
+
 from zerofit.base.errors import UserError
 
 FLAG = "--chat_template_kwargs"
@@ -94,15 +96,11 @@ def without_defaults(template: str) -> str:
 @functools.lru_cache(maxsize=16)
 def names_in(template: str) -> frozenset[str]:
     """Return every name that a template reads, its own variables too."""
-    from jinja2 import nodes
-
     return frozenset(node.name for node in _parsed(template).find_all(nodes.Name) if node.ctx == "load")
 
 
 def _those_of(template: str) -> str:
     """Return the arguments that a template reads, as the end of a sentence."""
-    from jinja2 import meta
-
     names = meta.find_undeclared_variables(_parsed(template)) - TAKEN
     names = sorted(name for name in names if not name.endswith("_token") and name not in ("namespace", "range"))
     return f", only {', '.join(names)}" if names else "; it has no arguments"
@@ -110,8 +108,6 @@ def _those_of(template: str) -> str:
 
 def _parsed(template: str):
     """Return the syntax tree of a template. Raises: jinja2.TemplateSyntaxError."""
-    from jinja2 import Environment
-
     plain = re.sub(r"(\{%[-+]?\s*)generation\b", r"\1if true", template)  # transformers' own block, as one of Jinja's
     plain = re.sub(r"(\{%[-+]?\s*)endgeneration\b", r"\1endif", plain)
     return Environment(extensions=["jinja2.ext.loopcontrols"]).parse(plain)
@@ -119,8 +115,6 @@ def _parsed(template: str):
 
 def without_syntax_error(template: str, name: str) -> str:
     """Return the template. Raises: UserError with the line for a syntax error, which each row would be refused with."""
-    from jinja2 import TemplateSyntaxError
-
     try:
         _parsed(template)
     except TemplateSyntaxError as error:

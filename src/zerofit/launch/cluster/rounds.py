@@ -13,6 +13,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from datetime import timedelta
 
+from torch.distributed import TCPStore
+from torch.distributed.elastic import rendezvous
+
 from zerofit.base.errors import UserError, first_line
 from zerofit.launch.cluster import messages, node_options
 from zerofit.launch.cluster.messages import NodeState, RoundState
@@ -46,8 +49,6 @@ class Meeting:
 
         Raises: TimeoutError if too few nodes join; ConnectionError if the job or node 0 has ended.
         """
-        from torch.distributed.elastic import rendezvous
-
         try:
             found = self._rendezvous.next_rendezvous()
         except rendezvous.RendezvousTimeoutError:
@@ -112,8 +113,6 @@ class Meeting:
 
     def _open(self):
         """Open the store on the address of MASTER_ADDR if it is one of this node's, else on all interfaces."""
-        from torch.distributed import TCPStore
-
         node_options.check_ports(self.place)
         address = node_options.own_address(self.place)
         descriptor = node_options.listen(address, self.place.port).detach() if address else None
@@ -126,8 +125,6 @@ class Meeting:
             raise self._no_answer(error) from None
 
     def _connect(self):
-        from torch.distributed import TCPStore
-
         try:
             store = TCPStore(
                 self.place.address, self.place.port, None, False, timedelta(seconds=10), wait_for_workers=False

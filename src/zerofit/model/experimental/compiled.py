@@ -10,6 +10,9 @@ import os
 import shutil
 
 import torch
+from torch._dynamo.utils import counters
+from transformers import AttentionInterface
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zerofit.base import distributed
 from zerofit.base.errors import UserError
@@ -85,9 +88,6 @@ def install(settings, model) -> None:
 
 def _leave_attention_out(name: str) -> None:
     """Let the compiler call the attention of this name, and not trace it."""
-    from transformers import AttentionInterface
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     if name in ALL_ATTENTION_FUNCTIONS:  # eager attention is plain arithmetic of the layer
         AttentionInterface.register(name, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[name]))
 
@@ -115,7 +115,6 @@ def _compiled(kind: type) -> type:
 def _say(name: str) -> None:
     """Say into how many graphs the first layer of a class was compiled, and what broke it into these."""
     global _first
-    from torch._dynamo.utils import counters
 
     breaks, _first = counters["graph_break"], counters["stats"]["unique_graphs"]
     reasons = "; ".join(f"{count} x {reason.splitlines()[0]}" for reason, count in breaks.items())
@@ -127,7 +126,6 @@ def tell_at_end(settings) -> None:
     """Say, at the end of a training, what was compiled after the first layers, and whether torch has given up on it."""
     if not settings.compile_layers:
         return
-    from torch._dynamo.utils import counters
 
     if (graphs := counters["stats"]["unique_graphs"]) > _first:
         _tell(f"compile_layers: {graphs} graphs at the end, {_first} after the first layers")

@@ -9,6 +9,8 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import torch
+from transformers import PreTrainedConfig, masking_utils
+from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
 
 from zerofit.model import prove
 
@@ -194,8 +196,6 @@ def _visible(documents: torch.Tensor, real: torch.Tensor, window: int) -> torch.
 
 def _block_mask(layer: Layer, documents: torch.Tensor, real: torch.Tensor, packed: bool, device: torch.device):
     """Return the mask as transformers' models make it: of packed rows from positions, of padded ones from the mask."""
-    from transformers import PreTrainedConfig, masking_utils
-
     config = PreTrainedConfig(attn_implementation=NAME, sliding_window=layer.window or None)
     make = masking_utils.create_sliding_window_causal_mask if layer.window else masking_utils.create_causal_mask
     positions = torch.arange(documents.shape[1], device=device).expand(documents.shape)
@@ -221,8 +221,6 @@ def _eager(layer: Layer, mask, query, key, value, sinks=None):
 
 def _flex(layer: Layer, dtypes: Dtypes, mask, query, key, value, sinks=None, training: bool = True):
     """Return the outputs of transformers' flex_attention; a backward is outside of autocast, as in training."""
-    from transformers.modeling_utils import ALL_ATTENTION_FUNCTIONS
-
     more = {} if sinks is None else {"s_aux": sinks}
     module = _module(layer, sinks, training)
     with torch.autocast(query.device.type, dtypes.compute, enabled=dtypes.autocast):

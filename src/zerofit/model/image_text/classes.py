@@ -12,17 +12,18 @@ import re
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
+from transformers.models.auto import modeling_auto
 
 from zerofit.base.errors import first_line
+from zerofit.model.fused_loss import attribute, outputs_of_any_class
 from zerofit.model.image_text import saved
 
 
 def has_towers(config) -> bool:
     """Return whether the config is of an image-text class with a language model of its own inside."""
-    from transformers.models.auto.modeling_auto import MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING as classes
-
-    own_code = hasattr(config, "auto_map")
-    return type(config) in classes and config.get_text_config() is not config and not own_code
+    of_images, own_code = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, hasattr(config, "auto_map")
+    return type(config) in of_images and config.get_text_config() is not config and not own_code
 
 
 def auto_class(config):
@@ -30,9 +31,6 @@ def auto_class(config):
 
     Mistral 4's language model is known to that of images alone.
     """
-    from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
-    from transformers.models.auto import modeling_auto
-
     of_images, of_text = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
     only_there = type(config) in of_images and type(config) not in of_text
     return AutoModelForImageTextToText if has_towers(config) or only_there else AutoModelForCausalLM
@@ -40,8 +38,6 @@ def auto_class(config):
 
 def text_class(config):
     """Return transformers' class of the layers that text goes through; None if it has none (remote code)."""
-    from transformers.models.auto import modeling_auto
-
     of_images, of_text = modeling_auto.MODEL_FOR_IMAGE_TEXT_TO_TEXT_MAPPING, modeling_auto.MODEL_FOR_CAUSAL_LM_MAPPING
     if not has_towers(config):
         return of_text.get(type(config), None) or of_images.get(type(config), None)
@@ -175,8 +171,6 @@ def _why_no_text(model) -> str:
     Everything but the layers and the head is computed with values, of weights that take no memory: what the class does
     beside its layers may depend on them (Gemma's masks), and some use a projector for text too (Gemma-3n).
     """
-    from zerofit.model.fused_loss import attribute, outputs_of_any_class
-
     text, head = model.get_decoder(), model.get_output_embeddings()
     width = model.config.get_text_config().hidden_size
     hidden = torch.zeros(1, 4, width)

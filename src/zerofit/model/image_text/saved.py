@@ -4,6 +4,9 @@ import json
 import shutil
 from pathlib import Path
 
+from safetensors import safe_open
+from safetensors.torch import save_file
+
 from zerofit.base.paths import write_text
 from zerofit.model.weights import files
 
@@ -68,9 +71,6 @@ def add_towers(folder: Path, base: Path, of_towers) -> None:
 
 def _copy(base: Path, names, file: Path) -> dict:
     """Write the tensors of these names to one file; return its header."""
-    from safetensors import safe_open
-    from safetensors.torch import save_file
-
     tensors, where = {}, names_in(base)
     for source in sorted({where[name] for name in names}):
         with safe_open(source, "pt") as opened:

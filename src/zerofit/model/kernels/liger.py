@@ -11,13 +11,15 @@ from importlib import metadata
 from pathlib import Path
 
 import torch
+from transformers import AutoModelForCausalLM
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from zerofit.base import command_line, distributed, hardware
 from zerofit.base.errors import UserError
 from zerofit.job import groups
 from zerofit.job.settings import Decision, decide, withdraw
 from zerofit.job.technique import Conflict, Technique
-from zerofit.model import attention
+from zerofit.model import attention, load
 from zerofit.model import prove as proofs
 
 # Dense models whose kernels tests/model/test_liger.py compares with transformers' modules.
@@ -143,8 +145,6 @@ def will_run(settings, gpu_name: str) -> bool:
 
     Args: settings: resolved for the model; gpu_name: torch's of the GPUs.
     """
-    from zerofit.model import load
-
     if not settings.use_liger_kernel or settings.source["use_liger_kernel"] != "decided":
         return settings.use_liger_kernel
     return any(file.exists() for file in _proofs(settings, load.load_config(settings), gpu_name))
@@ -155,8 +155,6 @@ def _proofs(settings, config, gpu_name: str) -> list[Path]:
 
     A file's name is made from all that the proof depends on.
     """
-    from zerofit.model import load
-
     text = config.get_text_config()
     sizes = [str(getattr(text, name, None)) for name in SIZES]
     versions = [metadata.version(name) for name in ("torch", "triton", "transformers", "liger-kernel")]
@@ -167,8 +165,6 @@ def _proofs(settings, config, gpu_name: str) -> list[Path]:
 
 def _problem(settings, config, device: torch.device) -> str | None:
     """Return what is wrong with the numbers of Liger's kernels on this rank's device; None if nothing is."""
-    from zerofit.model import load
-
     dtype = getattr(torch, load.weight_dtype(settings))
     compute = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[settings.precision]
     bound = max(BOUNDS[dtype], BOUNDS[compute])
@@ -202,9 +198,6 @@ def errors(config, dtype: torch.dtype, kernels: dict | None, device: torch.devic
 @contextlib.contextmanager
 def _layer(config, dtype: torch.dtype, device: torch.device):
     """Context with a model of one layer; afterwards its module's names are those before, which Liger replaces."""
-    from transformers import AutoModelForCausalLM
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-
     unset_hf_deepspeed_config()  # one of an earlier run in this process would shard the model
     config = copy.deepcopy(config)
     config.update(dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")) | {"vocab_size": 8})

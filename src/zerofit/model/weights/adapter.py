@@ -5,10 +5,15 @@ import warnings
 from difflib import get_close_matches
 from pathlib import Path
 
+import torch
+from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
+from safetensors.torch import load_file
+from transformers import AutoConfig
+
 from zerofit.base import process
 from zerofit.base.errors import UserError
 from zerofit.model.image_text import classes
-from zerofit.model.weights import files
+from zerofit.model.weights import files, finite
 from zerofit.model.weights.complete import listed
 
 FILE = "adapter_model.safetensors"
@@ -67,10 +72,6 @@ def check(folder: Path, base: Path, remote: bool = False) -> None:
 
     Args: base: the folder of its base model; remote: --trust_remote_code.
     """
-    from safetensors.torch import load_file
-
-    from zerofit.model.weights import finite
-
     finite.check(load_file(folder / FILE), str(folder), FILE)
     held = files.tensors(folder / FILE).keys()
     expected = _names(folder, base, remote)
@@ -98,10 +99,6 @@ def _names(folder: Path, base: Path, remote: bool) -> set[str]:
 
     Raises: as `check_expressions`.
     """
-    import torch
-    from peft import PeftConfig, get_peft_model, get_peft_model_state_dict
-    from transformers import AutoConfig
-
     try:
         config = PeftConfig.from_pretrained(folder)
         if hasattr(config, "init_lora_weights"):

@@ -7,6 +7,14 @@ import re
 from dataclasses import dataclass, replace
 from pathlib import Path
 
+import torch
+from torch.nn import ModuleList
+from transformers import AutoConfig, Mxfp4Config
+from transformers.integrations import is_deepspeed_zero3_enabled
+from transformers.integrations.deepspeed import unset_hf_deepspeed_config
+from transformers.modeling_utils import str_to_torch_dtype
+from transformers.utils import logging as words
+
 from zerofit.base import distributed
 from zerofit.base.errors import UserError
 from zerofit.model.image_text import classes, saved
@@ -51,8 +59,6 @@ def of_loaded(model, info: dict) -> Names:
 
     Under ZeRO-3 it knows the missing names only: the unexpected ones are those of `check`, if it has run.
     """
-    from transformers.integrations import is_deepspeed_zero3_enabled
-
     named = dict(model.named_parameters()).keys() | (model.state_dict().keys() & dict(model.named_buffers()).keys())
     unexpected = tuple(sorted(info["unexpected_keys"]))
     if is_deepspeed_zero3_enabled():
@@ -67,8 +73,6 @@ def of_loaded(model, info: dict) -> Names:
 
 def _of_layers(model, unexpected) -> tuple[str, ...]:
     """Return the names that stand in one of the model's lists of layers; not those of layers that predict further."""
-    from torch.nn import ModuleList
-
     text = model.config.get_text_config()
     beside = sum(getattr(text, name, None) or 0 for name in ("num_nextn_predict_layers", "mtp_num_hidden_layers"))
     sizes = {name: len(module) for name, module in model.named_modules() if isinstance(module, ModuleList)}
@@ -108,10 +112,6 @@ def _key(folder: Path, place: str) -> str:
 
 def _by_headers(folder: Path, place: str, remote: bool) -> Names | None:
     """Load tensors without memory, of the files' names and shapes, as from_pretrained loads; None if it cannot."""
-    import torch
-    from transformers.integrations.deepspeed import unset_hf_deepspeed_config
-    from transformers.modeling_utils import str_to_torch_dtype
-
     unset_hf_deepspeed_config()  # one of an earlier run in this process would shard the model
     packed = ()
     try:
@@ -154,7 +154,6 @@ def unpacked(config) -> dict:
     """Return the argument of from_pretrained that unpacks MXFP4 weights (gpt-oss), which cannot be trained packed."""
     if not is_mxfp4(config):
         return {}
-    from transformers import Mxfp4Config
 
     return {"quantization_config": Mxfp4Config(dequantize=True)}
 
@@ -190,8 +189,6 @@ def without_report():
 @contextlib.contextmanager
 def without_words():
     """Leave out transformers' progress bar and warnings, which come again when the weights are loaded."""
-    from transformers.utils import logging as words
-
     bar, level = words.is_progress_bar_enabled(), words.get_verbosity()
     words.disable_progress_bar()
     words.set_verbosity_error()
@@ -242,8 +239,6 @@ def refuse(names: Names, place: str) -> None:
 
 def warnings(folder: Path, names: Names | None, remote: bool) -> list[str]:
     """Return what is trained on otherwise than config.json says, as sentences."""
-    from transformers import AutoConfig
-
     said = [] if names is None or not names.unexpected else [unexpected_in_words(names)]
     if said and len(names.unexpected) <= MUCH * (names.total + len(names.unexpected)):
         said = []  # a decision among others

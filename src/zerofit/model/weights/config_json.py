@@ -6,6 +6,9 @@ import json
 import re
 from pathlib import Path
 
+from safetensors import safe_open
+from transformers import AutoConfig
+
 from zerofit.base.errors import UserError
 from zerofit.job.settings_file import RepeatedKey, without_repeated_keys
 from zerofit.model.weights import files
@@ -25,8 +28,6 @@ ROWS = 4096  # of the two matrices, compared at a time
 
 def config_of(folder: Path, remote: bool = False):
     """Return a model's configuration, whose tie_word_embeddings is false if the files hold a head that differs."""
-    from transformers import AutoConfig
-
     config = AutoConfig.from_pretrained(folder, trust_remote_code=remote)
     untie(config, folder)
     return config
@@ -99,8 +100,6 @@ def untie(config, folder: Path) -> str:
 @functools.lru_cache(maxsize=4)
 def _separate_head(shards: tuple[tuple[Path, int], ...]) -> str:
     """Return the name of the head in these files, "" if it is the embedding. Args: shards: with their times."""
-    from safetensors import safe_open
-
     where = {name: file for file, _ in shards for name in files.tensors(file)}
     names = [_only(where, modules) for modules in (HEADS, EMBEDDINGS)]
     if not all(names):

@@ -5,6 +5,8 @@ import json
 import struct
 from pathlib import Path
 
+from safetensors import SafetensorError, safe_open
+
 from zerofit.base.errors import UserError, first_line
 
 INDEX, WHOLE = "model.safetensors.index.json", "model.safetensors"
@@ -80,8 +82,6 @@ def _why_none(folder: Path) -> str:
 
 def damage(file: Path) -> str:
     """Return why a safetensors file is not whole, "" if it is: its header must match its length."""
-    from safetensors import SafetensorError, safe_open
-
     if not file.exists():
         return "it is missing"
     size = file.stat().st_size

@@ -4,14 +4,13 @@ import json
 from pathlib import Path
 
 import torch
+from safetensors import safe_open
 
 
 class Weights:
     """Read the tensors of a folder's safetensors files one at a time."""
 
     def __init__(self, folder: Path):
-        from safetensors import safe_open
-
         self.files = [safe_open(file, "pt") for file in _weight_files(folder)]
         self.where = {name: file for file in self.files for name in file.keys()}  # noqa: SIM118  (no dict)
 

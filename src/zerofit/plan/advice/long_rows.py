@@ -7,7 +7,7 @@ from zerofit.base.errors import UserError
 from zerofit.config import resolve
 from zerofit.job import groups
 from zerofit.job.request import Request
-from zerofit.model import gradient_checkpointing
+from zerofit.model import gradient_checkpointing, load
 from zerofit.model.kernels import liger
 from zerofit.plan import candidates
 from zerofit.plan.candidate import Candidate, Plan
@@ -63,9 +63,7 @@ def _tiles(base, plan: Plan) -> list[dict[str, Any]]:
 
 def _width(base) -> int:
     """Return the features of a token's hidden state."""
-    from zerofit.model.load import load_config
-
-    return load_config(base).get_text_config().hidden_size
+    return load.load_config(base).get_text_config().hidden_size
 
 
 def _over_nodes(base, plan: Plan) -> list[dict[str, int]]:

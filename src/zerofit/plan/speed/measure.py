@@ -1,9 +1,15 @@
 """Measure the rates of this machine's GPU in the units in which a step is priced."""
 
 import statistics
+import tempfile
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
+from pathlib import Path
+
+import torch
+import torch.distributed as dist
+import torch.multiprocessing as processes
 
 from zerofit.plan import formulas
 from zerofit.plan.speed import step
@@ -42,8 +48,6 @@ def _timed(function: Callable[[], object], device: str, count: int) -> float:
 
 
 def _wait(device: str) -> None:
-    import torch
-
     if device.startswith("cuda"):
         torch.cuda.synchronize(device)
 
@@ -53,8 +57,6 @@ def all_of(device: str, known: Rates, sizes: Sizes, say: Callable[[str], None] =
 
     Args: known: rates that say how far a product of this size fills the device; say: called with lines of progress.
     """
-    import torch
-
     bf16 = device == "cpu" or torch.cuda.get_device_capability(device) >= (8, 0)
     half = torch.bfloat16 if bf16 else torch.float16
     found = {}
@@ -77,8 +79,6 @@ def all_of(device: str, known: Rates, sizes: Sizes, say: Callable[[str], None] =
 
 def products(device: str, dtype, known: Rates, sizes: Sizes) -> float:
     """Return operations a second of products that would fill the device, from shapes of a model."""
-    import torch
-
     found = []
     for wide, out in sizes.shapes:
         x, weight = (torch.randn(*shape, device=device, dtype=dtype) for shape in ((sizes.rows, wide), (out, wide)))
@@ -89,8 +89,6 @@ def products(device: str, dtype, known: Rates, sizes: Sizes) -> float:
 
 def fp8_products(device: str, known: Rates, sizes: Sizes) -> float | None:
     """Return the same of 8-bit floats; None on a device without them."""
-    import torch
-
     if device == "cpu" or torch.cuda.get_device_capability(device) < (8, 9):
         return None
     from torch.nn.functional import ScalingType, scaled_mm
@@ -110,8 +108,6 @@ def fp8_products(device: str, known: Rates, sizes: Sizes) -> float | None:
 
 def attention(device: str, dtype, known: Rates, sizes: Sizes) -> tuple[float, float]:
     """Return operations a second of causal attention on long rows, forward and backward."""
-    import torch
-
     shape = (1, sizes.heads, sizes.length, 128)
     q, k, v = (torch.randn(shape, device=device, dtype=dtype, requires_grad=True) for _ in range(3))
 
@@ -131,7 +127,6 @@ def attention(device: str, dtype, known: Rates, sizes: Sizes) -> tuple[float, fl
 
 def elementwise(device: str, dtype, sizes: Sizes) -> float:
     """Return bytes a second of a norm's kernels, forward and backward, with the bytes that a step counts for it."""
-    import torch
     from transformers.models.llama.modeling_llama import LlamaRMSNorm
 
     wide = sizes.shapes[0][0]
@@ -146,7 +141,6 @@ def unpacking(device: str, dtype, sizes: Sizes) -> float | None:
     """Return bytes a second at which bitsandbytes unpacks 4-bit weights; None on a CPU, where nothing trains so."""
     if device == "cpu":
         return None
-    import torch
     from bitsandbytes import functional
 
     wide, out = sizes.shapes[1]
@@ -159,8 +153,6 @@ def unpacking(device: str, dtype, sizes: Sizes) -> float | None:
 
 def host_copies(device: str, sizes: Sizes) -> float:
     """Return bytes a second of copies to host memory and back, the slower of the two."""
-    import torch
-
     on_gpu = device != "cpu"
     here = torch.empty(sizes.copied, dtype=torch.uint8, pin_memory=on_gpu)
     there = torch.empty(sizes.copied, dtype=torch.uint8, device=device)
@@ -174,7 +166,6 @@ def starting(device: str, dtype, sizes: Sizes) -> tuple[float, float]:
 
     A model of tiny layers computes nothing that takes time, so its time is that of its kernels' starts.
     """
-    import torch
     from transformers import LlamaConfig, LlamaForCausalLM
 
     config = LlamaConfig(hidden_size=128, intermediate_size=256, num_hidden_layers=4, num_attention_heads=1,
@@ -197,11 +188,6 @@ def starting(device: str, dtype, sizes: Sizes) -> tuple[float, float]:
 
 def link(ranks: int, device: str, sizes: Sizes) -> float:
     """Return bytes a second that a GPU sends in an all-gather over the GPUs of this machine."""
-    import tempfile
-    from pathlib import Path
-
-    import torch.multiprocessing as processes
-
     with tempfile.TemporaryDirectory() as folder:
         processes.spawn(_gather, (ranks, device, sizes, folder), nprocs=ranks)
         return min(float(file.read_text()) for file in Path(folder).glob("rate-*"))
@@ -209,11 +195,6 @@ def link(ranks: int, device: str, sizes: Sizes) -> float:
 
 def _gather(rank: int, ranks: int, device: str, sizes: Sizes, folder: str) -> None:
     """Measure an all-gather as one of `ranks` processes, and write what this one sends a second."""
-    from pathlib import Path
-
-    import torch
-    import torch.distributed as dist
-
     own = device if device == "cpu" else f"{device}:{rank}"
     if own != "cpu":
         torch.cuda.set_device(own)

@@ -11,6 +11,8 @@ import time
 from importlib.util import find_spec
 from pathlib import Path
 
+import torch
+
 from zerofit.base import distributed, paths
 from zerofit.base.errors import OutOfMemory, Unavailable, UserError
 from zerofit.data.chat_templates import arguments
@@ -113,7 +115,6 @@ def _answer(asked: dict, processes: int) -> dict:
     """Return rank 0's answer, of this process or of several. Raises: UserError as they do."""
     if processes == 1:
         return rank.score(asked)
-    import torch
 
     found = torch.cuda.device_count()
     if 0 < found < processes:

@@ -5,6 +5,9 @@ from dataclasses import asdict, dataclass
 from datetime import timedelta
 from pathlib import Path
 
+import torch
+from accelerate import Accelerator, InitProcessGroupKwargs
+
 from zerofit.base import distributed, hub
 from zerofit.base.errors import UserError
 from zerofit.export import source
@@ -82,8 +85,6 @@ def _base(saved: source.Saved, given: str) -> Model | None:
 
 def for_harness(model: Model, batch_size: str, template_arguments: dict):
     """Load a model and return it as the harness's, on this process's device and among the processes of this job."""
-    import torch
-    from accelerate import Accelerator, InitProcessGroupKwargs
     from lm_eval.models.huggingface import HFLM
 
     class Shared(HFLM):

@@ -16,6 +16,8 @@ from zerofit.base import process
 if __name__ == "__main__":
     process.begin()  # before anything imports torch
 
+import torch
+
 from zerofit.base import distributed, log_filters, rank_status
 from zerofit.base.errors import OutOfMemory, UserError, first_line
 from zerofit.tools.scores import models, tasks
@@ -104,8 +106,6 @@ def _name(model: models.Model) -> str:
 
 
 def _empty_cache() -> None:
-    import torch
-
     if torch.cuda.is_available():
         torch.cuda.empty_cache()
 

@@ -9,6 +9,7 @@ import sys
 from pathlib import Path
 
 import torch
+from transformers import AutoTokenizer
 
 from zerofit.base.errors import UserError
 from zerofit.export import compare
@@ -90,8 +91,6 @@ def write(folder: Path, out: Path, types: list[str], script: Path, name: str) ->
 
 def _end_where_answers_end(folder: Path) -> None:
     """Make the token that ends trained answers the tokenizer's eos_token: of the list of ids a GGUF takes that one."""
-    from transformers import AutoTokenizer
-
     config = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
     first = config.get("eos_token_id")
     first = first[0] if isinstance(first, list) else first
