@@ -67,26 +67,20 @@ YAML file and DeepSpeed JSON) → `data/` → `recipe.start_processes` (process 
 `model/load.py` → `train/trainer.py`, whose loss and metrics are those of the objective (`objective/`). `make sft`
 starts `launch/launch.py`, which checks the same things first and then watches the ranks (`launch/supervisor.py`).
 
-The stations of a setting, e.g. `make sft GPUS=2 ZERO=3`; it is parsed once and resolved once:
+The stations of a setting, e.g. of `make sft GPUS=2 ZERO=3`:
 
-1. `launch/make_variables.py`, which the Makefile calls: `ZERO=3` becomes `--zero=3` of `zerofit launch`.
-2. `config/early_check.py`: `--help` and missing files, before torch is imported.
-3. `config/parse.py`, `request`: flags and YAML file become a `Request` (`job/request.py`), typed values with their
-   sources. What is decided later edits this: `request.put(zero=3)`, never words of a command line.
-4. `config/resolve.py`, `resolve` and `resolve_for_model`: preset, defaults and decisions make `Settings`, and the
-   DeepSpeed JSON from `deepspeed_configs/zero3.json`.
-5. `launch/prepare.py` and `plan/choice.py` check data, model and memory; a plan, a batch search or the canary may
-   `put` something, and 4 is repeated for the request that they leave.
-6. `job/job.py`: the attempt's `Settings` are written to `job.json`, and the recipe is started with `--job FILE`. The
-   retry after a failure is the request with one argument changed, resolved again; several nodes exchange the
-   arguments that node 0 decides (`checkpoint/next_settings.py`).
-7. `recipe.parse` in each rank reads that file. Only what belongs to a process is decided there:
-   `CUDA_VISIBLE_DEVICES` of a CPU job, variables of accelerate, what fails on this GPU (`settings.AFTER_RESOLVING`).
-8. `train/trainer.py`: `TrainingArguments(deepspeed=...)` → transformers' `HfDeepSpeedConfig` → the engine.
-9. `recipe.open_run_folder` keeps the job as `job.json` of the run folder, from which `zerofit resume` goes on at 3.
+1. `launch/make_variables.py`: the variable `ZERO=3` becomes the flag `--zero=3` of `zerofit launch`.
+2. `config/parse.py`: flags and YAML file become a `Request` (`job/request.py`), typed values with their sources.
+   Whoever changes a job later changes its request, `request.put(zero=3)`, and resolves it again.
+3. `config/resolve.py`: preset, defaults and techniques turn the request into `Settings` with a DeepSpeed JSON.
+4. `launch/prepare.py` and `plan/choice.py`: data, model and memory are checked; a plan, the search for a micro batch,
+   the canary or a retry may change the request.
+5. `job/job.py`: the settings are written to `job.json`, which every rank reads (`recipe.parse`).
+6. `recipe.start_processes`: what only a rank can know is added (`settings.AFTER_RESOLVING`).
+7. `train/trainer.py`: `TrainingArguments(deepspeed=...)` gives them to transformers' Trainer and DeepSpeed's engine.
+8. `recipe.open_run_folder`: `job.json` of the run folder, from which `zerofit resume` begins at 3.
 
-`torchrun recipes/sft.py`, `accelerate launch` and `python` begin at 2, in each rank, and end with a `job.json` too;
-rank 0 makes the choice of 5, and `resolve.change` gives it to all.
+`torchrun recipes/sft.py`, `accelerate launch` and `python` begin at 2 in each rank; rank 0 chooses at 4 for all.
 
 Where a library has a public hook, it is used. [The rest](#patches) is listed in `docs/patches.toml` and held by
 `tests/model/test_patches.py`; patches of simulated ranks are all in `plan/fake_device.py`.

@@ -50,6 +50,8 @@ RUN = {  # real runs; each is shown with --show before
     "dpo-1": "zerofit dpo --gpus 2 --zero 1 --adapter lora",
     "dpo-2": "zerofit dpo --gpus 2 --zero 2",
     "dpo-3": "zerofit dpo --gpus 2 --zero 3 --loss_type ipo",
+    "kto-2": "zerofit dpo --gpus 2 --zero 2 --loss_type kto",
+    "kto-3": "zerofit dpo --gpus 2 --zero 3 --loss_type kto --adapter lora",
     "pipeline": "zerofit pipeline --gpus 2 --num_samples 0",
     "pipeline-accumulation": "zerofit pipeline --gpus 2 --per_device_train_batch_size 8 --num_samples 0",
     "torchrun": "torchrun --nproc_per_node 2 recipes/sft.py --zero 2",

@@ -209,6 +209,14 @@ def test_an_objective_has_rows_a_loss_and_a_metric_of_its_own(tmp_path):
         assert measured[f"eval_{name}_probability"] == pytest.approx(mean, rel=1e-5)
 
 
+@pytest.mark.bad_input
+def test_an_objective_that_there_is_not_is_refused(tmp_path):
+    own = tmp_path / "mine.py"
+    own.write_text((EXTENDING / "objective.py").read_text().replace('("Unlikelihood",)', '("Likelihood",)'))
+    with pytest.raises(UserError, match=r"mine\.py: its RECIPE has objectives='Likelihood', which cannot be found"):
+        resolve.resolve_settings(program.start(str(own)).recipe, [], 1)
+
+
 @pytest.mark.slow
 def test_an_objective_without_unwanted_answers_is_the_usual_one_on_any_ranks(tmp_path):
     usual, flags = answers(tmp_path / "plain.jsonl", []), answers(tmp_path / "rows.jsonl", [True])

@@ -100,10 +100,10 @@ def resolve(settings) -> None:
 
 def _check_best_metric(settings, given: dict[str, Any]) -> None:
     """Refuse a --metric_for_best_model that is not computed; for the others, lower is better."""
-    name = given.get("metric_for_best_model")
+    metrics, name = settings.objective.metrics, given.get("metric_for_best_model")  # also refuses an unknown objective
     if name is None:
         return
-    score = [f"eval_{known}" for known in settings.recipe.score or settings.objective.metrics]
+    score = [f"eval_{known}" for known in settings.recipe.score or metrics]
     if f"eval_{name.removeprefix('eval_')}" not in score:
         raise UserError(
             f"--metric_for_best_model {name}: an evaluation of {settings.recipe} computes {' and '.join(score)}."
