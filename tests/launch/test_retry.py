@@ -226,6 +226,14 @@ def test_what_cannot_be_survived_is_explained(tmp_path, fault, code, says):
         assert "zerofit: try: micro batch 2 instead of 4 (saves 0.0" in done.stderr and ": fits)" in done.stderr
 
 
+def test_the_advice_after_out_of_memory_names_the_next_smaller_setting(tmp_path):
+    settings = resolve.resolve_settings("sft", ["--zero", "0", "--use_cpu", "true"], 1)
+    smaller = next_settings.next_smaller_setting(settings, resolve.resolve)
+    advice = postmortem.advice(postmortem.Outcome("out of memory", 3), tmp_path, settings, smaller)
+    half = settings.per_device_train_batch_size // 2
+    assert advice.startswith(f"micro batch {half} instead of {2 * half}; or `make plan`")
+
+
 @pytest.mark.slow
 def test_a_full_disk_at_the_first_save_is_one_sentence(tmp_path):
     folder = tmp_path / "run"

@@ -82,7 +82,7 @@ def test_a_killed_rank_is_started_again_by_the_agent(undisturbed, tmp_path):
     ranks[0].send_signal(signal.SIGKILL)
     said = job.communicate(timeout=200)[0]
     assert job.returncode == 0 and "the job was restarted and continues in" in said, said
-    assert "step 5/60" not in said.partition("goes on in")[2] and Run(folder).losses == undisturbed.losses
+    assert "step 5/60" not in said.partition("continues in")[2] and Run(folder).losses == undisturbed.losses
 
 
 @pytest.mark.slow
@@ -96,7 +96,7 @@ def test_out_of_memory_is_answered_by_the_restart_of_the_agent(undisturbed, tmp_
     said = job.communicate(timeout=300)[0]
     assert job.returncode == 0 and struck.exists(), said
     assert "  - micro batch 1 instead of 2: the run was out of GPU memory" in said
-    after = said.partition("goes on in")[2]
+    after = said.partition("continues in")[2]
     assert "step 6/60" in after and "step 5/60" not in after
     arguments = Run(folder).json("run.json")["arguments"]
     names = ("per_device_train_batch_size", "gradient_accumulation_steps", "effective_batch_size")

@@ -8,6 +8,7 @@ from pathlib import Path
 from zerofit.base import hardware, paths, rank_status
 from zerofit.base.errors import EXIT_CODES, UserError
 from zerofit.job import run_folder
+from zerofit.job.settings import Settings
 
 EXITS = "exits.json"  # {rank: exit code}, written by launch/torchrun.py
 
@@ -241,7 +242,7 @@ def write(folder: Path, endings: list[Outcome], advice: str, goes_on: bool = Fal
     paths.write_text(folder / "report.md", "\n".join(lines) + "\n")
 
 
-def _effect(before, after) -> str:
+def _effect(before: Settings, after: Settings) -> str:
     """Return the memory that the change saves by the plan, " (saves ...)"; "" without a memory limit."""
     from zerofit.plan import predict, simulate
 
@@ -263,7 +264,7 @@ def _last_steps(folder: Path, count: int = 5) -> list[str]:
     ]
 
 
-def advice(last: Outcome, folder: Path, settings, smaller: tuple | None) -> str:
+def advice(last: Outcome, folder: Path, settings: Settings, smaller: tuple[str, Settings] | None) -> str:
     """Return what to do next, with the command.
 
     Args: folder: the run folder; smaller: the result of next_settings.next_smaller_setting, named with its effect.
@@ -272,7 +273,7 @@ def advice(last: Outcome, folder: Path, settings, smaller: tuple | None) -> str:
 
     if last.kind == "out of memory":
         plan = "`make plan` with the same arguments, which finds a setting that fits or prints what is missing"
-        return plan if smaller is None else f"{smaller[0]}{_effect(settings, smaller[2])}; or {plan}"
+        return plan if smaller is None else f"{smaller[0]}{_effect(settings, smaller[1])}; or {plan}"
     action = {
         "hang": "compare the stacks in attempts/*/stack*.txt: the others wait for the rank whose stack differs",
         "lost rank": "check the kernel log of that node (dmesg -T | tail) for GPU errors (Xid) and processes that "
