@@ -14,7 +14,7 @@ from transformers import TrainingArguments
 
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import save
-from zerofit.config import arguments, help, ranges, resolve, synonyms, transformers_flags
+from zerofit.config import arguments, help, resolve, synonyms, transformers_flags
 from zerofit.config.offload import OF_STAGE_3
 from zerofit.entrypoint import check_early
 from zerofit.job import batch_size, groups, program
@@ -265,7 +265,7 @@ def test_every_number_has_a_range():
     """A new numeric argument, here or in transformers, has one beside its type or in OF_TRANSFORMERS."""
     kit = {group for recipe in program.kit() for group in arguments.kit_groups(recipe)}
     names = set().union(*map(_numbers, kit)) | {"effective_batch_size"} | _numbers(TrainingArguments)
-    assert names == {*ranges.of(tuple(kit)), *groups.flags()}
+    assert names == {*arguments.ranges(tuple(kit)), *groups.flags()}
 
 
 # Recipe -> values that no argument of this kind can have. A few of them trained rubbish to the end.

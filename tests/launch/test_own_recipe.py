@@ -359,7 +359,7 @@ def test_a_file_that_is_no_recipe_is_refused_and_not_run(tmp_path, text, says):
         ("'sft'", "own.py:3: RECIPE must be a zerofit.Recipe, found a str."),
         ("Recipe('my sft')", "own.py:3: ValueError: name='my sft': must be letters, digits and _, "),
         ("Recipe(3)", "own.py:3: TypeError: name=3: must be a str, found a int."),
-        ("Recipe('mine', data='rows')", "own.py:3: ValueError: data='rows': must be one of conversations, pairs."),
+        ("Recipe('mine', objectives=())", "own.py:3: ValueError: objectives=(): must name a class."),
         ("Recipe('mine', arguments=(int,))", "own.py:3: TypeError: arguments: must be a tuple of dataclasses, found "),
         ("Recipe('mine', defaults=())", "own.py:3: TypeError: defaults=(): must be a dict, found a tuple."),
         ("Recipe('mine', loss=3)", "own.py:3: TypeError: Recipe.__init__() got an unexpected keyword argument 'loss'."),

@@ -1017,7 +1017,7 @@ def test_compiled_layers_that_are_recomputed_have_a_margin():
     ("recipe", "flags", "unlike"),
     [
         ("sft", "--zero 2", ""), ("sft", "--zero 3 --offload optimizer", "offload"),
-        ("dpo", "--zero 3", "pairs of answers"), ("sft", "--zero 3 --sp_size 2", "split rows"),
+        ("dpo", "--zero 3", "preference losses"), ("sft", "--zero 3 --sp_size 2", "split rows"),
     ],
 )  # fmt: skip
 def test_the_range_of_a_time_says_what_the_compared_runs_had_not(recipe, flags, unlike):

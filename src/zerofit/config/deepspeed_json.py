@@ -13,7 +13,7 @@ from typing import Any
 from zerofit.base import buffers, distributed
 from zerofit.base.errors import UserError
 from zerofit.base.paths import PROJECT, read_text
-from zerofit.config import arguments, deepspeed_names, offload, ranges, synonyms
+from zerofit.config import arguments, deepspeed_names, offload, synonyms
 from zerofit.job import groups
 from zerofit.job.settings import decide, json_value, merge_json
 from zerofit.job.settings_file import RepeatedKey, without_repeated_keys
@@ -417,7 +417,7 @@ def _match(config: dict, path: Path, settings, explicit: dict[str, Any]) -> None
         if literal is None or literal == "auto":
             continue
         said = f"{path}: {dotted} = {json.dumps(json_value(config, dotted))}"
-        ranges.check(name, literal, said, arguments.kit_groups(settings.recipe))
+        arguments.check_number(name, literal, said, arguments.kit_groups(settings.recipe))
         if name in explicit and explicit[name] not in (literal, "auto"):
             fix = 'change one of them, or write "auto" in the file.' if dotted in AUTO_KEYS else "change one of them."
             as_json = json.dumps(json_value(config, dotted))

@@ -7,7 +7,7 @@ import torch
 
 from zerofit.base import hardware
 from zerofit.base.errors import UserError
-from zerofit.config import arguments, offload, ranges
+from zerofit.config import arguments, offload
 from zerofit.data.chat_templates import arguments as template_arguments
 from zerofit.job import batch_size, data_entry, groups, program
 from zerofit.job.request import BY_PLAN
@@ -28,8 +28,8 @@ def check_ranges(settings: Settings) -> None:
     file, kinds = settings.given.get("config"), arguments.kit_groups(settings.recipe)
     for name, value in settings.values.items():
         argument = f"{file}: {name}" if settings.source[name] == str(file) else f"--{name}"
-        ranges.check(name, value, f"{argument} is {value}", kinds)
-        if str(value).startswith("{") and not ranges.is_finite(_as_json(value)):
+        arguments.check_number(name, value, f"{argument} is {value}", kinds)
+        if str(value).startswith("{") and not arguments.is_finite(_as_json(value)):
             raise UserError(f"{argument} is {value}: its numbers must be finite.")
     template_arguments.parsed(template_arguments.FLAG, settings.chat_template_kwargs)
     for pair in settings.columns or []:

@@ -6,7 +6,7 @@ import tempfile
 from pathlib import Path
 
 from zerofit.base.errors import UserError, one_line
-from zerofit.config import arguments, parse, ranges, transformers_flags
+from zerofit.config import arguments, parse, transformers_flags
 from zerofit.convert import kits, page
 from zerofit.convert.conversion import UNKNOWN, Conversion, Kit, Names, convert
 from zerofit.job import program
@@ -159,7 +159,7 @@ def check(done: Conversion, text: str) -> None:
             place = value.get("path") if isinstance(value, dict) and name != "model" else value
             if not isinstance(place, str) or not place.strip():
                 raise UserError(f"{done.file}: {line.origin}: {value!r} is no name of a file, a folder or of the Hub.")
-    allowed = ranges.of(arguments.kit_groups(done.recipe))
+    allowed = arguments.ranges(arguments.kit_groups(done.recipe))
     for name, line in done.lines.items():
         words, is_allowed = allowed.get(name, (None, None))
         if words and line.value != "auto":
