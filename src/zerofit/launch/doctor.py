@@ -112,7 +112,7 @@ def _checks(given) -> dict:
 
 
 def compilers() -> Iterator[Finding]:
-    """Look for ninja and g++ (offload ops), a C compiler with Python's headers (Triton, on a GPU), nvcc (ZeRO++ ops)."""
+    """Look for ninja and g++ (offload ops), a C compiler and Python's headers (Triton, GPU), nvcc (ZeRO++ ops)."""
     from zerofit.train import deepspeed_ops
 
     if missing := deepspeed_ops.missing_tools():
