@@ -133,10 +133,11 @@ def request_of(given) -> Request:
     if run_folder.finished(folder) or (taken and command_line.value_of(flags, RESUME) is None):
         content = "runs" if taken else "a run that has finished"
         raise UserError(f"--output_dir {folder}: already holds {content}; name another folder (OUT=...).")
+    launch = ["--join_timeout", given.join_timeout, *(["--interface", given.interface] if given.interface else [])]
     return Request(
         named.file.absolute(), command_line.drop(flags, "--output_dir", "--resume_from_checkpoint"), folder.absolute(),
         int(given.nodes), gpus, int(cpus), on_cpu, given.time, given.partition, given.account, given.qos,
-        given.exclusive, given.setup, given.image, given.mounts, given.port, _launch_options(given), sweep,
+        given.exclusive, given.setup, given.image, given.mounts, given.port, launch, sweep,
         _options(given.sbatch),
     )  # fmt: skip
 
@@ -148,12 +149,6 @@ def _check_image(given, folder: Path) -> None:
     for path in (PROJECT, folder, Path.cwd()) if given.image else ():
         if set(",:") & set(str(path)):
             raise UserError(f"{path}: cannot be mounted into --image {given.image}: its name has a , or :.")
-
-
-def _launch_options(given) -> list[str]:
-    """Return the options of `zerofit launch` that are equal on all nodes."""
-    interface = ["--interface", given.interface] if given.interface else []
-    return ["--join_timeout", given.join_timeout, *interface]
 
 
 def check(recipe: Recipe, flags: list[str], ranks: int, on_cpu: bool) -> Settings:
