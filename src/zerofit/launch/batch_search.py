@@ -33,7 +33,6 @@ class SearchResult:
     """The result of a search. size: the largest that fits; tried: {size: its record, None if it did not fit}."""
 
     size: int
-    limit_bytes: int
     tried: dict[int, dict | None]
 
 
@@ -107,7 +106,7 @@ def search(settings) -> SearchResult:
             f"not even a micro batch of 1 fits into {memory_figure.size(limit)}: use a smaller --max_length, "
             "--gradient_checkpointing true, --zero 3, --offload optimizer, or recipes/lora.py."
         )
-    return SearchResult(max(fitting), limit, dict(sorted(tried.items())))
+    return SearchResult(max(fitting), dict(sorted(tried.items())))
 
 
 def next_sizes(sizes: list[int], tried: dict[int, dict | None]) -> list[int]:

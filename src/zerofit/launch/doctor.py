@@ -22,7 +22,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from zerofit.base import allocator, distributed, hardware, hub
+from zerofit.base import allocator, command_line, distributed, hardware, hub
 from zerofit.base.errors import UserError
 from zerofit.base.hardware import GIB
 from zerofit.base.paths import cache_root, nearest_existing
@@ -59,12 +59,9 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--self_test", action="store_true", help="train the bundled model for four steps and check "
                         "what they compute; done without this flag where a package is newer than tested")  # fmt: skip
     given = parser.parse_args(argv)
-    if given.gpus and (not given.gpus.isdecimal() or not int(given.gpus)):
-        raise UserError(f"--gpus {given.gpus}: must be a whole number from 1.")
-    if not given.nodes.isdecimal() or not int(given.nodes):
-        raise UserError(f"NODES={given.nodes}: must be a whole number from 1.")
+    command_line.whole_number("NODES=", given.nodes)
     if given.gpus:
-        hardware.check_devices(int(given.gpus), use_cpu=False)
+        hardware.check_devices(command_line.whole_number("--gpus ", given.gpus), use_cpu=False)
     began, findings = time.perf_counter(), []
     for name, (check, fine) in _checks(given).items():
         findings += (latest := list(check()) or [ok(name, fine)])

@@ -131,15 +131,14 @@ def read(file: Path, include: str = "", exclude: str = "", gpus: str = "") -> li
                         "slots=8`.") from None  # fmt: skip
     finally:
         runner.logger.disabled = False
-    if gpus and (not gpus.isdigit() or int(gpus) < 1):
-        raise UserError(f"GPUS={gpus}: must be a whole number of 1 or more.")
+    count = command_line.whole_number("GPUS=", gpus) if gpus else None
     hosts = []
     for name, slots in slots_by_host.items():
-        if gpus and int(gpus) > len(slots):
-            raise UserError(f"GPUS={gpus}: {name} has {len(slots)} slots in {file}.")
+        if count and count > len(slots):
+            raise UserError(f"GPUS={count}: {name} has {len(slots)} slots in {file}.")
         if name.startswith("-"):
             raise UserError(f"HOSTS={file}: {name}: is no name of a host, since ssh would take it for an option.")
-        kept = slots[: int(gpus)] if gpus else slots
+        kept = slots[:count]
         hosts.append(Host(name, kept, kept == list(range(len(kept)))))
     if not hosts:
         raise UserError(f"HOSTS={file}: INCLUDE={include} EXCLUDE={exclude} leave no host.")
