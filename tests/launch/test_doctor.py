@@ -3,6 +3,7 @@
 import contextlib
 import json
 import os
+import platform
 import resource
 import shutil
 import subprocess
@@ -404,11 +405,11 @@ def test_locked_memory_where_something_locks_it(monkeypatch):
 
 
 def test_wsl_pins_little_memory(monkeypatch):
-    monkeypatch.setattr(doctor, "_kernel", lambda: "Linux version 5.15.167.4-microsoft-standard-WSL2")
+    monkeypatch.setattr(platform, "release", lambda: "5.15.167.4-microsoft-standard-WSL2")
     assert "pinned memory" not in {f.name for f in doctor.host_memory()}  # nothing is pinned without a GPU
     monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
     assert next(f for f in doctor.host_memory() if f.name == "pinned memory").level == "warn"
-    monkeypatch.setattr(doctor, "_kernel", lambda: "Linux version 6.1.0")
+    monkeypatch.setattr(platform, "release", lambda: "6.1.0")
     assert "pinned memory" not in {f.name for f in doctor.host_memory()}
 
 

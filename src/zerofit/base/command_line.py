@@ -66,12 +66,23 @@ def with_more(flags: list[str], more: str = "", gpus: str = "1") -> tuple[list[s
     Args: more: flags in one string, split like a shell would.
     Raises: UserError for an unclosed quote or a process count that is not a number above 0.
     """
-    if not gpus.isdigit() or int(gpus) < 1:
-        raise UserError(f"GPUS={gpus}: must be a whole number of 1 or more.")
+    count = whole_number("GPUS=", gpus)
+    return [*flags, *split(more, f"ARGS={more}")], count
+
+
+def whole_number(named: str, text: str) -> int:
+    """Return the number that an option has as text. Args: named: the option as typed. Raises: UserError below 1."""
+    if not text.isdecimal() or int(text) < 1:
+        raise UserError(f"{named}{text}: must be a whole number of 1 or more.")
+    return int(text)
+
+
+def split(text: str, place: str, comments: bool = False) -> list[str]:
+    """Return the words of a text, split like a shell would. Raises: UserError for an unclosed quote."""
     try:
-        return [*flags, *shlex.split(more)], int(gpus)
+        return shlex.split(text, comments)
     except ValueError as error:
-        raise UserError(f"ARGS={more}: cannot be split into words: {str(error).lower()}.") from None
+        raise UserError(f"{place}: cannot be split into words: {str(error).lower()}.") from None
 
 
 def with_auto_as_probe(argv: list[str]) -> list[str]:

@@ -1,24 +1,21 @@
 """Download models from the Hugging Face Hub, one process of a node for all; check that it is reachable."""
 
 import contextlib
-import hashlib
 import json
 import os
 import socket
-import time
 from pathlib import Path
 from urllib.parse import urlparse
 
 from zerofit.base.errors import Unavailable, UserError, first_line
-from zerofit.base.paths import cache_root, locked, private_folder
+from zerofit.base.paths import beside, locked, private_folder
 
 # A model's files but its weights: configuration, tokenizer, templates, code.
 SMALL = ("*.json", "*.jinja", "*.txt", "*.model", "*.tiktoken", "*.py")
 ELSEWHERE = ("*/*.json", "*/*.txt", "*/*.model")  # copies for other programs, in subfolders
 
-JOB = "ZEROFIT_HUB_JOB"  # environment: the job that asks the Hub once, its first process's name
-
-KEPT_SECONDS = 60  # a failed download is not tried again for so long by another process of the job
+# Environment variable, which a launcher's ranks inherit: {model and revision: patterns of the files that it fetched}.
+ASKED = "ZEROFIT_HUB_ASKED"
 
 
 def model_folder(name: str) -> Path | None:
@@ -55,78 +52,33 @@ def check_reachable(asker: str, seconds: float = 3.0) -> None:
 def fetch(name: str, place: str, revision: str | None, patterns=SMALL) -> Path:
     """Return the folder in the Hub's cache with a model's files, downloaded if need be.
 
-    One process of a node asks the Hub, once in a job; the others wait on a file lock, not in a collective, which could
-    time out, and read the cache. The Hub's library tries each request again after 429, 5xx and lost connections.
+    A launcher asks the Hub once, and its ranks read the cache. Ranks that torchrun alone has started ask one after the
+    other which commit it is, and the first one downloads: name a commit where the model may change in that second. They
+    wait on a file lock, not in a collective, which could time out. The Hub's library tries each request again after
+    429, 5xx and lost connections.
     Args: place: what named the model, for messages; patterns: of the files' names.
     Raises: Unavailable when the Hub does not answer; UserError for a model that there is not, or without access.
     """
-    if not _is_offline():
-        stamp = _stamp(name, revision)
-        with contextlib.nullcontext() if stamp is None else locked(stamp.with_name(f"{stamp.name}.lock")):
-            _ask_once(stamp, name, place, revision, patterns)
+    of_job = json.loads(os.environ.get(ASKED, "{}"))
+    asked = of_job.get(f"{name} {revision}", [])
+    if not _is_offline() and not set(patterns) <= set(asked):
+        of_user = private_folder()
+        with locked(beside(of_user / name.replace("/", "--"), ".lock")) if of_user else contextlib.nullcontext():
+            check_reachable(place)
+            # What the job has asked before fixes the commit: all its files are of one.
+            _download(name, place, revision, patterns, by_cache=bool(asked))
+        os.environ[ASKED] = json.dumps(of_job | {f"{name} {revision}": sorted({*asked, *patterns})})
     return _in_cache(name, place, revision)
-
-
-def _stamp(name: str, revision: str | None) -> Path | None:
-    """Return the file that says what a job has downloaded of a model; None where no folder can be written."""
-    from huggingface_hub import constants
-
-    asked = json.dumps([name, revision, constants.HF_HUB_CACHE, constants.ENDPOINT])
-    for folder in (cache_root(), private_folder()):
-        with contextlib.suppress(OSError):
-            if folder is not None:
-                (folder / "hub").mkdir(parents=True, exist_ok=True)
-                if os.access(folder / "hub", os.W_OK):
-                    return folder / "hub" / f"{hashlib.sha256(asked.encode()).hexdigest()[:24]}.json"
-    return None
-
-
-def _ask_once(stamp: Path | None, name: str, place: str, revision: str | None, patterns) -> None:
-    """Download the files, unless a process of this job has; raise its error again if it failed just now."""
-    said = {}
-    with contextlib.suppress(OSError, ValueError):
-        said = json.loads(stamp.read_text(encoding="utf-8")) if stamp else {}
-    if said.get("job") != _job():
-        said = {"job": _job(), "patterns": [], "error": "", "time": 0.0}
-    if said["error"] and time.time() - said["time"] < KEPT_SECONDS:
-        raise Unavailable(said["error"])
-    if set(patterns) <= set(said["patterns"]):
-        return
-    failure = None
-    try:
-        check_reachable(place)
-        # What the job has asked before fixes the commit: all its files are of one.
-        _download(name, place, revision, patterns, by_cache=bool(said["patterns"]))
-        said["patterns"] = sorted({*said["patterns"], *patterns})
-    except Unavailable as error:
-        failure = error
-    if stamp is not None:
-        stamp.write_text(json.dumps(said | {"error": str(failure or ""), "time": time.time()}), encoding="utf-8")
-    if failure:
-        raise failure
-
-
-def _job() -> str:
-    """Return a name that all processes of this job on this node share: of the process that started the ranks."""
-    if JOB not in os.environ:
-        pid = os.getppid() if "LOCAL_RANK" in os.environ else os.getpid()
-        began = ""
-        with contextlib.suppress(OSError, IndexError):
-            began = Path(f"/proc/{pid}/stat").read_text().rpartition(")")[2].split()[19]
-        os.environ[JOB] = f"{socket.gethostname()} {pid} {began}"  # inherited by the ranks
-    return os.environ[JOB]
 
 
 def _in_cache(name: str, place: str, revision: str | None) -> Path:
     """Return the folder of a model in the Hub's cache, whatever files it has. Raises: UserError without one."""
-    from huggingface_hub import resolve_revision, try_to_load_from_cache
-    from huggingface_hub.errors import HFValidationError, RevisionResolutionError
+    from huggingface_hub import try_to_load_from_cache
+    from huggingface_hub.errors import HFValidationError
 
-    try:
-        commit = resolve_revision(name, revision=revision, local_files_only=True).resolved
-        config = try_to_load_from_cache(name, "config.json", revision=commit)
-    except (RevisionResolutionError, HFValidationError):
-        config = None
+    config = None
+    with contextlib.suppress(HFValidationError):
+        config = try_to_load_from_cache(name, "config.json", revision=revision)
     if not isinstance(config, str):
         offline = " (HF_HUB_OFFLINE is set)" if _is_offline() else ""
         raise UserError(f"{place}: the Hub's cache has no config.json of it{offline}; download it first.")

@@ -25,13 +25,23 @@ def text(saved, report: dict) -> str:
         merged=report["merged"],
         made="Exported",
         own_ends=bool(report["ends"]),
-        body=[] if converted else [_agreement(report)],
         command=served.get("command", ""),
     )
+    if not converted and report["agreement"] is None:
+        card.body.append("Not compared with the trained weights after writing (`--check false`).")
+    elif not converted:
+        compared = compare.sentence(report["agreement"])
+        card.body.append(f"Reloaded after writing and compared with what was trained: {compared}.")
     if checks := served.get("checks"):
         card.body.append("\n".join(["What was checked of these files:", "", *(f"- {check.line}" for check in checks)]))
-    if notes := _notes(saved, report):
-        card.body.append("\n".join(notes))
+    notes = list(report["notes"])
+    if report["merged"] and saved.bits:
+        notes.insert(0, (
+            f"The adapter was trained on a base in {saved.bits} bits. It is merged into that base unpacked again, "
+            "which is what it was trained on; merged into the original weights it would compute something else."
+        ))  # fmt: skip
+    if notes:
+        card.body.append("\n".join(f"- {note}" for note in notes))
     rounded = dtype != str(saved.dtype).removeprefix("torch.")
     changes = {"merging": report["merged"], f"rounding to {dtype}": rounded, "conversion to GGUF": converted}
     evaluations = scores.of_folder(saved.run) if saved.run else []
@@ -59,20 +69,3 @@ def _progress(saved) -> tuple[int | None, str]:
         return state["global_step"], model_card.losses(state["log_history"], state["global_step"])
     except (OSError, ValueError, KeyError):
         return None, ""
-
-
-def _agreement(report: dict) -> str:
-    result = report["agreement"]
-    if result is None:
-        return "Not compared with the trained weights after writing (`--check false`)."
-    return f"Reloaded after writing and compared with what was trained: {compare.sentence(result)}."
-
-
-def _notes(saved, report: dict) -> list[str]:
-    notes = list(report["notes"])
-    if report["merged"] and saved.bits:
-        notes.insert(0, (
-            f"The adapter was trained on a base in {saved.bits} bits. It is merged into that base unpacked again, "
-            "which is what it was trained on; merged into the original weights it would compute something else."
-        ))  # fmt: skip
-    return [f"- {note}" for note in notes]

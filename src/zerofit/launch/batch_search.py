@@ -6,7 +6,6 @@ auto_find_batch_size rejects that stage.
 """
 
 import argparse
-import json
 import os
 import subprocess
 import tempfile
@@ -22,7 +21,7 @@ from zerofit.config.resolve import resolve_settings
 from zerofit.job import job, memory_figure, program
 from zerofit.job.request import Request
 from zerofit.job.settings import Settings
-from zerofit.launch import prepare
+from zerofit.launch import postmortem, prepare
 from zerofit.plan import preflight
 from zerofit.train import trial
 
@@ -34,7 +33,6 @@ class SearchResult:
     """The result of a search. size: the largest that fits; tried: {size: its record, None if it did not fit}."""
 
     size: int
-    limit_bytes: int
     tried: dict[int, dict | None]
 
 
@@ -51,6 +49,7 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--gpus", default="1", help="processes")
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     args, flags = parser.parse_known_args(argv)
+    prepare.without_a_launchers_variables()
     recipe = program.start(args.recipe).recipe
     flags, ranks = command_line.with_more(flags, args.args, args.gpus)
     if {"--help", "-h"} & set(flags):
@@ -107,7 +106,7 @@ def search(settings) -> SearchResult:
             f"not even a micro batch of 1 fits into {memory_figure.size(limit)}: use a smaller --max_length, "
             "--gradient_checkpointing true, --zero 3, --offload optimizer, or recipes/lora.py."
         )
-    return SearchResult(max(fitting), limit, dict(sorted(tried.items())))
+    return SearchResult(max(fitting), dict(sorted(tried.items())))
 
 
 def next_sizes(sizes: list[int], tried: dict[int, dict | None]) -> list[int]:
@@ -149,24 +148,22 @@ def _run(settings, ladder: list[int], limit: int) -> dict[int, dict]:
     with tempfile.TemporaryDirectory(prefix="zerofit-probe-") as temporary:
         folder, recipe = Path(temporary), program.file_of(settings.recipe)
         trial_job = _trial(settings, folder)
-        trials = {trial.BATCH_SEARCH: {"sizes": ladder, "limit_bytes": limit, "folder": str(folder)}}
-        facts = program.of(recipe).facts
-        job.write(folder / job.FILE, job.Job(trial_job.request, trial_job, facts, trial=trials))
+        trials = {trial.BATCH_SEARCH: {"sizes": ladder, "limit_bytes": limit}}
+        job.write(folder / job.FILE, job.Job(trial_job.request, trial_job, program.of(recipe).facts, trial=trials))
         words = job.words(folder / job.FILE, trial_job.output_dir)
         command = prepare.command("torchrun", ranks, distributed.free_port(), recipe, words)
-        env = {k: v for k, v in os.environ.items() if k not in _RANK_VARIABLES and not k.startswith("TORCHELASTIC_")}
-        env |= prepare.environment(ranks) | {rank_status.SUPERVISOR: str(os.getpid())}
-        completed = subprocess.run(command, env=env, capture_output=True, text=True)
-        records = [_records(folder / f"rank{rank}.jsonl") for rank in range(ranks)]
-        sizes = set.intersection(*(set(by_size) for by_size in records))
-        failed = (folder / "out-of-memory").exists()
-        if not failed and len(sizes) < len(ladder):
-            lines = completed.stderr.strip().splitlines() or ["no message"]
-            cause = next((line for line in lines if line.startswith("zerofit: error: ")), lines[-1])
-            raise UserError(f"the steps of the batch search failed: {cause.removeprefix('zerofit: error: ')}")
-        return {
-            size: max((by_size[size] for by_size in records), key=lambda record: record["peak_bytes"]) for size in sizes
-        }
+        of_supervisor = {rank_status.FOLDER: temporary, rank_status.SUPERVISOR: str(os.getpid())}
+        env = os.environ | prepare.environment(ranks) | of_supervisor
+        code = subprocess.run(command, env=env, capture_output=True).returncode
+        last = postmortem.ending(code if code >= 0 else 128 - code, folder, [], None, 0, 0)
+        if last.kind not in ("finished", "out of memory"):
+            raise UserError(f"the steps of the batch search failed: {last.sentence}")
+        measured = [trial.measured(folder, rank) for rank in range(ranks)]
+    # The ranks try the sizes in the same order, so the rank that has finished the fewest says which all have finished.
+    return {
+        of_ranks[0]["size"]: max(of_ranks, key=lambda record: record["peak_bytes"])
+        for of_ranks in zip(*measured, strict=False)
+    }
 
 
 def _trial(settings, folder: Path) -> Settings:
@@ -182,20 +179,6 @@ def _trial(settings, folder: Path) -> Settings:
     tried = resolving.resolve(asked, settings.world_size)
     resolving.resolve_for_model(tried)
     return tried
-
-
-# Variables of an enclosing launch, which the trial processes must not inherit.
-_RANK_VARIABLES = (
-    "RANK", "LOCAL_RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "GROUP_RANK", "ROLE_RANK", "GROUP_WORLD_SIZE",
-    "ROLE_WORLD_SIZE", "ROLE_NAME", "MASTER_ADDR", "MASTER_PORT", "LOCAL_SIZE",
-)  # fmt: skip
-
-
-def _records(file: Path) -> dict[int, dict]:
-    if not file.exists():
-        return {}
-    records = (json.loads(line) for line in file.read_text().splitlines())
-    return {record["size"]: record for record in records}
 
 
 def with_size(settings, size: int) -> Request:

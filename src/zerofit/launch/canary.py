@@ -3,7 +3,6 @@
 It runs at the real world size and in separate processes, so that the run itself starts from a clean state.
 """
 
-import json
 import os
 import shutil
 import sys
@@ -75,14 +74,14 @@ def run(job: supervisor.Job, planned: dict | None) -> Settings:
 
 def _attempt(job: supervisor.Job, settings: Settings, folder: Path) -> tuple[postmortem.Outcome, dict | None]:
     with tempfile.TemporaryDirectory(prefix="zerofit-canary-") as temporary:
-        records, answer = Path(temporary), Path(temporary) / "canary.json"
+        records = Path(temporary)
         rehearsed = job.resolve(_request(settings.request, folder), settings.world_size)
-        command = job.start(rehearsed, records, {}, {trial.CANARY: str(answer)})
-        env = os.environ | job.env | {rank_status.FOLDER: str(records)}
+        command = job.start(rehearsed, records, {}, {trial.CANARY: True})
+        env = os.environ | job.env | {rank_status.FOLDER: temporary}
         with (records / "canary.log").open("w") as log:
             code, received, hung = supervisor.watch(command, env, records, settings.hang_timeout, job.count, stdout=log)
         last = postmortem.ending(code, records, received, hung, settings.hang_timeout, 0)
-        return last, json.loads(answer.read_text()) if answer.exists() else None
+        return last, next(iter(trial.measured(records, rank=0)), None)
 
 
 def _request(asked: Request, folder: Path) -> Request:

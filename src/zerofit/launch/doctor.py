@@ -22,7 +22,7 @@ from importlib import metadata
 from importlib.util import find_spec
 from pathlib import Path
 
-from zerofit.base import allocator, distributed, hardware, hub
+from zerofit.base import allocator, command_line, distributed, hardware, hub
 from zerofit.base.errors import UserError
 from zerofit.base.hardware import GIB
 from zerofit.base.paths import cache_root, nearest_existing
@@ -59,17 +59,16 @@ def main(argv: list[str]) -> None:
     parser.add_argument("--self_test", action="store_true", help="train the bundled model for four steps and check "
                         "what they compute; done without this flag where a package is newer than tested")  # fmt: skip
     given = parser.parse_args(argv)
-    if given.gpus and (not given.gpus.isdecimal() or not int(given.gpus)):
-        raise UserError(f"--gpus {given.gpus}: must be a whole number from 1.")
-    if not given.nodes.isdecimal() or not int(given.nodes):
-        raise UserError(f"NODES={given.nodes}: must be a whole number from 1.")
+    command_line.whole_number("NODES=", given.nodes)
     if given.gpus:
-        hardware.check_devices(int(given.gpus), use_cpu=False)
+        hardware.check_devices(command_line.whole_number("--gpus ", given.gpus), use_cpu=False)
     began, findings = time.perf_counter(), []
     for name, (check, fine) in _checks(given).items():
         findings += (latest := list(check()) or [ok(name, fine)])
-        if not given.json:
-            _print(latest)
+        for finding in [] if given.json else latest:
+            print(f"{finding.level:<5} {finding.name}: {finding.text}", flush=True)
+            if finding.fix and finding.level != "ok":
+                print(f"      -> {finding.fix}", flush=True)
     counts = {level: sum(f.level == level for f in findings) for level in ("ok", "warn", "fail")}
     if given.json:
         print(json.dumps({"findings": [asdict(f) for f in findings], "ok": not counts["fail"]}, indent=1))
@@ -82,8 +81,12 @@ def main(argv: list[str]) -> None:
 def _checks(given) -> dict:
     """Return {name: (check, text of an ok where it has no findings)}, in the order in which they run."""
     nodes, folder, packages = int(given.nodes), Path(given.output_dir), list(doctor_packages.check())
+    versions = [
+        f"python {platform.python_version()}",
+        *(f"{p} {metadata.version(p)}" for p in PACKAGES if find_spec(p)),
+    ]
     checks = {
-        "packages": (lambda: packages, _versions()),
+        "packages": (lambda: packages, ", ".join(versions)),
         "known problems": (doctor_packages.known_problems, "none applies"),
         "compiler": (compilers, "ninja and g++ are on PATH"),
         "environment": (variables, "no variable changes what runs"),
@@ -102,44 +105,23 @@ def _checks(given) -> dict:
     return checks
 
 
-def _print(findings: list[Finding]) -> None:
-    for finding in findings:
-        print(f"{finding.level:<5} {finding.name}: {finding.text}", flush=True)
-        if finding.fix and finding.level != "ok":
-            print(f"      -> {finding.fix}", flush=True)
-
-
-# --- packages ---
-
-
-def _versions() -> str:
-    known = [f"{name} {metadata.version(name)}" for name in PACKAGES if find_spec(name)]
-    return ", ".join([f"python {platform.python_version()}", *known])
-
-
 # --- compilers ---
 
 
 def compilers() -> Iterator[Finding]:
-    """Look for ninja and g++ (offload ops), a C compiler (Triton, on a GPU) and nvcc (ZeRO++ ops)."""
+    """Look for ninja and g++ (offload ops), a C compiler and Python's headers (Triton, GPU), nvcc (ZeRO++ ops)."""
     from zerofit.train import deepspeed_ops
 
     if missing := deepspeed_ops.missing_tools():
         text = f"{' and '.join(missing)} not on PATH: --offload_path and offload_optimizer.ratio cannot be used"
         yield warn("compiler", text, "apt install g++; ninja comes with `make install`")
-    if hardware.torch_sees_some():
-        yield from _c_compiler()
-    yield from _nvcc()
-
-
-def _c_compiler() -> Iterator[Finding]:
-    """Look for what Triton needs at run time on a GPU: $CC, gcc or clang, and Python's headers."""
-    if missing := hardware.missing_for_triton():
+    if hardware.torch_sees_some() and (missing := hardware.missing_for_triton()):
         text = (
             f"{' and '.join(missing)}: Triton cannot start a kernel (Liger, flex_attention, torch.compile and with it "
             "--optim muon, torchao)"
         )
         yield warn("C compiler", text, "apt install gcc python3-dev")
+    yield from _nvcc()
 
 
 def _nvcc() -> Iterator[Finding]:
@@ -238,39 +220,21 @@ def host_memory(nvme: bool = False, nodes: int = 1) -> Iterator[Finding]:
     if files != resource.RLIM_INFINITY and files < 1024:
         text = f"{files} files may be open: data workers and a checkpoint of many shards need more"
         yield warn("open files", text, "ulimit -n 65536 (docker: --ulimit nofile=65536)")
-    yield from _locked_memory(nvme, nodes)
-    yield from _pinned_memory()
-
-
-def _locked_memory(nvme: bool, nodes: int) -> Iterator[Finding]:
-    """Warn of a low RLIMIT_MEMLOCK if something depends on it.
-
-    DeepSpeed's NVMe buffers (mlock) and InfiniBand registrations do. The limit does not apply to CUDA's pinned memory,
-    which the driver pins.
-    """
+    # RLIMIT_MEMLOCK does not apply to CUDA's pinned memory, which the driver pins.
     users = ["the buffers of --offload_path"] * nvme
     users += ["what InfiniBand registers"] * (nodes > 1 and bool(doctor_nodes.infiniband()))
     soft, _ = resource.getrlimit(resource.RLIMIT_MEMLOCK)
     if users and soft != resource.RLIM_INFINITY and soft < 16 * GIB:
         text = f"{soft / 2**20:.0f} MiB may be locked, too little for {' and '.join(users)}"
         yield warn("memlock", text, "ulimit -l unlimited (docker: --ulimit memlock=-1)")
-
-
-def _pinned_memory() -> Iterator[Finding]:
-    """Warn of WSL2's limit on pinned memory (0.5 GiB in microsoft/WSL issue 14078), which no ulimit shows."""
-    if "microsoft" in _kernel().lower() and hardware.torch_sees_some():
+    # No ulimit shows what WSL2 lets a process pin: 0.5 GiB in microsoft/WSL issue 14078.
+    if "microsoft" in platform.release().lower() and hardware.torch_sees_some():
         text = (
             "WSL2 pins little memory, sometimes 0.5 GiB: --offload and --activation_offload can end in "
             '"CUDA error: out of memory" while the GPU is empty'
         )
         fix = "train without them, or on Linux itself; --dataloader_pin_memory false where loading fails"
         yield warn("pinned memory", text, fix)
-
-
-def _kernel() -> str:
-    """Return the kernel's name and version; "" where there is no /proc."""
-    file = Path("/proc/version")
-    return file.read_text() if file.exists() else ""
 
 
 def disk(folder: Path) -> Iterator[Finding]:

@@ -53,7 +53,7 @@ def main(argv: list[str], asked: Request | None = None) -> None:
 def _launch_on_one_node(args, program: Program, asked: Request, count: int) -> None:
     """Check and run a job of one node. count: its processes."""
     if asked.get("zero") == "auto":
-        asked = _chosen_by_plan(asked, count)
+        asked = preflight.chosen_request(asked, count)
     asked = asked.put(gpus=count)
     settings = _settings(asked, count)
     env = _environment(settings, count)
@@ -107,11 +107,6 @@ def _planned(settings: Settings, train_set, eval_set) -> tuple[dict | None, Requ
     """Return (the prediction of the job's memory, the request with what its plan chooses)."""
     chosen = choice.for_rows(settings, train_set, eval_set)
     return chosen.plan, chosen.of(settings.request)
-
-
-def _chosen_by_plan(asked: Request, ranks: int, **more) -> Request:
-    """Return the request that the plan of --zero auto chooses. Raises: as preflight.chosen_request."""
-    return preflight.chosen_request(asked, ranks, **more)
 
 
 def _launch_as_leader(coordinator: Coordinator, args, program: Program, asked: Request, count: int) -> None:
@@ -200,7 +195,7 @@ def _choose_nodes(coordinator: Coordinator, asked: Request) -> tuple[dict[int, i
         ranks = sum(nodes.values())
         try:
             is_auto = asked.get("zero") == "auto"
-            chosen = _chosen_by_plan(asked, ranks, node=nodes[0]) if is_auto else asked
+            chosen = preflight.chosen_request(asked, ranks, node=nodes[0]) if is_auto else asked
             _settings_on_nodes(chosen, ranks)
             return nodes, chosen
         except UserError:

@@ -1,6 +1,7 @@
 """Classify why an attempt ended, and write report.json and report.md."""
 
 import json
+import math
 import signal
 from dataclasses import asdict, dataclass
 from pathlib import Path
@@ -11,6 +12,8 @@ from zerofit.job import run_folder
 from zerofit.job.settings import Settings
 
 EXITS = "exits.json"  # {rank: exit code}, written by launch/torchrun.py
+
+LAST_STEPS = 5  # in report.md
 
 
 @dataclass
@@ -234,9 +237,10 @@ def write(folder: Path, endings: list[Outcome], advice: str, goes_on: bool = Fal
         lines += ["", *(f"Slow: {sentence}" for sentence in slow)]
     if advice:
         lines += ["", f"Try: {advice}"]
-    steps = _last_steps(folder)
-    if steps and last.kind != "finished":
-        lines += ["", "The last steps:", "", "| step | loss | gradient norm |", "|---|---|---|", *steps]
+    logged = [entry for entry in run_folder.read_metrics(folder) if "loss" in entry][-LAST_STEPS:]
+    if logged and last.kind != "finished":
+        lines += ["", "The last steps:", "", "| step | loss | gradient norm |", "|---|---|---|"]
+        lines += [f"| {one['step']} | {one['loss']:.4f} | {one.get('grad_norm', math.nan):.3f} |" for one in logged]
     if last.traceback:
         lines += ["", f"Where rank {last.rank} failed:", "", "```", last.traceback.strip(), "```"]
     paths.write_text(folder / "report.md", "\n".join(lines) + "\n")
@@ -255,13 +259,6 @@ def _effect(before: Settings, after: Settings) -> str:
     saved = (was["peak_bytes"] - becomes["peak_bytes"]) / hardware.GIB
     fits = "fits" if becomes["peak_bytes"] <= becomes["limit_bytes"] else "does not fit yet"
     return f" (saves {saved:.2f} GiB by the plan: {fits})"
-
-
-def _last_steps(folder: Path, count: int = 5) -> list[str]:
-    entries = [entry for entry in run_folder.read_metrics(folder) if "loss" in entry][-count:]
-    return [
-        f"| {entry['step']} | {entry['loss']:.4f} | {entry.get('grad_norm', float('nan')):.3f} |" for entry in entries
-    ]
 
 
 def advice(last: Outcome, folder: Path, settings: Settings, smaller: tuple[str, Settings] | None) -> str:

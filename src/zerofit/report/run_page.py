@@ -107,10 +107,10 @@ def of_one(one: Run, reload: int = 0) -> str:
     if why and one.failure.get("try"):
         why.append(f"Try: {one.failure['try']}")
     sample_head, samples = _samples(one)
-    return _page(
+    return _template().render(
         title=f"{recipe} of {model}" if model else recipe,
         status=one.status,
-        state=state(one),
+        state="good" if one.finished else "" if one.training else "bad",
         subtitle=f"{one.folder} · {started} · {facts.get('device', '')}",
         reload=reload,
         progress=progress(one),
@@ -129,11 +129,6 @@ def of_one(one: Run, reload: int = 0) -> str:
     )
 
 
-def state(one: Run) -> str:
-    """Return the class of a run's status in the page: its color."""
-    return "good" if one.finished else "" if one.training else "bad"
-
-
 def progress(one: Run) -> dict | None:
     """Return {"step", "total", "words"} of a run that trains; None of others."""
     if not one.training:
@@ -144,13 +139,9 @@ def progress(one: Run) -> dict | None:
     return {"step": step, "total": total, "words": f"{words} · written {time.strftime('%H:%M:%S')}"}
 
 
-def _page(**values) -> str:
-    """Fill in the page's template; texts are escaped."""
-    return _template().render(values)
-
-
 @functools.cache
 def _template():
+    """Return the page's template, which escapes the texts that fill it."""
     from jinja2 import Environment, FileSystemLoader
 
     folder = FileSystemLoader(Path(__file__).parent)
@@ -166,6 +157,7 @@ def summary(one: Run) -> dict[str, str | None]:
     planned = run.planned_speed(one)
     peak = result.get("peak_memory_bytes") or one.last("peak_memory_bytes")
     seconds, before = result.get("train_seconds"), stretches.seconds_before(one.facts)
+    since_resume = f", of it {duration(seconds)} since the last resume" if before and seconds is not None else ""
     scores = {name: [result.get(f"{name}_{when}") for when in ("before", "after")] for name in run_folder.SCORES}
     score = next((name for name, values in scores.items() if None not in values), None)
     before_and_after = score and " → ".join(f"{value:.1%}" for value in scores[score])
@@ -177,18 +169,12 @@ def summary(one: Run) -> dict[str, str | None]:
         "tokens a second": None if not speed else f"{speed:,.0f}",
         "tokens a second, planned": None if not planned else f"{planned:,.0f}",
         f"peak memory, {result.get('peak_memory_of', 'of a rank')}": None if not peak else _size(peak),
-        "training time": None if seconds is None else _time(seconds, before),
+        "training time": None if seconds is None else duration(before + seconds) + since_resume,
         "trained parameters": _trained(result),
         "processes, stage, offload": "{}, ZeRO-{}, {}".format(
             one.facts.get("world_size", "?"), *(one.arguments().get(name, ("?", ""))[0] for name in ("zero", "offload"))
         ),
     }
-
-
-def _time(seconds: float, before: float) -> str:
-    """Return the training time of a run, and of its last stretch if it was resumed."""
-    last = f", of it {duration(seconds)} since the last resume" if before else ""
-    return duration(before + seconds) + last
 
 
 def _trained(result: dict) -> str | None:
@@ -311,7 +297,7 @@ def of_several(runs: list[Run], reload: int = 0) -> str:
     how_far = [progress(one) or {"words": ""} for one in runs]
     rows = [["status", *(one.status for one in runs)], ["progress", *(far["words"] for far in how_far)]]
     rows += [[name, *(of.get(name) or "" for of in figures)] for name in names]
-    return _page(
+    return _template().render(
         title=" and ".join(one.name for one in runs) if len(runs) == 2 else f"{len(runs)} runs",
         subtitle=", ".join(str(one.folder) for one in runs),
         reload=reload,

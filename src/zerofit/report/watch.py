@@ -75,10 +75,15 @@ def _draw(lines: list[str]) -> None:
 
 def frame(one: Run, width: int, levels: str = BLOCKS) -> Iterator[str]:
     """Yield the lines of a frame, none of them wider than `width` columns."""
-    blocks = (_head(one, width), _figures(one, width), _loss(one, width, levels), _small_charts(one, width, levels),
-              _memory(one), _sentences("evaluation", _evaluations(one), width),
+    evaluations = [f"step {step:,}: loss {value:.4f}" for step, value in one.points("eval_loss")[-3:]]
+    commands = run_page.next_steps(one.folder, one.training)[
+        one.training :
+    ]  # of a run that trains the first is this view
+    blocks = (_head(one, width), _figures(one, width), _loss(one, width, levels), _memory(one),
+              _sentences("evaluation", evaluations, width),
               _sentences("what broke, and what was tried", run.broke(one)[-MOST_LINES:], width),
-              _sentences("decided", one.facts.get("decisions", [])[-MOST_LINES:], width), _next(one))  # fmt: skip
+              _sentences("decided", one.facts.get("decisions", [])[-MOST_LINES:], width),
+              [f"next: {command}" for command in commands])  # fmt: skip
     for number, lines in enumerate(filter(None, map(list, blocks))):
         if number:
             yield ""
@@ -112,7 +117,7 @@ def _figures(one: Run, width: int) -> Iterator[str]:
 
 
 def _loss(one: Run, width: int, levels: str) -> Iterator[str]:
-    points = _finite(one.points("loss"))
+    points = [point for point in one.points("loss") if math.isfinite(point[1])]
     if len(points) < 2:
         return
     values = _resampled(points, max(1, width - LABEL - 1))
@@ -125,17 +130,6 @@ def _loss(one: Run, width: int, levels: str) -> Iterator[str]:
         yield f"{label:>{LABEL}} {bars}".rstrip()
 
 
-def _small_charts(one: Run, width: int, levels: str) -> Iterator[str]:
-    """Yield a line each for the learning rate, the speed and the gradient's norm."""
-    for name, metric in (("rate", "learning_rate"), ("tokens/s", "tokens_per_second"), ("gradient", "grad_norm")):
-        points = _finite(one.points(metric))
-        if len(points) > 1:
-            values = _resampled(points, max(1, width - LABEL - 1))
-            low, high = min(values), max(values)
-            bars = (levels[1 + round(7 * (value - low) / ((high - low) or 1))] for value in values)
-            yield f"{name:>{LABEL}} {''.join(bars)}"
-
-
 def _memory(one: Run) -> Iterator[str]:
     rows = [[f"{cell}" for cell in row] for row in run.memory_rows(one)]
     widths = [max(columns_of(row[i]) for row in rows) for i in range(len(rows[0]))] if rows else []
@@ -145,24 +139,11 @@ def _memory(one: Run) -> Iterator[str]:
         yield "  ".join([f"{first:<{max(16, widths[0])}}", *cells])
 
 
-def _evaluations(one: Run) -> list[str]:
-    return [f"step {step:,}: loss {value:.4f}" for step, value in one.points("eval_loss")[-3:]]
-
-
 def _sentences(title: str, sentences: list[str], width: int) -> Iterator[str]:
     if sentences:
         yield title
     for sentence in sentences:
         yield from textwrap.wrap(sentence, width, initial_indent="  ", subsequent_indent="    ", max_lines=3)
-
-
-def _next(one: Run) -> list[str]:
-    commands = run_page.next_steps(one.folder, one.training)
-    return [f"next: {command}" for command in (commands[1:] if one.training else commands)]  # the first is this view
-
-
-def _finite(points: list[tuple[float, float]]) -> list[tuple[float, float]]:
-    return [point for point in points if math.isfinite(point[1])]
 
 
 def _resampled(points: list[tuple[float, float]], count: int) -> list[float]:

@@ -15,6 +15,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 
@@ -130,15 +131,14 @@ def read(file: Path, include: str = "", exclude: str = "", gpus: str = "") -> li
                         "slots=8`.") from None  # fmt: skip
     finally:
         runner.logger.disabled = False
-    if gpus and (not gpus.isdigit() or int(gpus) < 1):
-        raise UserError(f"GPUS={gpus}: must be a whole number of 1 or more.")
+    count = command_line.whole_number("GPUS=", gpus) if gpus else None
     hosts = []
     for name, slots in slots_by_host.items():
-        if gpus and int(gpus) > len(slots):
-            raise UserError(f"GPUS={gpus}: {name} has {len(slots)} slots in {file}.")
+        if count and count > len(slots):
+            raise UserError(f"GPUS={count}: {name} has {len(slots)} slots in {file}.")
         if name.startswith("-"):
             raise UserError(f"HOSTS={file}: {name}: is no name of a host, since ssh would take it for an option.")
-        kept = slots[: int(gpus)] if gpus else slots
+        kept = slots[:count]
         hosts.append(Host(name, kept, kept == list(range(len(kept)))))
     if not hosts:
         raise UserError(f"HOSTS={file}: INCLUDE={include} EXCLUDE={exclude} leave no host.")
@@ -166,42 +166,36 @@ def check(ssh: list[str], hosts: list[Host], file: str) -> None:
     """
     test = f"test -d {shlex.quote(str(Path.cwd()))} && test -x {shlex.quote(sys.executable)}"
     options = ["-o", "BatchMode=yes", "-o", f"ConnectTimeout={SSH_SECONDS}"]
-    try:
-        attempts = [
-            subprocess.Popen(
-                [*ssh, *options, "--", host.name, test],
-                stdin=subprocess.DEVNULL,
-                stdout=subprocess.DEVNULL,
-                stderr=subprocess.PIPE,
-                text=True,
+
+    def attempt(host: Host) -> tuple[int, str]:
+        """Return the exit code of the test on a host, and why ssh has failed."""
+        command = [*ssh, *options, "--", host.name, test]
+        try:
+            done = subprocess.run(
+                command, stdin=subprocess.DEVNULL, capture_output=True, text=True, timeout=2 * SSH_SECONDS
             )
-            for host in hosts
-        ]
+        except subprocess.TimeoutExpired:
+            return 255, "no answer"
+        return done.returncode, (done.stderr.strip().splitlines() or [""])[-1]
+
+    try:
+        with ThreadPoolExecutor(len(hosts)) as pool:
+            answers = list(pool.map(attempt, hosts))
     except OSError as error:
         raise UserError(
             f"--ssh {shlex.join(ssh)}: cannot be started: {error.strerror}; install an ssh client."
         ) from None
-    message = ""
-    for host, process in zip(hosts, attempts, strict=True):
-        try:
-            error_lines = process.communicate(timeout=2 * SSH_SECONDS)[1].strip().splitlines()
-            reason = error_lines[-1] if error_lines else ""
-        except subprocess.TimeoutExpired:
-            process.kill()
-            process.communicate()
-            reason = "no answer"
-        if process.returncode == 1:
-            message = message or (
+    for host, (code, reason) in zip(hosts, answers, strict=True):
+        if code == 1:
+            raise UserError(
                 f"HOSTS={file}: {host.name} has no {Path.cwd()} or no {sys.executable}; the hosts need the same folder "
                 "and environment at the same place (a shared disk, or the same installation)."
             )
-        elif process.returncode:
-            message = message or (
+        if code:
+            raise UserError(
                 f"HOSTS={file}: ssh to {host.name} without a password does not work ({reason}); try `ssh {host.name} "
                 f"true`, and `ssh-copy-id {host.name}`."
             )
-    if message:
-        raise UserError(message)
 
 
 def run(ssh: list[str], hosts: list[Host], jobs: list[dict]) -> int:

@@ -49,10 +49,6 @@ def main(argv: list[str]) -> None:
 
     Raises: UserError for the user's mistakes, also in the recipe's flags, before anything is printed.
     """
-    sys.stdout.write(render(_job(_parser().parse_args(argv))))
-
-
-def _parser() -> argparse.ArgumentParser:
     parser = argparse.ArgumentParser(prog="zerofit kubernetes", allow_abbrev=False, description=__doc__)
     parser.add_argument("--name", required=True, help="of the job; its run folder is /runs/<name>")
     parser.add_argument("--nodes", default="1", help="number of pods")
@@ -63,7 +59,7 @@ def _parser() -> argparse.ArgumentParser:
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     parser.add_argument("recipe", help="recipes/sft.py, or any other recipe's file")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="the recipe's flags")
-    return parser
+    sys.stdout.write(render(_job(parser.parse_args(argv))))
 
 
 # --- options and flags ---

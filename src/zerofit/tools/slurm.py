@@ -106,19 +106,16 @@ def request_of(given) -> Request:
     """Check the options as far as possible on a login node and return the request. Raises: UserError."""
     named = program.start(given.recipe)
     flags, gpus = command_line.with_more(given.flags, given.args, given.gpus)
-    if not given.nodes.isdigit() or int(given.nodes) < 1:
-        raise UserError(f"NODES={given.nodes}: must be a whole number of 1 or more.")
+    nodes = command_line.whole_number("NODES=", given.nodes)
     on_cpu = (command_line.value_of(flags, ("--use_cpu",)) or "false").lower() in ("true", "1", "yes")
     node_options.seconds(given.join_timeout)
     if given.port and not (given.port.isdigit() and 0 < int(given.port) < 65535):
         raise UserError(f"PORT={given.port}: must be a number from 1 to 65534 (the next port is used too).")
-    cpus = given.cpus or str(gpus * (1 if on_cpu else CORES_PER_GPU))
-    if not cpus.isdigit() or int(cpus) < 1:
-        raise UserError(f"--cpus {cpus}: must be a whole number of 1 or more.")
+    cpus = command_line.whole_number("--cpus ", given.cpus or str(gpus * (1 if on_cpu else CORES_PER_GPU)))
     sweep = read_sweep(Path(given.sweep).expanduser()) if given.sweep else []
-    if int(given.nodes) > 1:
+    if nodes > 1:
         prepare.check_for_nodes(flags)
-    ranks = int(given.nodes) * gpus
+    ranks = nodes * gpus
     output_dir = given.output_dir or command_line.value_of(flags, ("--output_dir",))
     whole = command_line.put(flags, output_dir=output_dir) if output_dir else flags
     settings = check(named.recipe, whole, ranks, on_cpu)
@@ -133,10 +130,11 @@ def request_of(given) -> Request:
     if run_folder.finished(folder) or (taken and command_line.value_of(flags, RESUME) is None):
         content = "runs" if taken else "a run that has finished"
         raise UserError(f"--output_dir {folder}: already holds {content}; name another folder (OUT=...).")
+    launch = ["--join_timeout", given.join_timeout, *(["--interface", given.interface] if given.interface else [])]
     return Request(
         named.file.absolute(), command_line.drop(flags, "--output_dir", "--resume_from_checkpoint"), folder.absolute(),
-        int(given.nodes), gpus, int(cpus), on_cpu, given.time, given.partition, given.account, given.qos,
-        given.exclusive, given.setup, given.image, given.mounts, given.port, _launch_options(given), sweep,
+        nodes, gpus, cpus, on_cpu, given.time, given.partition, given.account, given.qos,
+        given.exclusive, given.setup, given.image, given.mounts, given.port, launch, sweep,
         _options(given.sbatch),
     )  # fmt: skip
 
@@ -148,12 +146,6 @@ def _check_image(given, folder: Path) -> None:
     for path in (PROJECT, folder, Path.cwd()) if given.image else ():
         if set(",:") & set(str(path)):
             raise UserError(f"{path}: cannot be mounted into --image {given.image}: its name has a , or :.")
-
-
-def _launch_options(given) -> list[str]:
-    """Return the options of `zerofit launch` that are equal on all nodes."""
-    interface = ["--interface", given.interface] if given.interface else []
-    return ["--join_timeout", given.join_timeout, *interface]
 
 
 def check(recipe: Recipe, flags: list[str], ranks: int, on_cpu: bool) -> Settings:
@@ -188,10 +180,7 @@ def read_sweep(file: Path) -> list[list[str]]:
         raise UserError(f"--sweep {file}: cannot be read: {error.strerror}.") from None
     sweep = []
     for number, line in enumerate(lines, 1):
-        try:
-            words = shlex.split(line, comments=True)
-        except ValueError as error:
-            raise UserError(f"{file}:{number}: cannot be split into words: {str(error).lower()}.") from None
+        words = command_line.split(line, f"{file}:{number}", comments=True)
         if command_line.value_of(words, ("--output_dir",)):
             raise UserError(
                 f"{file}:{number}: --output_dir: the jobs of a sweep are in OUT/0, OUT/1 ...; leave it out."
@@ -205,12 +194,8 @@ def read_sweep(file: Path) -> list[list[str]]:
 
 def _options(text: str) -> list[tuple[str, str]]:
     """Split sbatch options: "--mem=0 -C 'a b'" -> [("--mem", "0"), ("-C", "a b")]. Raises: UserError."""
-    try:
-        words = shlex.split(text)
-    except ValueError as error:
-        raise UserError(f"--sbatch {text}: cannot be split into words: {str(error).lower()}.") from None
     options: list[tuple[str, str]] = []
-    for word in words:
+    for word in command_line.split(text, f"--sbatch {text}"):
         name, _, value = word.partition("=")
         if re.fullmatch(r"--[A-Za-z][\w-]*", name):
             options.append((name, value))

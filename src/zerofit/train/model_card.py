@@ -41,15 +41,12 @@ class Card:
         """Return the base model's hub id, or the name of its folder."""
         if self.argument("model") in [str(recipe.bundled_file.parent / "model") for recipe in program.kit().values()]:
             return "zerofit's bundled tiny Llama"
-        return _public(self._base_path())
+        return _public(str(self.argument("model") or (self.adapter or {}).get("base_model_name_or_path") or ""))
 
+    @property
     def hub_base(self) -> str | None:
         """Return the base model's hub id; the hub refuses a card with any other base."""
-        name = self._base_path()
-        return name if "/" in name and not _is_path(name) else None
-
-    def _base_path(self) -> str:
-        return str(self.argument("model") or (self.adapter or {}).get("base_model_name_or_path") or "")
+        return self.base if "/" in self.base else None
 
 
 def text(card: Card) -> str:
@@ -63,9 +60,9 @@ def text(card: Card) -> str:
         library_name=kind,
         pipeline_tag="text-generation",
         tags=["zerofit", recipe or "export"],
-        base_model=card.hub_base(),
+        base_model=card.hub_base,
     )
-    base = card.base.rpartition("/")[2] if card.hub_base() else card.base
+    base = card.base.rpartition("/")[2]
     title = f"{recipe or 'model'} of {card.architecture if base in NO_NAMES else base}" if base else card.name
     rows = "\n".join(f"| {name} | {value} |" for name, value in _rows(card) if value not in (None, ""))
     body = "".join(f"{paragraph}\n\n" for paragraph in card.body)

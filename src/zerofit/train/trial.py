@@ -13,13 +13,13 @@ from transformers.integrations.deepspeed import deepspeed_load_checkpoint
 from zerofit.base import distributed, rank_status
 from zerofit.base.errors import EXIT_CODES, UserError
 from zerofit.base.paths import size_of
-from zerofit.job import job, run_folder
+from zerofit.job import job
 from zerofit.job.request import Request
 from zerofit.train import memory_tracker
 
 # Of job.Job.trial: what the ranks measure instead of training.
-CANARY = "canary"  # the file that rank 0 writes its result to
-BATCH_SEARCH = "batch_search"  # {"sizes": [micro batch], "limit_bytes": of a rank, "folder": of the results}
+CANARY = "canary"  # True
+BATCH_SEARCH = "batch_search"  # {"sizes": [micro batch], "limit_bytes": of a rank}
 
 LONG_RUN_SECONDS = 600  # predicted seconds of training from which --canary auto is on
 
@@ -36,6 +36,18 @@ def _of_job(kind: str):
     """Return what the job of this process says of a kind of trial; None if it is none."""
     running = job.running()
     return running and running.trial.get(kind)
+
+
+def _tell(record: dict) -> None:
+    """Add what this rank has measured to its file in the folder of the attempt."""
+    with (rank_status.folder() / f"measured{distributed.rank()}.jsonl").open("a") as file:
+        file.write(json.dumps(record) + "\n")
+
+
+def measured(folder: Path, rank: int) -> list[dict]:
+    """Return what a rank of a trial has measured. folder: of the attempt."""
+    file = folder / f"measured{rank}.jsonl"
+    return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
 
 def measure_canary(trainer) -> None:
@@ -57,7 +69,7 @@ def measure_canary(trainer) -> None:
         "steps": trainer.state.max_steps, "checkpoints": _checkpoints(trainer),
     }  # fmt: skip
     if args.process_index == 0:
-        run_folder.write_json(Path(_of_job(CANARY)), result)
+        _tell(result)
     sys.stdout.flush()
     distributed.barrier()
     os._exit(0)
@@ -170,7 +182,6 @@ def measure_batch(trainer) -> None:
     Needs model, optimizer and engine. Each rank writes a line for each size that fits.
     """
     wanted = _of_job(BATCH_SEARCH)
-    rank = trainer.args.process_index
     rows = longest_rows(trainer, max(wanted["sizes"]))
     cuda = trainer.args.device.type == "cuda"
     if cuda:
@@ -182,13 +193,11 @@ def measure_batch(trainer) -> None:
     exit_code = 0
     try:
         for size in wanted["sizes"]:
-            record = _step(trainer, rows[:size], tracker)
-            with (Path(wanted["folder"]) / f"rank{rank}.jsonl").open("a") as file:
-                file.write(json.dumps({"size": size, **record}) + "\n")
+            _tell({"size": size, **_step(trainer, rows[:size], tracker)})
     except RuntimeError as error:
         if not rank_status.gpu_is_full(error):
             raise
-        (Path(wanted["folder"]) / "out-of-memory").touch()
+        rank_status.record(error)
         exit_code = EXIT_CODES["out of memory"]
     sys.stdout.flush()
     if not exit_code:
