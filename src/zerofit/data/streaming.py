@@ -174,7 +174,7 @@ def _sizes(sources: list[data_sources.Source]) -> list[int]:
     return [size or mean or 1 for size in known]
 
 
-_ALL_ROWS = ("it needs all rows at once", "leave one of the two out")
+_ALL_ROWS = "it needs all rows at once"
 
 TECHNIQUE = Technique(
     name="streaming",
@@ -187,9 +187,9 @@ TECHNIQUE = Technique(
             "the lengths are not known before the rows are read",
             "use random or sequential",
         ),
-        Conflict("eval_fraction", None, *_ALL_ROWS),
-        Conflict("max_duplicate_fraction", AllBut(1), *_ALL_ROWS),
-        Conflict("max_eval_overlap_fraction", AllBut(1), *_ALL_ROWS),
+        Conflict("eval_fraction", None, _ALL_ROWS),
+        Conflict("max_duplicate_fraction", AllBut(1), _ALL_ROWS),
+        Conflict("max_eval_overlap_fraction", AllBut(1), _ALL_ROWS),
     ),
     resolve=resolve,
 )
