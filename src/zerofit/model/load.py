@@ -170,13 +170,9 @@ def _load(load, settings, part: str, **kwargs):
     except Exception as error:  # of any file: what libraries do with values that they do not expect
         if isinstance(error, UserError) or (part == "weights" and not isinstance(error, OSError)):
             raise
-        raise UserError(f"--model {name}: its {part} could not be loaded: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    """Return the first line of an error, or all of those with which a configuration names one of its fields."""
-    checked = type(error).__name__.startswith("StrictDataclass")
-    return in_one_line(error) if checked else first_line(error) if str(error) else type(error).__name__
+        names_field = type(error).__name__.startswith("StrictDataclass")  # in several lines
+        why = in_one_line(error) if names_field else first_line(error) if str(error) else type(error).__name__
+        raise UserError(f"--model {name}: its {part} could not be loaded: {why}") from None
 
 
 def weight_dtype(settings) -> str:

@@ -269,8 +269,8 @@ TECHNIQUES = (
         flag="pure_bf16",
         example="--pure_bf16 true",
         conflicts=(
-            Conflict("fp16", (True,), "pure bf16 is bf16 throughout", "leave one of the two out"),
-            Conflict("bf16", (False,), "pure bf16 is bf16 throughout", "leave one of the two out"),
+            Conflict("fp16", (True,), "pure bf16 is bf16 throughout"),
+            Conflict("bf16", (False,), "pure bf16 is bf16 throughout"),
             Conflict("dtype", ("float32", "float16"), "the weights are bf16", "leave --dtype out"),
             Conflict(
                 "offload",

@@ -123,17 +123,7 @@ def _paths(config, model) -> set[str]:
         return set()
     linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     paths = {t for t in config.target_modules if "." in t and any(n == t or n.endswith(f".{t}") for n in linear)}
-    taken = set()
-    for path in paths:
-        alone = copy.copy(config)
-        alone.target_modules = [path]
-        try:
-            kept = _copied(alone, model, []).target_modules
-        except ValueError:  # gate_proj without up_proj, which are one tensor in experts
-            kept = ()
-        if path not in kept:
-            taken.add(path)
-    return taken
+    return {path for path in paths if names_experts(config, model, path)}
 
 
 def _copied(config, model, named: list[str]):
@@ -147,7 +137,7 @@ def _copied(config, model, named: list[str]):
 
 
 def names_experts(config, model, name: str) -> bool:
-    """Return whether a target that no module is named after is one that peft takes for fused experts."""
+    """Return whether a target, or the path of one, is one that peft takes for fused experts."""
     alone = copy.copy(config)
     alone.target_modules = [name]
     try:

@@ -152,10 +152,7 @@ def _packed(model, config, header: dict) -> tuple[tuple[str, str], ...]:
 
 def unpacked(config) -> dict:
     """Return the argument of from_pretrained that unpacks MXFP4 weights (gpt-oss), which cannot be trained packed."""
-    if not is_mxfp4(config):
-        return {}
-
-    return {"quantization_config": Mxfp4Config(dequantize=True)}
+    return {"quantization_config": Mxfp4Config(dequantize=True)} if is_mxfp4(config) else {}
 
 
 def is_mxfp4(config) -> bool:
@@ -302,6 +299,5 @@ def unexpected_in_words(names: Names) -> str:
     """Return the decision about weights that are in the files alone, "" without any."""
     if not names.unexpected:
         return ""
-    return f"base weights: {len(names.unexpected)} in the files are not used by {names.loaded_as}: " + listed(
-        names.unexpected
-    )
+    count, what = len(names.unexpected), listed(names.unexpected)
+    return f"base weights: {count} in the files are not used by {names.loaded_as}: {what}"
