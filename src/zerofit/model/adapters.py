@@ -117,7 +117,16 @@ def resolve(settings) -> None:
             "length, and how many of the last layers get one)."
         )
     if kind in PROMPTS:
-        _resolve_prompts(settings)
+        decide(settings, "padding_free", False)
+    if kind == "prefix_tuning":
+        for name in ("activation_checkpointing", "gradient_checkpointing"):
+            if settings.values.get(name) and settings.source[name] not in ("default", "transformers default"):
+                raise UserError(
+                    f"--{name} with --adapter prefix_tuning: recomputed layers get no cache, so the prefix, which is "
+                    "one, would not be seen; leave one of the two out."
+                )
+        if settings.gradient_checkpointing:
+            decide(settings, "gradient_checkpointing", False, "recomputed layers would not see the prefix")
     if init == "orthogonal" and settings.lora_r % 2:
         raise UserError(f"--init_lora_weights orthogonal needs an even --lora_r, not {settings.lora_r}.")
     if re.fullmatch(CHANGES_BASE, init) and (config.rank_pattern or config.alpha_pattern):
@@ -173,19 +182,6 @@ def _targets(settings) -> list[str] | str:
     """Return the target modules as peft takes them: all-linear and a regular expression are texts, names a list."""
     targets = settings.lora_target_modules
     return targets[0] if targets == ["all-linear"] or not all(map(MODULE_NAME.fullmatch, targets)) else targets
-
-
-def _resolve_prompts(settings) -> None:
-    decide(settings, "padding_free", False)
-    if settings.adapter == "prefix_tuning":
-        for name in ("activation_checkpointing", "gradient_checkpointing"):
-            if settings.values.get(name) and settings.source[name] not in ("default", "transformers default"):
-                raise UserError(
-                    f"--{name} with --adapter prefix_tuning: recomputed layers get no cache, so the prefix, which is "
-                    "one, would not be seen; leave one of the two out."
-                )
-        if settings.gradient_checkpointing:
-            decide(settings, "gradient_checkpointing", False, "recomputed layers would not see the prefix")
 
 
 def _config(settings, new_token_ids: dict[str, list[int]] | None = None):

@@ -42,8 +42,14 @@ def complete(config, model, settings) -> None:
     if lost and _is_packed(settings):
         lost = []  # a packed weight cannot be added to; left_out says so
     config.target_parameters = sorted({*named, *lost}) or None
-    if config.target_parameters or getattr(of_model, "target_parameters", None):
-        _check_flags(settings, model)
+    adapts_parameters = config.target_parameters or getattr(of_model, "target_parameters", None)
+    for flag, values in _NOT_OF_PARAMETERS.items() if adapts_parameters else ():
+        if (value := settings.values.get(flag)) not in values:
+            shown = str(value).lower() if isinstance(value, bool) else value
+            raise UserError(
+                f"--{flag} {shown}: the targets hold fused experts, which peft adapts as parameters, and those have no "
+                f"such setting; leave it out, or adapt linear layers only: {attention_only(model)}."
+            )
 
 
 def attention_only(model) -> str:
@@ -166,16 +172,6 @@ def _lost(config, of_model, model) -> list[str]:
     suffixes = {_suffix(name) for name in missed}
     covered = {name for name in linear if any(name == s or name.endswith(f".{s}") for s in suffixes)}
     return [f"{name}.weight" for name in (suffixes if covered == missed else missed)]
-
-
-def _check_flags(settings, model) -> None:
-    for flag, values in _NOT_OF_PARAMETERS.items():
-        if (value := settings.values.get(flag)) not in values:
-            shown = str(value).lower() if isinstance(value, bool) else value
-            raise UserError(
-                f"--{flag} {shown}: the targets hold fused experts, which peft adapts as parameters, and those have no "
-                f"such setting; leave it out, or adapt linear layers only: {attention_only(model)}."
-            )
 
 
 def left_out(model, settings) -> str:

@@ -94,7 +94,9 @@ def check(folder: Path, place: str, remote: bool = False) -> None:
     Raises: UserError for damaged files, and for weights that are missing or of another shape.
     """
     files.check(folder, place)
-    key = _key(folder, place)
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files.of_model(folder, place)]
+    stats.append((str(folder.resolve()), (folder / "config.json").read_text(encoding="utf-8")))
+    key = hashlib.sha256(repr(stats).encode()).hexdigest()
     if HELD.get("key") == key:
         return
     if (names := _by_headers(folder, place, remote)) is not None:
@@ -102,12 +104,6 @@ def check(folder: Path, place: str, remote: bool = False) -> None:
         HELD.update(key=key, unexpected=names.unexpected)
     for sentence in warnings(folder, names, remote) if distributed.rank() == 0 else ():
         print(f"warning: {place}: {sentence}", flush=True)
-
-
-def _key(folder: Path, place: str) -> str:
-    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files.of_model(folder, place)]
-    stats.append((str(folder.resolve()), (folder / "config.json").read_text(encoding="utf-8")))
-    return hashlib.sha256(repr(stats).encode()).hexdigest()
 
 
 def _by_headers(folder: Path, place: str, remote: bool) -> Names | None:
