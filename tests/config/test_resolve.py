@@ -177,7 +177,7 @@ def test_every_technique_and_resolver_is_in_one_list():
     assert len(listed) == len(set(listed))
     defined = {
         f"zerofit.{'.'.join(file.relative_to(SRC).with_suffix('').parts)}.{node.name}"
-        for folder in ("config", "data", "model", "optim", "train")
+        for folder in ("config", "data", "model", "objective", "optim", "train")
         for file in (SRC / folder).rglob("*.py")
         for node in ast.parse(file.read_text()).body
         if isinstance(node, ast.FunctionDef) and node.name in ("resolve", "resolve_for_model", "install")
