@@ -180,7 +180,8 @@ def test_same_value_in_both_places_is_no_contradiction(write):
         (
             BASE | {"checkpoint": {"writer": {"type": "python", "decoupled": True}}},
             [],
-            "checkpoint.writer: this writer may still write the optimizer states",
+            'checkpoint.writer = {"type": "python", "decoupled": true}: this writer may still write the optimizer '
+            "states when",
         ),
         (BASE | {"gradient_cliping": 1}, [], "unknown key 'gradient_cliping'; did you mean 'gradient_clipping'"),
         (BASE | {"tensor_parallel": {"autotp_size": 2}}, [], "tensor_parallel.autotp_size = 2: the batch would be"),

@@ -46,7 +46,7 @@ def supervised_text(tokenizer, ids, labels):
 
 
 def encode(tokenizer, row, kind=None, train_on="assistant"):
-    parsed = formats.parse("here", row, kind or formats.detect("here", row))
+    parsed = formats.parse("here", row, kind or formats.recognize("here", row)[0])
     return encoding.Encoder(tokenizer, train_on).encode([("here", parsed)])[0]
 
 
@@ -64,7 +64,7 @@ EQUAL_ROWS = {
 @pytest.mark.parametrize("kind", EQUAL_ROWS)
 def test_formats_are_detected_and_give_the_same_tokens(tokenizer, kind):
     row = EQUAL_ROWS[kind]
-    assert formats.detect("here", row) == kind
+    assert formats.recognize("here", row)[0] == kind
     ids, labels = encode(tokenizer, row)
     assert ids == tokenizer.apply_chat_template(TURNS, return_dict=True)["input_ids"]
     assert supervised_text(tokenizer, ids, labels) == "Hello.<|end|>"
@@ -104,7 +104,7 @@ def test_formats_are_detected_and_give_the_same_tokens(tokenizer, kind):
     ],
 )  # fmt: skip
 def test_published_spellings(row, wanted):
-    assert formats.parse("here", row, formats.detect("here", row)).turns == wanted
+    assert formats.parse("here", row, formats.recognize("here", row)[0]).turns == wanted
 
 
 def test_tool_calls_reach_the_template(tokenizer):
@@ -1602,7 +1602,7 @@ def dialog(place, row):
 def test_a_format_of_a_recipe_is_found_first_and_its_columns_are_used(tokenizer):
     known = (formats.Format("dialog", ("dialog",), dialog, beside=("system",)), *formats.FORMATS)
     row = {"dialog": ["Hi?", "Hello."], "system": "Be kind.", "source": "web", "text": "also a column of another"}
-    assert formats.detect("here", row, known) == "dialog" and formats.detect("here", row) == "text"
+    assert formats.recognize("here", row, known)[0] == "dialog" and formats.recognize("here", row)[0] == "text"
     parsed = formats.parse("here", row, "dialog", known)
     assert [turn["role"] for turn in parsed.turns] == ["system", "user", "assistant"]
     assert parsed.trained == [False, False, True]
@@ -1610,4 +1610,4 @@ def test_a_format_of_a_recipe_is_found_first_and_its_columns_are_used(tokenizer)
     with pytest.raises(UserError, match="here: column 'dialog' is missing or null"):
         formats.parse("here", {"text": "a"}, "dialog", known)
     with pytest.raises(UserError, match="one of these is needed: dialog; input_ids"):
-        formats.detect("here", {"nothing": 1}, known)
+        formats.recognize("here", {"nothing": 1}, known)[0]

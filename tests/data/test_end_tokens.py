@@ -36,7 +36,7 @@ def found(tokenizer, *rows, train_on="assistant"):
     parsed = []
     for i, row in enumerate(rows, 1):
         row = row if isinstance(row, dict) else {"messages": row}
-        parsed.append((f"r:{i}", formats.parse(f"r:{i}", row, formats.detect("r", row))))
+        parsed.append((f"r:{i}", formats.parse(f"r:{i}", row, formats.recognize("r", row)[0])))
     encoder.encode(parsed)
     return end_tokens.summary(encoder.ended.take())
 

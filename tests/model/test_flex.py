@@ -17,6 +17,7 @@ from zerofit.base.errors import UserError
 from zerofit.config import resolve
 from zerofit.model import attention
 from zerofit.model.experimental import flex, flex_proof
+from zerofit.model.image_text import classes
 from zerofit.plan import simulate
 
 CPU = torch.device("cpu")
@@ -464,7 +465,7 @@ def test_a_class_from_elsewhere_generates_by_another_attention_too():
         config_class = OwnConfig
 
     model = OwnModel._from_config(OwnConfig(**SIZES), attn_implementation="flex_attention")
-    assert attention.class_of(model.config) is None
+    assert classes.text_class(model.config) is None
     with attention.for_generation(SimpleNamespace(attn_implementation="flex_attention"), model):
         assert model.config._attn_implementation == "sdpa"
 

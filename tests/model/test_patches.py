@@ -24,6 +24,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, Mxfp4C
 from zerofit.base.errors import UserError
 from zerofit.config import parse
 from zerofit.model import attention, load, patches
+from zerofit.model.image_text import classes
 from zerofit.model.kernels import linear_attention
 from zerofit.plan import simulate
 from zerofit.train.pipeline_trainer import PipelineTrainer
@@ -451,7 +452,7 @@ def test_transformers_still_keeps_documents_apart_by_kernels_alone():
     """When this fails, model/kernels/linear_attention.py can call less for each document."""
     for kind in ("qwen3_next", "granitemoehybrid"):
         config = AutoConfig.for_model(kind)
-        of_module = vars(sys.modules[attention.class_of(config).__module__])
+        of_module = vars(sys.modules[classes.text_class(config).__module__])
         for name, (kernel, package) in linear_attention.kernels_of(config).items():
             if kernel in linear_attention.TOKEN_AXIS and not importlib.util.find_spec(package):
                 assert linear_attention._is_in_pytorch(kernel, package)

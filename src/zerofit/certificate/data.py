@@ -31,11 +31,6 @@ def note(settings, train_set, eval_set, tokenizer) -> end_tokens.Ends:
     settings.decisions += settings.objective.check_rows(settings, train_set)
     _note_positions(train_set, eval_set, settings)
     _check_template_text(settings, train_set, tokenizer)
-    return _ends(settings, train_set, tokenizer)
-
-
-def _ends(settings, train_set, tokenizer) -> end_tokens.Ends:
-    """Return where answers end and generation must stop, by the rows and by the base's generation_config.json."""
     ends = train_set.statistics.get("ends", [])
     own_end_only = {entry["token"] for entry in ends} <= {tokenizer.eos_token}
     return end_tokens.decide(ends, tokenizer, () if own_end_only else load.known_ends(settings))

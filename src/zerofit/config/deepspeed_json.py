@@ -33,9 +33,9 @@ NOT_SUPPORTED = frozenset(
     "progressive_layer_drop quantize_training sparse_attention sparse_gradients".split()
 )
 
-# Keys of parallelism other than ZeRO, with the values that turn it off. DeepSpeed accepts them, but the ranks would
-# then train on other rows than the batch arithmetic assumes; or, with autotuning, would not train to the end.
-OTHER_PARALLELISM = {
+# Keys that DeepSpeed accepts and that are refused here, with the values that turn them off. With parallelism other than
+# ZeRO the ranks would train on other rows than the batch arithmetic assumes; with autotuning, not to the end.
+REFUSED = {
     "tensor_parallel.autotp_size": (0, 1),
     "tensor_parallel.tp_size": (0, 1),
     "tensor_parallel.tensor_parallel.tp_size": (0, 1),
@@ -44,6 +44,7 @@ OTHER_PARALLELISM = {
     "pipeline.stages": (0, 1),
     "sequence_parallel_size": (0, 1),
     "autotuning.enabled": (False,),
+    "checkpoint.writer": (),
 }
 
 # Their section -> what to do instead.
@@ -55,6 +56,8 @@ INSTEAD = {
     "it, and use --zero 3, which shards the experts too",
     "autotuning": "DeepSpeed would end the run after the few steps that it measures; delete it, and use zerofit plan",
     "pipeline": "this section starts no pipeline; delete it, and use recipes/pipeline.py with --pp_size",
+    "checkpoint": "this writer may still write the optimizer states when the checkpoint is verified and renamed, and "
+    "they would be lost; delete it",
 }
 
 # JSON key -> the argument with the same meaning; "auto" in the JSON takes the argument's value.
@@ -190,13 +193,16 @@ def lint(config: dict, path: str | Path) -> None:
     Raises: UserError naming file and key: unknown or removed keys at the top level or in a section, wrong types, "auto"
         in a key that nothing fills, no zero_optimization section.
     """
-    from deepspeed.runtime.config import DeepSpeedConfigError
+    from deepspeed.runtime import config as installed
     from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
     from deepspeed.runtime.zero.config import get_zero_config
     from pydantic import ValidationError
 
-    removed = _removed_keys()
-    _refuse_other_parallelism(config, path)
+    removed = getattr(installed, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {})  # each with DeepSpeed's explanation
+    for dotted, off in REFUSED.items():
+        value = json_value(config, dotted)
+        if value is not None and value not in off:
+            raise UserError(f"{path}: {dotted} = {json.dumps(value)}: {INSTEAD[dotted.partition('.')[0]]}.")
     for key in config:
         if key in removed:
             raise UserError(f"{path}: {key}: {removed[key]} Delete the key.")
@@ -214,7 +220,6 @@ def lint(config: dict, path: str | Path) -> None:
         if value == "auto" and dotted not in AUTO_KEYS:
             raise UserError(f'{path}: {dotted} is "auto", but nothing fills that key; write a value.')
     _refuse_unchecked_types(config, path)
-    _refuse_writer(config, path)
     for section, load in (
         ("zero_optimization", get_zero_config),
         ("bf16", get_bfloat16_config),
@@ -239,7 +244,7 @@ def lint(config: dict, path: str | Path) -> None:
             if first["type"] == "enum":  # DeepSpeed's has an alias of stage 3, which pydantic lists once more
                 must = f"must be one of {', '.join(dict.fromkeys(re.split(', | or ', first['ctx']['expected'])))}"
             raise UserError(f"{path}: {key} = {json.dumps(first['input'])}: {must}.") from None
-        except (AssertionError, DeepSpeedConfigError, ValueError) as error:
+        except (AssertionError, installed.DeepSpeedConfigError, ValueError) as error:
             raise UserError(f"{path}: {section}: {error}") from None
         _refuse_other_types(body, loaded, f"{path}: {section}")
 
@@ -286,23 +291,6 @@ def _refuse_unchecked_types(config: dict, path: str | Path) -> None:
         )
 
 
-def _refuse_writer(config: dict, path: str | Path) -> None:
-    """Refuse DeepSpeed's own checkpoint writers, which may still write when the checkpoint is verified and renamed."""
-    if json_value(config, "checkpoint.writer") is not None:
-        raise UserError(
-            f"{path}: checkpoint.writer: this writer may still write the optimizer states when the checkpoint is "
-            "verified and renamed, and they would be lost; delete it."
-        )
-
-
-def _refuse_other_parallelism(config: dict, path: str | Path) -> None:
-    """Refuse tensor, expert, pipeline and sequence parallelism, and autotuning."""
-    for dotted, off in OTHER_PARALLELISM.items():
-        value = json_value(config, dotted)
-        if value is not None and value not in off:
-            raise UserError(f"{path}: {dotted} = {json.dumps(value)}: {INSTEAD[dotted.partition('.')[0]]}.")
-
-
 def resolve(settings) -> None:
     """Set settings.deepspeed: the DeepSpeed configuration of this run, or None for stage 0 (plain DDP).
 
@@ -341,7 +329,12 @@ def resolve(settings) -> None:
     config = offload.with_path(config, path, settings)
     offload.check(config, path, settings)
     config = _reducing_to_owners(_saving_whole_weights(config, path, settings), settings)
-    settings.deepspeed = _with_split_model(config, settings)
+    for way, size in groups.in_use(settings.values):  # what the ways to split the model add
+        overlay = read_json(CONFIGS / way.overlay) if way.overlay else {}
+        config = merge_json(merge_json(config, overlay), way.sections(size))
+        if way.splits_model:  # transformers would count the rows of a group once for each of its ranks
+            config = {key: value for key, value in config.items() if key != "train_batch_size"}
+    settings.deepspeed = config
 
 
 def _filled(config: dict, path: Path, settings) -> dict:
@@ -381,28 +374,19 @@ def _reducing_to_owners(config: dict, settings) -> dict:
     return merge_json(config, {"zero_optimization": {"overlap_comm": True}})
 
 
-def _with_split_model(config: dict, settings) -> dict:
-    """Return the configuration with what the ways to split the model add, and without the rows of a step."""
-    for way, size in groups.in_use(settings.values):
-        overlay = read_json(CONFIGS / way.overlay) if way.overlay else {}
-        config = merge_json(merge_json(config, overlay), way.sections(size))
-        if way.splits_model:  # transformers would count the rows of a group once for each of its ranks
-            config = {key: value for key, value in config.items() if key != "train_batch_size"}
-    return config
-
-
 def _saving_whole_weights(config: dict, path: Path, settings) -> dict:
     """Return the configuration with stage 3's gathering of weights for a save on (default: off).
 
     Raises: UserError if the file sets it to false: the trained model would not be saved.
     """
-    dotted = "zero_optimization.stage3_gather_16bit_weights_on_model_save"
+    key = "stage3_gather_16bit_weights_on_model_save"
+    dotted = f"zero_optimization.{key}"
     if settings.zero != 3 or json_value(config, dotted):
         return config
     if json_value(config, dotted) is False:
         raise UserError(f"{path}: {dotted} is false, so final/ would hold no weights; write true, or delete the line.")
     settings.decisions.append(f"{dotted} true: {path} does not say, and without it no weights are saved")
-    return merge_json(config, {"zero_optimization": {"stage3_gather_16bit_weights_on_model_save": True}})
+    return merge_json(config, {"zero_optimization": {key: True}})
 
 
 def _match(config: dict, path: Path, settings, explicit: dict[str, Any]) -> None:
@@ -495,10 +479,3 @@ def known_keys() -> frozenset[str]:
 
     DeepSpeedConfig(Recorder(train_batch_size=1, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1))
     return (READ_ELSEWHERE | {key for key in asked if isinstance(key, str)}) - NOT_SUPPORTED
-
-
-def _removed_keys() -> dict[str, str]:
-    """Return {key: DeepSpeed's explanation} of the keys that the installed version has removed."""
-    from deepspeed.runtime import config
-
-    return getattr(config, "_REMOVED_TOP_LEVEL_CONFIG_KEYS", {})

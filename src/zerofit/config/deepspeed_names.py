@@ -41,12 +41,17 @@ def modern(config: dict, path: str | Path) -> tuple[dict, list[str]]:
     zero = config.get(ZERO)
     if not isinstance(zero, dict):
         return config, said
+    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
+
+    # Name without stage3_ -> the name that DeepSpeed's documentation has.
+    known = DeepSpeedZeroConfig.model_fields.items()
+    aliases = {name: field.alias for name, field in known if field.alias and field.alias != name}
     zero = dict(zero)
     where = f"{path}: {ZERO}"
     for key, value in list(zero.items()):
         if key in OLDER and isinstance(value, bool):
             zero = _moved(zero, key, OLDER[key] if value else {}, where, said)
-        elif name := _aliases().get(key):
+        elif name := aliases.get(key):
             zero = _moved(zero, key, {name: value}, where, said)
     if isinstance(pinned := zero.get(PINNED), bool):
         sections = [name for name in ("offload_optimizer", "offload_param") if name in zero]
@@ -55,14 +60,6 @@ def modern(config: dict, path: str | Path) -> tuple[dict, list[str]]:
             zero = merge_json(zero, {name: {"pin_memory": pinned, **(zero[name] or {})}})
         said.append(f"{PINNED} as pin_memory of {' and '.join(sections) or 'nothing, as nothing is offloaded'}")
     return {**config, ZERO: zero}, said
-
-
-def _aliases() -> dict[str, str]:
-    """Return {name without stage3_: the name that DeepSpeed's documentation has} of its settings for ZeRO."""
-    from deepspeed.runtime.zero.config import DeepSpeedZeroConfig
-
-    fields = DeepSpeedZeroConfig.model_fields.items()
-    return {name: field.alias for name, field in fields if field.alias and field.alias != name}
 
 
 def _moved(section: dict, key: str, today: dict, where, said: list[str]) -> dict:

@@ -146,7 +146,10 @@ PRECISION = (
 def choose_precision(settings: Settings) -> None:
     """Choose bf16, fp16 (GPUs without bf16) or fp32 (CPUs), unless a flag or the JSON decides."""
     set_by_user = {"bf16", "fp16"} & {k for k, s in settings.source.items() if s != "transformers default"}
-    gpu, has_bf16 = _gpu(settings)
+    gpu, has_bf16, planned = "CPU", True, settings.planned_gpu
+    if not settings.use_cpu:
+        gpu = planned.device_name if planned is not None else torch.cuda.get_device_name()
+        has_bf16 = hardware.is_ampere_or_later(planned)
     for flag in ("bf16", "pure_bf16"):
         if settings.values[flag] and not has_bf16:
             raise UserError(f"--{flag}: {gpu} has no bf16 arithmetic; use --fp16 true, or leave both out.")
@@ -177,15 +180,6 @@ def choose_precision(settings: Settings) -> None:
         decide(settings, "bf16", True, f"{gpu} has bf16 arithmetic")
     else:
         decide(settings, "fp16", True, f"{gpu} has no bf16 arithmetic; loss scaling is on")
-
-
-def _gpu(settings: Settings) -> tuple[str, bool]:
-    """Return (name, whether it has bf16 arithmetic) of the GPU that the run is for."""
-    if settings.use_cpu:
-        return "CPU", True
-    planned = settings.planned_gpu
-    name = planned.device_name if planned is not None else torch.cuda.get_device_name()
-    return name, hardware.is_ampere_or_later(planned)
 
 
 def solve_batch(settings: Settings) -> None:

@@ -70,7 +70,8 @@ def _entry(field: Field | str, recipe: Recipe) -> str:
         default = recipe.defaults.get(field, TRANSFORMERS_DEFAULT.get(field))
         flag, description = f"  --{field}", OF_TRANSFORMERS[field].format(default)
     else:
-        flag = f"  --{field.name}{_values(field)}"
+        choices = get_args(field.type) if get_origin(field.type) is Literal else ()
+        flag = f"  --{field.name} {'|'.join(written(field.name, choice) for choice in choices)}".rstrip()
         description = " ".join(str(field.metadata.get("help", "")).split()) + _default(field, recipe)
     body = textwrap.wrap(description, WIDTH - INDENT, break_on_hyphens=False)
     if len(flag) > INDENT - 2:
@@ -78,13 +79,6 @@ def _entry(field: Field | str, recipe: Recipe) -> str:
     return "\n".join(
         [f"{flag:<{INDENT}}{body[0] if body else ''}".rstrip(), *(" " * INDENT + line for line in body[1:])]
     )
-
-
-def _values(field: Field) -> str:
-    """Return the choices of a Literal argument as " a|b|c"; "" for any other."""
-    if get_origin(field.type) is not Literal:
-        return ""
-    return f" {'|'.join(written(field.name, choice) for choice in get_args(field.type))}"
 
 
 def _default(field: Field, recipe: Recipe) -> str:

@@ -123,13 +123,6 @@ def _device(zero: dict, key: str) -> str:
     return (zero.get(key) or {}).get("device") or "none"
 
 
-def _of_key(path: Path, settings, key: str, value: Any) -> str:
-    """Return where a key of zero_optimization stands, with its value: in the file of --offload's keys or in `path`."""
-    if key.startswith("offload_") and not settings.values.get("deepspeed"):
-        path = path.parent / overlay(settings)
-    return f"{path}: zero_optimization.{key} = {json.dumps(value)}"
-
-
 def check(config: dict, path: Path, settings) -> None:
     """Refuse what cannot work, set by a flag or in the file; needs no model and no process group.
 
@@ -137,7 +130,9 @@ def check(config: dict, path: Path, settings) -> None:
     """
     zero = config["zero_optimization"]
     for key, value in asked(config).items():
-        where = _of_key(path, settings, key, value)
+        of_overlay = key.startswith("offload_") and not settings.values.get("deepspeed")
+        file = path.parent / overlay(settings) if of_overlay else path
+        where = f"{file}: zero_optimization.{key} = {json.dumps(value)}"
         if settings.zero != 3:
             raise UserError(
                 f"{where} needs stage 3: DeepSpeed splits parameters, and only then has these keys, at no other; this "

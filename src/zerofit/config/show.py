@@ -20,16 +20,9 @@ def summary(settings: Settings) -> str:
             lines.append(f" {group}")
             previous = group
         lines.append(f"  {name:<{widths[0]}}  {value:<{widths[1]}}  {source}")
-    lines += [f"  note: {sentence}" for sentence in _missing(settings)]
-    return "\n".join(["arguments", *lines, "decisions", *(f"  - {sentence}" for sentence in settings.decisions)])
-
-
-def _missing(settings: Settings) -> list[str]:
-    """Return the errors about data files that are named but missing, with which a run would be refused."""
-    sentences = []
     for entry in [*(settings.data or []), *(settings.eval_data or [])]:
         try:
             sources.find_local(entry, settings.data_split)
-        except UserError as error:
-            sentences.append(str(error))
-    return sentences
+        except UserError as error:  # of a missing file, with which a run would be refused
+            lines.append(f"  note: {error}")
+    return "\n".join(["arguments", *lines, "decisions", *(f"  - {sentence}" for sentence in settings.decisions)])

@@ -94,7 +94,13 @@ def resolve(settings) -> None:
             f"--ddp_backend {given['ddp_backend']}: the processes of this run talk over {backend}; leave it out."
         )
     _check_best_metric(settings, given)
-    _check_do_eval(settings, given)
+    has_rows = bool(settings.eval_data or settings.eval_fraction)  # they alone decide whether evaluation runs
+    if given.get("do_eval") is True and not has_rows:
+        raise UserError(
+            "--do_eval true: there are no rows to evaluate on; name them with --eval_data or --eval_fraction."
+        )
+    if given.get("do_eval") is False and has_rows:
+        raise UserError("--do_eval false: there are rows to evaluate on; leave out --eval_data and --eval_fraction.")
     check_trackers(settings.report_to)
 
 
@@ -110,17 +116,6 @@ def _check_best_metric(settings, given: dict[str, Any]) -> None:
         )
     if given.get("greater_is_better") is None:  # transformers' default is true for what does not end in "loss"
         decide(settings, "greater_is_better", False)
-
-
-def _check_do_eval(settings, given: dict[str, Any]) -> None:
-    """Refuse a --do_eval that contradicts the data: eval rows alone decide whether evaluation runs."""
-    has_rows = bool(settings.eval_data or settings.eval_fraction)
-    if given.get("do_eval") is True and not has_rows:
-        raise UserError(
-            "--do_eval true: there are no rows to evaluate on; name them with --eval_data or --eval_fraction."
-        )
-    if given.get("do_eval") is False and has_rows:
-        raise UserError("--do_eval false: there are rows to evaluate on; leave out --eval_data and --eval_fraction.")
 
 
 def check_trackers(names: str | list[str] | None) -> None:

@@ -293,6 +293,4 @@ class TrainCollator:
         self.pack = PackedCollator(pad_token_id, slices, seq_idx)
 
     def __call__(self, batch: list[dict]) -> dict:
-        if self.packed:
-            return self.pack(batch)
-        return self.pad(batch)
+        return (self.pack if self.packed else self.pad)(batch)

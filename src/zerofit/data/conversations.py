@@ -122,7 +122,11 @@ def turns_of(place: str, messages: Any, row: dict, drop_unanswered: bool = False
     """
     messages, said = published.with_roles(place, messages)
     if drop_unanswered:
-        messages, said = _without_unanswered(messages, said)
+        kept = len(messages)
+        while kept and published.role_of(messages[kept - 1]) == "user":
+            kept -= 1
+        if kept < len(messages) and any(published.role_of(message) == "assistant" for message in messages):
+            messages, said = messages[:kept], (*said, UNANSWERED)
     system = published.joined_text(place, "system", row.get("system"))
     turns = [{"role": "system", "content": string(place, "system", system)}] if system else []
     trained, has_empty = [False] * len(turns), False
@@ -167,17 +171,6 @@ def _tools(tools: Any) -> tuple[Any, bool]:
     return made, made != tools
 
 
-def _without_unanswered(messages: list, said: tuple[str, ...]) -> tuple[list, tuple[str, ...]]:
-    """Return the turns up to the last that is not the user's, all of them where there is no answer; and the notes."""
-    roles = [published.role_of(message) for message in messages]
-    kept = len(roles)
-    while kept and roles[kept - 1] == "user":
-        kept -= 1
-    if kept == len(roles) or "assistant" not in roles:
-        return messages, said
-    return messages[:kept], (*said, UNANSWERED)
-
-
 def _turn(place: str, i: int, message: Any) -> tuple[dict, bool]:
     if not isinstance(message, dict):
         raise UserError(f"{place}: turn {i} must be an object with a role and a content.")
@@ -202,7 +195,8 @@ def _turn(place: str, i: int, message: Any) -> tuple[dict, bool]:
     if calls:
         message = message | {"tool_calls": _calls(place, i, calls)}
     turn |= {k: message[k] for k in ("tool_calls", "tool_call_id", "name") if message.get(k) is not None}
-    reasoning = message.get("reasoning_content") or _reasoning(message)
+    of_others = (message[key] for key in REASONING if message.get(key) and isinstance(message[key], str))
+    reasoning = message.get("reasoning_content") or next(of_others, None)
     if reasoning:
         turn["reasoning_content"] = string(place, f"reasoning of turn {i}", reasoning)
     return turn, meaning.is_trained(place, i, turn["role"], message)
@@ -211,10 +205,6 @@ def _turn(place: str, i: int, message: Any) -> tuple[dict, bool]:
 def is_empty(turn: dict) -> bool:
     """Return whether a turn has no text, no reasoning and no tool call."""
     return not (turn["content"].strip() or turn.get("tool_calls") or turn.get("reasoning_content", "").strip())
-
-
-def _reasoning(message: dict) -> str | None:
-    return next((message[key] for key in REASONING if message.get(key) and isinstance(message[key], str)), None)
 
 
 def _calls(place: str, i: int, calls: Any) -> list[dict]:

@@ -117,7 +117,10 @@ def prepare(sources: list[Source], settings, encoder: encoding.Encoder, limit: i
         with locked(folder / f"{table.name}.lock"):
             if _stamp(facts) != before:  # just written by another process: no need to verify its checksum
                 statistics = _read_facts(facts, settings)
-            statistics = statistics or _build(table, facts, sources, settings, encoder, limit)
+            if statistics is None:
+                statistics = _write(table, sources, settings, encoder, limit)
+                statistics["checksum"] = hash_file(table)
+                write_text(facts, json.dumps(statistics))  # last: an incomplete table is never used
     statistics["source"] = ", ".join(map(str, sources))  # the cache may be of a copy in another folder
     kept = [count for count, _ in statistics["sources"]]
     statistics["entries"] = {source.number: (source.entry.path, source.weight) for source in sources}
@@ -129,14 +132,6 @@ def prepare(sources: list[Source], settings, encoder: encoding.Encoder, limit: i
             weights += [Share(source.weight, source.number)] * count
     numbers = numbers if len(statistics["entries"]) > 1 else None
     return TokenizedDataset(Dataset.from_file(str(table)), statistics, fingerprint, weights, numbers=numbers)
-
-
-def _build(table: Path, facts: Path, sources: list[Source], settings, encoder: encoding.Encoder, limit) -> dict:
-    """Write the table, then its statistics with a checksum: an incomplete table is never used."""
-    statistics = _write(table, sources, settings, encoder, limit)
-    statistics["checksum"] = hash_file(table)
-    write_text(facts, json.dumps(statistics))
-    return statistics
 
 
 def _stamp(file: Path) -> tuple | None:
@@ -210,8 +205,7 @@ def _of_sets(tokens: TokenizedDataset, chosen: Sequence[int] | slice) -> dict:
     }
 
 
-def _chunks(read: Iterator, limit: int | None) -> Iterator[list]:
-    read = itertools.islice(read, limit)
+def _chunks(read: Iterator) -> Iterator[list]:
     while chunk := list(itertools.islice(read, CHUNK)):
         yield chunk
 
@@ -307,9 +301,9 @@ def _write(table: Path, sources: list[Source], settings, encoder: encoding.Encod
         for source in sources:
             before, to_read = report.kept, None if limit is None else max(0, limit - report.rows)
             form, result = reading.form_of(reading.read(source, settings), settings, source)
-            sample: list = []
-            result = reading.first_kept(result, sample)
-            for of_chunk, batch in _encoded(_chunks(result, to_read), form, pool, workers):
+            result = itertools.islice(result, to_read)
+            sample = list(itertools.islice(result, template_text.SAMPLED))
+            for of_chunk, batch in _encoded(_chunks(itertools.chain(sample, result)), form, pool, workers):
                 report.add(of_chunk)
                 if batch is not None:
                     writer.write_batch(batch)
@@ -364,17 +358,9 @@ def describe(name: str, tokens: TokenizedDataset, unit: str = "rows") -> str:
     text = f"{name}: {rows_of} ({stats['format']}) from {stats['source']}"
     if stats["truncated"]:
         text += f", {stats['truncated']:,} cut at max_length"
-    if stats.get("dropped_too_long"):
-        text += f", {stats['dropped_too_long']:,} dropped (longer than max_length)"
-    if stats["dropped_bad"]:
-        text += f", {stats['dropped_bad']:,} dropped (cannot be used)"
-    for name, why in zip(reading.OF_PAIRS, ("a side is empty", "both sides are the same", "a tie"), strict=True):
+    for name, why in reading.DROPPED.items():
         if stats.get(name):
             text += f", {stats[name]:,} dropped ({why})"
-    if stats["dropped_no_answer_left"]:
-        text += f", {stats['dropped_no_answer_left']:,} dropped (no answer left after the cut)"
-    if stats["dropped_untrained"]:
-        text += f", {stats['dropped_untrained']:,} dropped (nothing in them is trained on)"
     return text + f"; {stats['supervised_tokens']:,} of {stats['tokens']:,} tokens are trained on"
 
 

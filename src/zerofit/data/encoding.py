@@ -53,7 +53,9 @@ class Encoder:
         self.notes: Counter = Counter()  # warning -> number of rows
         self.special_tokens = tokenizer.special_tokens_map  # made anew at each use
         quoted = tokenizer.chat_template.replace('"', "'")
-        self.reasoning_key = _reasoning_key(tokenizer.chat_template)
+        # The key under which the template reads reasoning: `reasoning_content`, unless it names only another.
+        named = (k for k in conversations.REASONING if re.search(rf"\.{k}\b|(['\"]){k}\1", tokenizer.chat_template))
+        self.reasoning_key = next(named, conversations.REASONING[0])
         self.switches = [word for word in conversations.SWITCHES if f"replace('{word}'" in quoted]
         self.marked = re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template) is not None
         self.added = {i: token.content for i, token in tokenizer.added_tokens_decoder.items()}
@@ -168,20 +170,19 @@ class Encoder:
     def _ids(self, place: str, content: conversations.Conversation | str | dict) -> tuple[list[int], list[int]]:
         """Encode token lists, plain text, or a conversation whose text holds control words."""
         if isinstance(content, dict):
-            self._check_ids(
-                place, [*content["input_ids"], *(t for t in content["labels"] if t != conversations.IGNORE)]
-            )
+            ids = [*content["input_ids"], *(t for t in content["labels"] if t != conversations.IGNORE)]
+            if min(ids) < 0 or max(ids) >= len(self.tokenizer):
+                raise UserError(
+                    f"{place}: input_ids has a number outside 0 to {len(self.tokenizer) - 1}, the tokenizer's range."
+                )
             return content["input_ids"], content["labels"]
         if isinstance(content, str):
             self.ended.note(place, self.tokenizer.eos_token, end_tokens.TEXT)
-            return self._plain(content)
+            ids = self.tokenizer(content, split_special_tokens=True, verbose=False)["input_ids"]  # truncated later
+            if not ids or ids[-1] != self.tokenizer.eos_token_id:
+                ids = [*ids, self.tokenizer.eos_token_id]
+            return ids, list(ids)
         return self._pieces(place, content)
-
-    def _check_ids(self, place: str, ids: list[int]) -> None:
-        if min(ids) < 0 or max(ids) >= len(self.tokenizer):
-            raise UserError(
-                f"{place}: input_ids has a number outside 0 to {len(self.tokenizer) - 1}, the tokenizer's range."
-            )
 
     def _as_it_is(self, place: str, content: rendered.Rendered) -> tuple[str, list[tuple[int, int]]]:
         """Return a text that was rendered before, with its first and its last token once, and the span to train on."""
@@ -200,21 +201,11 @@ class Encoder:
             start = 0
         return text, [(start, len(text))] if content.is_trained else []
 
-    def _plain(self, text: str) -> tuple[list[int], list[int]]:
-        ids = self.tokenizer(text, split_special_tokens=True, verbose=False)["input_ids"]  # truncated later
-        if not ids or ids[-1] != self.tokenizer.eos_token_id:
-            ids = [*ids, self.tokenizer.eos_token_id]
-        return ids, list(ids)
-
     def _has_control_words(self, conversation: conversations.Conversation) -> bool:
         plain = [turn["content"] for turn in conversation.turns if len(turn) == 2]  # a role and this
         others = [turn for turn in conversation.turns if len(turn) > 2]
-        return any(map(self.control.search, plain)) or any(
-            map(
-                self.control.search,
-                conversations.strings([others, conversation.tools, conversation.template_arguments]),
-            )
-        )
+        nested = conversations.strings([others, conversation.tools, conversation.template_arguments])
+        return any(map(self.control.search, itertools.chain(plain, nested)))
 
     @functools.cached_property
     def adds_prefix(self) -> bool:
@@ -550,11 +541,10 @@ class Encoder:
         """
         end_token = next((m[0] for m in self.ends.finditer(after) if m.end() == len(after)), None)
         position = whole.find(end_token, start) if end_token else -1
-        return (
-            position + len(end_token)
-            if position >= 0 and after.endswith(whole[start : position + len(end_token)])
-            else None
-        )
+        if position < 0:
+            return None
+        end = position + len(end_token)
+        return end if after.endswith(whole[start:end]) else None
 
     def _end_by_content(self, whole: str, start: int, content: str) -> int | None:
         """Return the end of the answer at `start`: behind its `content` and the end token, or None."""
@@ -616,12 +606,6 @@ def _is_written(text: str, whole: str, start: int, end: int) -> bool:
     return at >= 0 and whole.find(answer, at, end) >= 0
 
 
-def _reasoning_key(template: str) -> str:
-    """Return the key under which the template reads reasoning: `reasoning_content`, unless it names only another."""
-    named = [key for key in conversations.REASONING if re.search(rf"\.{key}\b|(['\"]){key}\1", template)]
-    return (named or conversations.REASONING)[0]
-
-
 @contextlib.contextmanager
 def _template_errors(place: str) -> Iterator[None]:
     """Context for running a chat template, in the main thread with limits of processor time and memory.
@@ -665,7 +649,8 @@ def _labeled(encoding, length: int, spans: list[tuple[int, int]], special_ids: s
     ids = encoding.ids
     labels = [conversations.IGNORE] * len(ids)
     for start, end in spans:
-        first = _token_at(encoding, start, end, length)
+        at = map(encoding.char_to_token, range(start, min(end, length)))  # None for a character in no token
+        first = next((index for index in at if index is not None), None)
         if first is None:
             continue
         if ids[first] in special_ids and encoding.token_to_chars(first)[0] < start:
@@ -679,16 +664,6 @@ def _labeled(encoding, length: int, spans: list[tuple[int, int]], special_ids: s
             last += 1  # one character may be several tokens
         labels[first:last] = ids[first:last]
     return ids, labels
-
-
-def _token_at(encoding, position: int, stop: int, length: int) -> int | None:
-    """Return the index of the token at `position`, or at the next character in a token before `stop`."""
-    while position < min(stop, length):
-        index = encoding.char_to_token(position)
-        if index is not None:
-            return index
-        position += 1
-    return None
 
 
 def _token_bytes(tokenizer) -> np.ndarray | None:

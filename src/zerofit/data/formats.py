@@ -153,14 +153,6 @@ def not_used(row: Row, kind: str, known: Sequence[Format] = FORMATS) -> list[str
     return idle + [key for name in entry.columns for key in keys_not_used(name, row[name])]
 
 
-def detect(place: str, row: Row, known: Sequence[Format] = FORMATS) -> str:
-    """Return the format of a row, detected by its columns.
-
-    Raises: UserError naming the place and the columns found.
-    """
-    return recognize(place, row, known)[0]
-
-
 def recognize(place: str, row: Row, known: Sequence[Format] = FORMATS) -> tuple[str, dict[str, str]]:
     """Return the format of a row, and {column: our name} where columns are taken by their names.
 

@@ -360,10 +360,12 @@ def _table(facts: dict) -> list:
         distinct = s["kept"] - s.get("repeated_by_weight", 0) + s.get("left_out_by_weight", 0)
         return s["rows"] - distinct - sum(s.get(r, 0) for r in reasons)
 
+    def template_share(s):
+        return _share(s["template_text"]["template"], max(1, s["template_text"]["supervised"]))
+
     sets = [name for name in ("training", "evaluation") if name in facts]
     of_template = any(facts[name]["template_text"]["rows"] for name in sets)
     weights = [k for k in ("left_out_by_weight", "repeated_by_weight") if facts["training"].get(k)]
-
     has_labels = "wanted" in facts["training"]
     split = any(elsewhere(facts[s]) for s in sets)
     length = [(f"tokens a row, {k}", lambda s, k=k: f"{s['length'][k]:,}") for k in ("min", "median", "p95", "max")]
@@ -381,7 +383,7 @@ def _table(facts: dict) -> list:
         ("tokens", lambda s: f"{s['tokens']:,}"),
         *length,
         ("supervised tokens", lambda s: _share(s["supervised_tokens"], s["tokens"])),
-        *([("template tokens, first rows", _template_share)] if of_template else []),
+        *([("template tokens, first rows", template_share)] if of_template else []),
         ("supervised a row, mean", lambda s: f"{s['supervised_mean']:,.1f}"),
         (f"rows with 0 to {FEW} supervised", lambda s: _share(s["supervised_few"], s["kept"])),
         ("rows with 0 supervised", lambda s: _share(s["supervised_none"], s["kept"])),
@@ -389,11 +391,6 @@ def _table(facts: dict) -> list:
         ("repeated rows, exact", lambda s: _share(s["repeated_exact"], s["kept"])),
         ("repeated rows, normalized", lambda s: _share(s["repeated_normalized"], s["kept"])),
     ]
-
-
-def _template_share(facts: dict) -> str:
-    counted = facts["template_text"]
-    return _share(counted["template"], max(1, counted["supervised"]))
 
 
 def _table_of_answers() -> list:

@@ -20,7 +20,12 @@ def load_datasets(settings, tokenizer) -> tuple[TokenizedDataset, TokenizedDatas
     if settings.eval_fraction and held_out:
         raise UserError("--eval_fraction: the data already has an eval split; use one of the two.")
     if not held_out and not settings.eval_fraction:
-        _refuse_evaluation(settings)
+        for name, off in {"eval_strategy": "no", "eval_on_start": False, "load_best_model_at_end": False}.items():
+            if (value := settings.values[name]) != off:
+                raise UserError(
+                    f"--{name} {as_typed(name, getattr(value, 'value', value))}: there are no rows to evaluate on; "
+                    "name them with --eval_data or --eval_fraction, or leave the flag out."
+                )
     _check_names(settings, train + held_out)
     encoder = encoding.Encoder(tokenizer, settings.train_on, settings.mask_generation_prompt, settings.data_format)
     if settings.streaming:
@@ -31,18 +36,6 @@ def load_datasets(settings, tokenizer) -> tuple[TokenizedDataset, TokenizedDatas
     if settings.eval_fraction:
         train_set, eval_set = dataset.split(train_set, settings)
     return dataset.repeated(train_set), eval_set
-
-
-def _refuse_evaluation(settings) -> None:
-    """Raise UserError for an argument that asks for evaluations, where there are no rows for them."""
-    of_eval = {"eval_strategy": "no", "eval_on_start": False, "load_best_model_at_end": False}
-    for name, off in of_eval.items():
-        value = settings.values[name]
-        if value != off:
-            raise UserError(
-                f"--{name} {as_typed(name, getattr(value, 'value', value))}: there are no rows to evaluate on; name "
-                "them with --eval_data or --eval_fraction, or leave the flag out."
-            )
 
 
 def _check_names(settings, found: list[sources.Source]) -> None:

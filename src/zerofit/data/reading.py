@@ -83,6 +83,17 @@ class ReadingReport:
 
 COUNTS = tuple(entry.name for entry in fields(ReadingReport) if entry.type is int)
 
+# Why rows are dropped, as one line about a data set says it, in its order.
+DROPPED = {
+    "dropped_too_long": "longer than max_length",
+    "dropped_bad": "cannot be used",
+    "dropped_empty_side": "a side is empty",
+    "dropped_identical_sides": "both sides are the same",
+    "dropped_ties": "a tie",
+    "dropped_no_answer_left": "no answer left after the cut",
+    "dropped_untrained": "nothing in them is trained on",
+}
+
 OF_PAIRS = ("dropped_empty_side", "dropped_identical_sides", "dropped_ties")  # those that only pairs have
 
 OF_LABELED = ("wanted",)  # those that only answers with a label have
@@ -260,14 +271,6 @@ def _refuse(place: str, error: UserError, settings, report: ReadingReport) -> No
     exact = str(error).removeprefix(place).lstrip(":, ")  # `place: ...`, or `place, chosen: ...`
     report.dropped_bad += 1
     report.bad_rows.setdefault(re.sub(r"\d+", "N", exact), BadRows()).add(BadRows(1, [place], exact))
-
-
-def first_kept(rows: Iterator, sample: list) -> Iterator:
-    """Yield the rows, and keep the first of them in `sample`, whose tokens `template_tokens` counts."""
-    for row in rows:
-        if len(sample) < template_text.SAMPLED:
-            sample.append(row)
-        yield row
 
 
 def template_tokens(raw: list[tuple], settings, encoder: encoding.Encoder) -> Counter:

@@ -4,6 +4,7 @@ import codecs
 import csv
 import glob
 import io
+import itertools
 import json
 import os
 import re
@@ -248,7 +249,7 @@ def read_rows(source: Source, lines: bool = False) -> Iterator[Row]:
         else:
             with _open(path) as file:
                 if kind == TEXT:
-                    yield from _read_text(path, file)
+                    yield from ((f"{path}:{n}", {"text": line.rstrip("\r\n")}) for n, line in _numbered(path, file))
                 else:
                     yield from (
                         _read_csv(path, file, kind) if kind in (".csv", ".tsv") else _read_json(path, file, lines)
@@ -301,13 +302,15 @@ def _parsed(text: str) -> object:
 
 def _read_json(path: Path, file, lines: bool) -> Iterator[Row]:
     """Yield rows of JSON lines, of one array, which starts with `[`, or of an object that holds one (LIST_KEYS)."""
-    number, line = 0, "\n"
-    while line and not line.strip():
-        line, number = _line(path, file, number)
-    if line.lstrip().startswith("["):
-        yield from _read_lists(path, file, line, number)
+    numbered = _numbered(path, file)
+    first = next(numbered, None)
+    if first is None:
         return
-    if line.strip() and (whole := _one_object(path, line)):
+    number, line = first
+    if line.lstrip().startswith("["):
+        yield from _read_lists(path, file, numbered, line, number)
+        return
+    if whole := _one_object(path, line):
         name = next((key for key in LIST_KEYS if isinstance(whole.get(key), list)), None)
         if name is None or not all(isinstance(row, dict) for row in whole[name]):
             raise UserError(
@@ -315,30 +318,23 @@ def _read_json(path: Path, file, lines: bool) -> Iterator[Row]:
             )
         yield from ((f"{path}: element {n} of {name!r}", row) for n, row in enumerate(whole[name], 1))
         return
-    while line:
-        text = line.strip()
-        if text:
-            place = f"{path}:{number}"
-            yield place, text if lines else json_object(place, text)
-        line, number = _line(path, file, number)
+    for number, line in itertools.chain([first], numbered):
+        place, text = f"{path}:{number}", line.strip()
+        yield place, text if lines else json_object(place, text)
 
 
-def _read_lists(path: Path, file, line: str, number: int) -> Iterator[Row]:
+def _read_lists(path: Path, file, numbered: Iterator[tuple[int, str]], line: str, number: int) -> Iterator[Row]:
     """Yield the rows of one array, or of lines that are a list of turns each. line, number: the first one."""
     turns = _list_of_turns(line)
-    following, after = "\n", number
-    while turns is not None and following and not following.strip():
-        following, after = _line(path, file, after)
-    if turns is None or not (following.strip() or _are_turns(turns)):
+    following = None if turns is None else next(numbered, None)
+    if turns is None or not (following or _are_turns(turns)):
         yield from _read_array(path, line + file.read())
         return
     yield f"{path}:{number}", {"messages": turns}
-    while following:
-        if following.strip():
-            turns, place = _list_of_turns(following), f"{path}:{after}"
-            is_list = turns is not None
-            yield place, {"messages": turns} if is_list else UserError(f"{place}: each line must be a list of turns.")
-        following, after = _line(path, file, after)
+    for number, line in itertools.chain([following] if following else [], numbered):
+        turns, place = _list_of_turns(line), f"{path}:{number}"
+        is_list = turns is not None
+        yield place, {"messages": turns} if is_list else UserError(f"{place}: each line must be a list of turns.")
 
 
 def _list_of_turns(line: str) -> list | None:
@@ -352,11 +348,10 @@ def _list_of_turns(line: str) -> list | None:
 
 def _are_turns(value: list) -> bool:
     """Return whether the elements of a list are turns, by their roles, and not rows."""
-
-    def is_turn(one: object) -> bool:
-        return isinstance(one, dict) and ({"role", "content"} <= one.keys() or {"from", "value"} <= one.keys())
-
-    return bool(value) and all(map(is_turn, value))
+    return bool(value) and all(
+        isinstance(one, dict) and ({"role", "content"} <= one.keys() or {"from", "value"} <= one.keys())
+        for one in value
+    )
 
 
 def _one_object(path: Path, first: str) -> dict | None:
@@ -374,11 +369,16 @@ def _one_object(path: Path, first: str) -> dict | None:
         return None
 
 
-def _line(path: Path, file, number: int) -> tuple[str, int]:
-    line = file.readline(LONGEST_LINE)
-    if len(line) == LONGEST_LINE and not line.startswith("["):
-        raise UserError(f"{path}:{number + 1}: the line is longer than {LONGEST_LINE >> 20} M characters; split it.")
-    return line, number + 1
+def _numbered(path: Path, file) -> Iterator[tuple[int, str]]:
+    """Yield (number, line) of each line that is not blank.
+
+    Raises: UserError for one that is longer than LONGEST_LINE, unless it begins an array.
+    """
+    for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), ""), 1):
+        if len(line) == LONGEST_LINE and not line.startswith("["):
+            raise UserError(f"{path}:{number}: the line is longer than {LONGEST_LINE >> 20} M characters; split it.")
+        if line.strip():
+            yield number, line
 
 
 def json_object(place: str, text: str) -> dict:
@@ -395,15 +395,6 @@ def json_object(place: str, text: str) -> dict:
     if not isinstance(row, dict):
         raise UserError(f"{place}: each line must be an object {{...}}, found {found(row)}.")
     return row
-
-
-def _read_text(path: Path, file) -> Iterator[Row]:
-    """Yield a row for each line that is not blank."""
-    line, number = _line(path, file, 0)
-    while line:
-        if line.strip():
-            yield f"{path}:{number}", {"text": line.rstrip("\r\n")}
-        line, number = _line(path, file, number)
 
 
 def _read_array(path: Path, text: str) -> Iterator[Row]:

@@ -91,7 +91,10 @@ class Stream(torch.utils.data.IterableDataset):
 
     def _merged(self, epoch: int) -> Iterator[tuple[str, object, reading.Form]]:
         iterators = [self._weighted(source, epoch) for source in self.sources]
-        step = [1 / (size * s.weight) for size, s in zip(_sizes(self.sources), self.sources, strict=True)]
+        known = [data_sources.size(source) for source in self.sources]
+        mean = sum(known) // max(1, sum(map(bool, known)))  # for a Hub dataset, whose size is unknown
+        sizes = [size or mean or 1 for size in known]
+        step = [1 / (size * s.weight) for size, s in zip(sizes, self.sources, strict=True)]
         queue = [(0.0, i) for i in range(len(iterators))]  # (rows read by size x weight, index of the source)
         while queue:
             progress, i = heapq.heappop(queue)
@@ -167,14 +170,7 @@ def _fingerprint(sources: list[data_sources.Source], settings, tokenizer) -> str
     return digest.hexdigest()[:24]
 
 
-def _sizes(sources: list[data_sources.Source]) -> list[int]:
-    """Return the bytes of each source; for a Hub dataset, whose size is unknown, the mean of the others."""
-    known = [data_sources.size(source) for source in sources]
-    mean = sum(known) // max(1, sum(map(bool, known)))
-    return [size or mean or 1 for size in known]
-
-
-_ALL_ROWS = ("it needs all rows at once", "leave one of the two out")
+_ALL_ROWS = "it needs all rows at once"
 
 TECHNIQUE = Technique(
     name="streaming",
@@ -187,9 +183,9 @@ TECHNIQUE = Technique(
             "the lengths are not known before the rows are read",
             "use random or sequential",
         ),
-        Conflict("eval_fraction", None, *_ALL_ROWS),
-        Conflict("max_duplicate_fraction", AllBut(1), *_ALL_ROWS),
-        Conflict("max_eval_overlap_fraction", AllBut(1), *_ALL_ROWS),
+        Conflict("eval_fraction", None, _ALL_ROWS),
+        Conflict("max_duplicate_fraction", AllBut(1), _ALL_ROWS),
+        Conflict("max_eval_overlap_fraction", AllBut(1), _ALL_ROWS),
     ),
     resolve=resolve,
 )

@@ -29,7 +29,7 @@ class Conflict:
     argument: str  # its name, without dashes
     values: Container | None  # those that are excluded: a tuple or AllBut; None: any that is on
     why: str  # the cause, as a part of a sentence
-    instead: str  # what to do, as its end
+    instead: str = "leave one of the two out"  # what to do, as its end
     stages: tuple[int, ...] | None = None  # the ZeRO stages at which both exclude each other; None: all
 
     def applies(self, settings: Settings) -> bool:

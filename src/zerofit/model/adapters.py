@@ -117,7 +117,16 @@ def resolve(settings) -> None:
             "length, and how many of the last layers get one)."
         )
     if kind in PROMPTS:
-        _resolve_prompts(settings)
+        decide(settings, "padding_free", False)
+    if kind == "prefix_tuning":
+        for name in ("activation_checkpointing", "gradient_checkpointing"):
+            if settings.values.get(name) and settings.source[name] not in ("default", "transformers default"):
+                raise UserError(
+                    f"--{name} with --adapter prefix_tuning: recomputed layers get no cache, so the prefix, which is "
+                    "one, would not be seen; leave one of the two out."
+                )
+        if settings.gradient_checkpointing:
+            decide(settings, "gradient_checkpointing", False, "recomputed layers would not see the prefix")
     if init == "orthogonal" and settings.lora_r % 2:
         raise UserError(f"--init_lora_weights orthogonal needs an even --lora_r, not {settings.lora_r}.")
     if re.fullmatch(CHANGES_BASE, init) and (config.rank_pattern or config.alpha_pattern):
@@ -139,8 +148,13 @@ def resolve_for_model(settings, config) -> None:
     if not takes_targets:  # an initial adapter has its own list
         return
     read, of_all = linear_attention.read_by_kernels(config), isinstance(_targets(settings), str)
-    if not of_all:
-        _refuse_read(settings, config, read)
+    named = [] if of_all else [name for name in settings.lora_target_modules if name.rpartition(".")[2] in read]
+    if named:
+        raise UserError(
+            f"--lora_target_modules {' '.join(named)}: Mamba's kernels read the weight of "
+            f"{'these layers' if len(named) > 1 else 'this layer'} in {config.model_type}, and no adapter there would "
+            "train; leave it out."
+        )
     left, why = _left_out(config, read, of_all)
     if left and not any(word.startswith("exclude_modules=") for word in words):
         decide(settings, "adapter_config", [*words, f"exclude_modules={left}"], why)
@@ -164,33 +178,10 @@ def _left_out(config, read: tuple[str, ...], of_all: bool) -> tuple[str, str]:
     return "", ""
 
 
-def _refuse_read(settings, config, read: tuple[str, ...]) -> None:
-    """Raise UserError for a target whose weight a kernel reads: its adapter would have no gradient."""
-    if named := [name for name in settings.lora_target_modules if name.rpartition(".")[2] in read]:
-        raise UserError(
-            f"--lora_target_modules {' '.join(named)}: Mamba's kernels read the weight of "
-            f"{'these layers' if len(named) > 1 else 'this layer'} in {config.model_type}, and no adapter there would "
-            "train; leave it out."
-        )
-
-
 def _targets(settings) -> list[str] | str:
     """Return the target modules as peft takes them: all-linear and a regular expression are texts, names a list."""
     targets = settings.lora_target_modules
     return targets[0] if targets == ["all-linear"] or not all(map(MODULE_NAME.fullmatch, targets)) else targets
-
-
-def _resolve_prompts(settings) -> None:
-    decide(settings, "padding_free", False)
-    if settings.adapter == "prefix_tuning":
-        for name in ("activation_checkpointing", "gradient_checkpointing"):
-            if settings.values.get(name) and settings.source[name] not in ("default", "transformers default"):
-                raise UserError(
-                    f"--{name} with --adapter prefix_tuning: recomputed layers get no cache, so the prefix, which is "
-                    "one, would not be seen; leave one of the two out."
-                )
-        if settings.gradient_checkpointing:
-            decide(settings, "gradient_checkpointing", False, "recomputed layers would not see the prefix")
 
 
 def _config(settings, new_token_ids: dict[str, list[int]] | None = None):
@@ -503,9 +494,7 @@ KINDS: dict[str, tuple[Conflict, ...]] = {
 
 _NAMES = {"lora": "LoRA", "ia3": "IA3"}  # where it is not the value's words
 
-_SIZES = {
-    "adaption_prompt": "--adapter_config adapter_len=10 adapter_layers=1"
-}  # that an adapter does not start without
+_SIZES = {"adaption_prompt": "--adapter_config adapter_len=10 adapter_layers=1"}  # that it does not start without
 
 
 def _of_kind(kind: str, conflicts: tuple[Conflict, ...]) -> Technique:
@@ -522,12 +511,7 @@ TECHNIQUES = (
         example="--use_dora true",
         conflicts=(
             _NEEDS_LORA,
-            Conflict(
-                "init_lora_weights",
-                AllBut("true"),
-                "DoRA's magnitudes are taken from the plain start",
-                "leave one of the two out",
-            ),
+            Conflict("init_lora_weights", AllBut("true"), "DoRA's magnitudes are taken from the plain start"),
         ),
     ),
     Technique(name="rank-stabilized LoRA", flag="use_rslora", example="--use_rslora true", conflicts=(_NEEDS_LORA,)),
@@ -543,12 +527,7 @@ TECHNIQUES = (
                 "LoRA+ gives A and B rates of their own, and this optimizer makes its own groups",
                 "use an AdamW or leave --loraplus_lr_ratio out",
             ),
-            Conflict(
-                "pure_bf16",
-                (True,),
-                "the optimizer that rounds stochastically is not built with LoRA+'s groups",
-                "leave one of the two out",
-            ),
+            Conflict("pure_bf16", (True,), "the optimizer that rounds stochastically is not built with LoRA+'s groups"),
         ),
     ),
     Technique(
@@ -572,10 +551,7 @@ TECHNIQUES = (
                 stages=(3,),
             ),
             Conflict(
-                "modules_to_save",
-                ("embed_tokens", "lm_head", "wte"),
-                "the rows of the new tokens would train twice",
-                "leave one of the two out",
+                "modules_to_save", ("embed_tokens", "lm_head", "wte"), "the rows of the new tokens would train twice"
             ),
         ),
     ),

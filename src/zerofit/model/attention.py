@@ -17,7 +17,7 @@ import sys
 import torch
 import transformers.utils as available
 from accelerate.utils import send_to_device
-from transformers import AttentionInterface
+from transformers import AttentionInterface, AttentionMaskInterface
 from transformers.integrations.sdpa_attention import sdpa_attention_forward
 from transformers.masking_utils import sdpa_mask
 
@@ -196,11 +196,6 @@ def _head_dim(text) -> int | None:
     return own or (hidden // heads if heads else None) or None
 
 
-def class_of(config):
-    """Return transformers' class of the layers that text goes through; None if it has none (remote code)."""
-    return classes.text_class(config)
-
-
 def has_sdpa(cls, config) -> bool:
     """Return whether sdpa computes what a class asks for by this configuration: it has no soft cap and no sinks.
 
@@ -211,7 +206,7 @@ def has_sdpa(cls, config) -> bool:
 
 def has_only_flex(config) -> bool:
     """Return whether a model has flex_attention and no sdpa: Gemma-2, gpt-oss and others with a soft cap or sinks."""
-    cls = class_of(config)
+    cls = classes.text_class(config)
     return cls is not None and not has_sdpa(cls, config) and bool(cls._supports_flex_attn)
 
 
@@ -239,7 +234,7 @@ def _flex_where_sdpa_is_missing(settings, config) -> None:
     if settings.use_cpu or not is_open or not has_only_flex(config) or why_not_flex(settings, config):
         return
     if flex_proof.is_kept(settings, config):
-        why = f"{class_of(config).__name__} has no sdpa, and an earlier start has proven it on this GPU"
+        why = f"{classes.text_class(config).__name__} has no sdpa, and an earlier start has proven it on this GPU"
         decide(settings, "attn_implementation", flex_proof.NAME, f"{why} (off: --attn_implementation eager)")
 
 
@@ -248,7 +243,7 @@ def _eager_where_sdpa_is_missing(settings, config) -> None:
 
     Raises: UserError for an explicit --attn_implementation sdpa.
     """
-    cls = class_of(config)
+    cls = classes.text_class(config)
     if settings.attn_implementation != "sdpa" or cls is None or has_sdpa(cls, config):
         return
     if "attn_implementation" in settings.given:
@@ -265,10 +260,10 @@ def _eager_where_sdpa_is_missing(settings, config) -> None:
 @contextlib.contextmanager
 def for_generation(settings, model):
     """Context in which a model with flex_attention generates by another: each token would be a length of its own."""
-    owner = model.get_base_model() if hasattr(model, "get_base_model") else model
     if settings.attn_implementation != flex_proof.NAME:
         yield
         return
+    owner = model.get_base_model() if hasattr(model, "get_base_model") else model
     owner.set_attn_implementation("sdpa" if has_sdpa(owner, owner.config) else "eager")
     try:
         yield
@@ -284,7 +279,7 @@ def cannot_pack(config, chosen: str, max_length: int) -> str | None:
     text = config.get_text_config()
     if getattr(text, "attention_chunk_size", None):  # Llama-4
         return "the chunks of its attention are counted from the start of a row, not of a document"
-    cls = class_of(config)
+    cls = classes.text_class(config)
     if why := linear_attention.mixes_documents(config):
         return why
     if chosen != NAME or cls is None:  # remote code is left to the check on the loaded model
@@ -433,8 +428,6 @@ def register(documents=None) -> str:
 
     Args: documents: see packed_attention.
     """
-    from transformers import AttentionInterface, AttentionMaskInterface  # seconds, and not for the flags
-
     linear_attention.read_boundaries_by(documents or spans)
     AttentionInterface.register(NAME, functools.partial(packed_attention, documents=documents))
     AttentionMaskInterface.register(NAME, mask)
@@ -512,7 +505,7 @@ TECHNIQUES = (
         name="packing",
         flag="packing",
         example="--packing true",
-        conflicts=(Conflict("padding_free", (False,), "packed sequences are not padded", "leave one of the two out"),),
+        conflicts=(Conflict("padding_free", (False,), "packed sequences are not padded"),),
     ),
     Technique(
         name="padding-free batches",

@@ -277,15 +277,16 @@ def logit_form(base, head) -> tuple[float, float | None]:
     inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
     if hasattr(base.config, "output_router_logits"):
         inputs["output_router_logits"] = False  # the replaced layers return none; RouterLoss adds that loss
-    losses = []
-    with attribute(backbone, "forward", lambda *_, **__: outputs_of_any_class()(last_hidden_state=hidden)):
-        for logits in (grid, grid[..., :0]):
-            with attribute(head, "forward", lambda _, logits=logits: logits.clone()), _loss_function(base, note):
-                try:
-                    with torch.no_grad():
-                        losses.append(float(base.forward(**inputs).loss))
-                except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-                    raise NotFused(f"this model's forward cannot do without its logits ({error})") from None
+    losses, base.loss_function = [], note
+    try:
+        with attribute(backbone, "forward", lambda *_, **__: outputs_of_any_class()(last_hidden_state=hidden)):
+            for logits in (grid, grid[..., :0]):
+                with attribute(head, "forward", lambda _, logits=logits: logits.clone()), torch.no_grad():
+                    losses.append(float(base.forward(**inputs).loss))
+    except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
+        raise NotFused(f"this model's forward cannot do without its logits ({error})") from None
+    finally:
+        base.loss_function = dense_loss
     if len(seen) != 2 or losses[0] != losses[1]:
         raise NotFused("this model does not compute its loss with its loss function alone")
     scale, at_large = seen[0][0, 0, 0].item() / SMALL, seen[0][0, 0, 1].item()
@@ -309,15 +310,6 @@ def attribute(module, name, value):
             delattr(module, name)
         else:
             setattr(module, name, before)
-
-
-@contextlib.contextmanager
-def _loss_function(base, value):
-    before, base.loss_function = base.loss_function, value
-    try:
-        yield
-    finally:
-        base.loss_function = before
 
 
 class FusedLoss:
@@ -455,10 +447,10 @@ TECHNIQUE = Technique(
     flag="fused_loss",
     example="--fused_loss true",
     conflicts=(
-        Conflict("label_smoothing_factor", None, "it needs the logits", "leave one of the two out"),
-        Conflict("torch_compile", (True,), "the model's forward is traced", "leave one of the two out"),
+        Conflict("label_smoothing_factor", None, "it needs the logits"),
+        Conflict("torch_compile", (True,), "the model's forward is traced"),
         Conflict("tp_size", None, "the head is split", "use --fused_loss false"),
-        Conflict("lora_target_modules", ("lm_head",), "the head has an adapter", "leave one of the two out"),
+        Conflict("lora_target_modules", ("lm_head",), "the head has an adapter"),
     ),
     resolve_for_model=resolve_for_model,
 )

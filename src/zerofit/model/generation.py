@@ -93,9 +93,8 @@ def answers(trainer, rows: list[dict], max_new_tokens: int, batch: int = 64) -> 
     was_training = model.training
     model.eval()
     own_rows, texts = list(range(rank, len(rows), ranks)), {}
-    rounds = math.ceil(
-        math.ceil(len(rows) / ranks) / batch
-    )  # the same on every rank: under ZeRO-3 each forward is collective
+    # As many on every rank: under ZeRO-3 each forward is collective.
+    rounds = math.ceil(math.ceil(len(rows) / ranks) / batch)
     for i in range(rounds):
         # A rank without rows left answers row 0 again, to take part in ZeRO-3's gathers.
         indices = own_rows[i * batch : (i + 1) * batch] or [0]

@@ -18,12 +18,8 @@ FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 OF_CONFIG = {"lora_r": "r", "lora_alpha": "lora_alpha", "use_dora": "use_dora", "use_rslora": "use_rslora",
              "lora_target_modules": "target_modules", "modules_to_save": "modules_to_save"}  # fmt: skip
 
-NOT_BESIDE = (
-    "adapter_config",
-    "init_lora_weights",
-    "lora_target_parameters",
-    "new_tokens",
-)  # flags that would change the configuration
+# Flags that would change the configuration.
+NOT_BESIDE = ("adapter_config", "init_lora_weights", "lora_target_parameters", "new_tokens")
 
 # Values of init_lora_weights with which an adapter is for its base as it is, or for one that peft makes of it alone.
 GOES_ON = r"True|False|gaussian|orthogonal|eva|olora|pissa(_niter_\d+)?"

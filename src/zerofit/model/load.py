@@ -170,13 +170,9 @@ def _load(load, settings, part: str, **kwargs):
     except Exception as error:  # of any file: what libraries do with values that they do not expect
         if isinstance(error, UserError) or (part == "weights" and not isinstance(error, OSError)):
             raise
-        raise UserError(f"--model {name}: its {part} could not be loaded: {_reason(error)}") from None
-
-
-def _reason(error: Exception) -> str:
-    """Return the first line of an error, or all of those with which a configuration names one of its fields."""
-    checked = type(error).__name__.startswith("StrictDataclass")
-    return in_one_line(error) if checked else first_line(error) if str(error) else type(error).__name__
+        names_field = type(error).__name__.startswith("StrictDataclass")  # in several lines
+        why = in_one_line(error) if names_field else first_line(error) if str(error) else type(error).__name__
+        raise UserError(f"--model {name}: its {part} could not be loaded: {why}") from None
 
 
 def weight_dtype(settings) -> str:
@@ -409,9 +405,9 @@ def verify_saved(folder: Path, numel: int) -> None:
     """
     saved = 0
     for file in sorted(Path(folder).glob("*.safetensors")):
-        for name, entry in files.read_header(file).items():
-            size = 0 if name == "__metadata__" else math.prod(entry["shape"])
-            if name != "__metadata__" and size == 0:
+        for name, entry in files.tensors(file).items():
+            size = math.prod(entry["shape"])
+            if size == 0:
                 raise RuntimeError(f"{file}: {name} was saved empty.")
             saved += size
     if saved < numel:

@@ -118,15 +118,13 @@ def packed_weights(model) -> int:
     head = getattr(head, "base_layer", head)  # below its adapter
     read = linear_attention.read_by_kernels(model.config)
     linear = [
-        m for name, m in model.named_modules()
-        if type(m) in (torch.nn.Linear, Conv1D) and m is not head and not read.count(_own_name(name))
-    ]  # fmt: skip
+        module
+        for name, module in model.named_modules()
+        if type(module) in (torch.nn.Linear, Conv1D)
+        and module is not head
+        and name.removesuffix(".base_layer").rpartition(".")[2] not in read  # below an adapter peft adds that part
+    ]
     return sum(m.weight.numel() for m in linear if not m.weight.requires_grad)
-
-
-def _own_name(name: str) -> str:
-    """Return the last part of a module's name, without the part that peft adds below an adapter."""
-    return name.removesuffix(".base_layer").rpartition(".")[2]
 
 
 def numel(parameter) -> int:
@@ -197,10 +195,7 @@ _EITHER = (
         f"use --adapter {', '.join(ADAPTERS[:-1])} or {ADAPTERS[-1]}",
     ),
     Conflict(
-        "init_lora_weights",
-        AllBut("true", "gaussian", "orthogonal"),
-        "it changes the base weights, which are packed",
-        "leave one of the two out",
+        "init_lora_weights", AllBut("true", "gaussian", "orthogonal"), "it changes the base weights, which are packed"
     ),
     Conflict(
         "adapter",
@@ -215,7 +210,7 @@ _EITHER = (
         "DeepSpeed moves parameters without the constants that unpack them",
         "use --offload optimizer",
     ),
-    Conflict("new_tokens", None, "the base cannot grow while it is packed", "leave one of the two out"),
+    Conflict("new_tokens", None, "the base cannot grow while it is packed"),
 )
 
 # The first one's hooks are for both.

@@ -1,5 +1,6 @@
 """The optimizers of --optim: what each needs, excludes and costs in bytes."""
 
+import difflib
 import importlib.util
 import re
 from collections.abc import Callable
@@ -128,19 +129,14 @@ def resolve(settings) -> None:
         raise UserError("--tf32 true: TF32 is a mode of NVIDIA GPUs, and this run is on the CPU; leave it out.")
     if entry is None:
         _choose_unlisted(settings, name)
-    else:
-        _check(settings, name, entry)
+    elif entry.module and importlib.util.find_spec(entry.module) is None:
+        install = command_line.install(entry.extra or "")
+        raise UserError(f"--optim {name}: {entry.module} is not installed: {install}.")
+    elif entry.needs_cuda and settings.use_cpu:
+        raise UserError(f"--optim {name}: needs a GPU; use {name.removeprefix('paged_')} or adamw_torch_fused here.")
     _choose_arguments(settings, name, explicit)
     if settings.pure_bf16:
         _choose_pure_bf16(settings, name, entry, explicit)
-
-
-def _check(settings, name: str, entry: OptimizerSpec) -> None:
-    if entry.module and importlib.util.find_spec(entry.module) is None:
-        install = command_line.install(entry.extra or "")
-        raise UserError(f"--optim {name}: {entry.module} is not installed: {install}.")
-    if entry.needs_cuda and settings.use_cpu:
-        raise UserError(f"--optim {name}: needs a GPU; use {name.removeprefix('paged_')} or adamw_torch_fused here.")
 
 
 def _match_json(settings, explicit: dict) -> None:
@@ -162,8 +158,6 @@ def _choose_unlisted(settings, name: str) -> None:
 
     known = {n.value for n in OptimizerNames}
     if name not in known:
-        import difflib
-
         own = settings.recipe.optimizers
         close = difflib.get_close_matches(name, [*own, *OPTIMIZERS, *ALIASES, *known], 1, 0.6)
         raise UserError(
@@ -191,11 +185,8 @@ def _choose_arguments(settings, name: str, explicit: dict) -> None:
             f"--optim muon with --max_grad_norm {settings.max_grad_norm}: under ZeRO DeepSpeed would clip the "
             "normalized updates; use --max_grad_norm 0."
         )
-    if (
-        name == "muon"
-        and settings.zero == 3
-        and json_value(settings.deepspeed, "zero_optimization.reduce_scatter", True)
-    ):
+    scatters = json_value(settings.deepspeed or {}, "zero_optimization.reduce_scatter", True)
+    if name == "muon" and settings.zero == 3 and scatters:
         settings.deepspeed = merge_json(settings.deepspeed, {"zero_optimization": {"reduce_scatter": False}})
         settings.decisions.append("zero_optimization.reduce_scatter false: Muon at stage 3 needs whole gradients")
     if name.startswith(("galore", "apollo")) and settings.optim_target_modules is None:
@@ -269,8 +260,8 @@ TECHNIQUES = (
         flag="pure_bf16",
         example="--pure_bf16 true",
         conflicts=(
-            Conflict("fp16", (True,), "pure bf16 is bf16 throughout", "leave one of the two out"),
-            Conflict("bf16", (False,), "pure bf16 is bf16 throughout", "leave one of the two out"),
+            Conflict("fp16", (True,), "pure bf16 is bf16 throughout"),
+            Conflict("bf16", (False,), "pure bf16 is bf16 throughout"),
             Conflict("dtype", ("float32", "float16"), "the weights are bf16", "leave --dtype out"),
             Conflict(
                 "offload",

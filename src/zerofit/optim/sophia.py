@@ -29,12 +29,6 @@ class SophiaG(torch.optim.Optimizer):
         self.k, self.noise = k, bf16_adamw.Noise(seed, part)
         self.sampled_tokens = None  # if set, gradients are of sampled labels, and step() updates only h
 
-    def _state(self, p) -> dict:
-        state = self.state[p]
-        if not state:
-            state |= {"step": 0, "exp_avg": torch.zeros_like(p), "hessian": torch.zeros_like(p)}
-        return state
-
     @torch.no_grad()
     def step(self, closure=None):
         loss = closure() if closure is not None else None
@@ -42,8 +36,12 @@ class SophiaG(torch.optim.Optimizer):
         for group in self.param_groups:
             for p in group["params"]:
                 self.noise.number(p)  # also without a gradient, so that a resumed run has the same indices
-                if p.grad is not None:
-                    update(group, p, self._state(p))
+                if p.grad is None:
+                    continue
+                state = self.state[p]
+                if not state:
+                    state |= {"step": 0, "exp_avg": torch.zeros_like(p), "hessian": torch.zeros_like(p)}
+                update(group, p, state)
         return loss
 
     def _update_hessian(self, group, p, state) -> None:

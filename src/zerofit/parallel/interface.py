@@ -8,30 +8,6 @@ from zerofit.job.settings import Settings
 from zerofit.job.technique import Technique
 
 
-def _one(_: Settings) -> int:
-    """Return 1: without the flag, no ranks share a row."""
-    return 1
-
-
-def _nothing(_: Settings) -> None:
-    """Accept every recipe."""
-
-
-def _whole(shape, _: int):
-    """Return the shape of the model unchanged: each rank of a group holds all of it."""
-    return shape
-
-
-def _sends_nothing(*_) -> tuple[float, float]:
-    """Return no calls and no bytes."""
-    return 0.0, 0.0
-
-
-def _no_sections(_: int) -> dict[str, Any]:
-    """Return no sections of a DeepSpeed configuration."""
-    return {}
-
-
 @dataclass(frozen=True, kw_only=True)
 class Parallel(Technique):
     """A technique whose flag is the number of ranks that share each row.
@@ -44,15 +20,16 @@ class Parallel(Technique):
     whole_nodes: bool = False  # a group of neighbors may also have all ranks of several nodes
     exchanges: str = "sums"  # what a group of neighbors exchanges in every layer
     groups: str = "share rows"  # what a plan says of them: "2 groups of 4 GPUs that ..."
-    check_recipe: Callable[[Settings], None] = _nothing  # before its conflicts; raises UserError for another recipe
-    default_size: Callable[[Settings], int] = _one  # where the flag has no value
+    # Raise UserError for a recipe that it cannot train, before its conflicts.
+    check_recipe: Callable[[Settings], None] = lambda settings: None
+    default_size: Callable[[Settings], int] = lambda settings: 1  # where the flag has no value
     searched: tuple[int, ...] = ()  # sizes that a plan tries, as far as a node has so many GPUs
     overlay: str = ""  # file of deepspeed_configs/ to merge into the DeepSpeed configuration
-    sections: Callable[[int], dict[str, Any]] = _no_sections  # of the DeepSpeed configuration, by size
+    sections: Callable[[int], dict[str, Any]] = lambda size: {}  # of the DeepSpeed configuration, by size
 
     # For plans; a shape is a plan.formulas.Shape.
-    share: Callable[[Any, int], Any] = _whole  # (shape, size) -> the shape of what one rank holds before ZeRO
-    sent: Callable[[Any, int, int], tuple[float, float]] = _sends_nothing
+    share: Callable[[Any, int], Any] = lambda shape, size: shape  # the shape of what one rank holds before ZeRO
+    sent: Callable[[Any, int, int], tuple[float, float]] = lambda shape, tokens, size: (0.0, 0.0)
     # (shape, tokens of a micro batch on a rank, size) -> (calls, bytes that a rank sends) in the forward of a layer
     sums: bool = False  # they are all-reduces, which go round the ring twice
 

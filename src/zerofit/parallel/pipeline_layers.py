@@ -124,12 +124,10 @@ class Pipeline(PipelineModule):
         self.shapes = {name: tuple(weight.shape) for name, weight in weights.items()}
         self.numel = sum(weight.numel() for weight in weights.values())
 
-    def own_parts(self) -> list[Part]:
-        """Return this rank's parts, a tied one once."""
-        return [module for module in self.modules() if isinstance(module, Part)]
-
     def named_weights(self) -> dict[str, torch.nn.Parameter]:
-        return {name: weight for part in self.own_parts() for name, weight in part.named_weights().items()}
+        """Return the weights of this rank's parts by the model's own names, those of a tied part once."""
+        parts = (module for module in self.modules() if isinstance(module, Part))
+        return {name: weight for part in parts for name, weight in part.named_weights().items()}
 
     def head_weight(self) -> torch.nn.Parameter:
         """Return the matrix of the head, on the last stage."""

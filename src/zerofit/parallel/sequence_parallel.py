@@ -55,21 +55,16 @@ CONFLICTS = (
 # --- checks ---
 
 
-def _check_attention(settings) -> None:
-    """Raise UserError for an attention that is not called with whole rows."""
-    if settings.attn_implementation not in ("sdpa", attention.NAME):
-        raise UserError(
-            f"--sp_size {settings.sp_size} with --attn_implementation {settings.attn_implementation}: only sdpa's "
-            "kernels are called with whole rows; use sdpa."
-        )
-
-
 def resolve(settings) -> None:
     """Choose the attention of --sp_size. Raises: UserError for another one that was asked for."""
     size = settings.sp_size
     if size == 1:
         return
-    _check_attention(settings)
+    if settings.attn_implementation not in ("sdpa", attention.NAME):
+        raise UserError(
+            f"--sp_size {size} with --attn_implementation {settings.attn_implementation}: only sdpa's kernels are "
+            "called with whole rows; use sdpa."
+        )
     if settings.deepspeed is not None and "train_batch_size" in settings.deepspeed:
         settings.deepspeed["train_batch_size"] = "auto"  # DeepSpeed counts a group's rows once for each rank
     decide(settings, "attn_implementation", NAME, f"the {size} ranks of a group exchange tokens for heads around it")

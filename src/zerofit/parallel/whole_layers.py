@@ -66,8 +66,15 @@ def resolve_for_model(settings, config) -> None:
         matrices = max(_numbers(layer, dimensions=2) for layer in layers)
         sizes = map(buffers.bucket_size, (size, matrices))
         _add(settings, names, dict(zip(BUCKETS, sizes, strict=True)), _reason(settings))
-    elif is_compiled:
-        _add_compiled(settings, names)
+        return
+    own = json_value(settings.deepspeed, f"{LEAVES}.classes")
+    if is_compiled and own is None:
+        _add(settings, names, {}, "a compiled layer is gathered whole, before it begins")
+    elif is_compiled and not {*names} <= {*own}:
+        raise UserError(
+            f"--compile_layers: {LEAVES} of the DeepSpeed JSON lacks {' '.join(names)}, and hooks within a compiled "
+            "layer lose its gradients; add it, or delete the section."
+        )
 
 
 def _numbers(layer, dimensions: int = 1) -> int:
@@ -90,17 +97,6 @@ def _add(settings, names: list[str], buckets: dict[str, int], reason: str) -> No
     settings.deepspeed = merge_json(settings.deepspeed, {"zero_optimization": added})
     of_size = f", buckets of {max(buckets.values()):,} numbers" if buckets else ""
     settings.decisions.append(f"{LEAVES} {' '.join(names)}{of_size}: {reason}")
-
-
-def _add_compiled(settings, names: list[str]) -> None:
-    own = json_value(settings.deepspeed, f"{LEAVES}.classes")
-    if own is None:
-        _add(settings, names, {}, "a compiled layer is gathered whole, before it begins")
-    elif not {*names} <= {*own}:
-        raise UserError(
-            f"--compile_layers: {LEAVES} of the DeepSpeed JSON lacks {' '.join(names)}, and hooks within a compiled "
-            "layer lose its gradients; add it, or delete the section."
-        )
 
 
 TECHNIQUE = Technique(name="whole layers", flag="whole_layers", resolve=resolve, resolve_for_model=resolve_for_model)

@@ -93,7 +93,8 @@ class MemoryTracker:
         self.allocator_peak: dict[str, int] = {}
         self._table: dict[int, _Storage] = {}
         self.limit, self.highest, self.largest = limit, 0, 0  # bytes: most alive at once, largest block
-        self._live, self._vocabulary, self._snapshot_due = 0, None, False
+        self.live_bytes = 0  # alive now, of all parts
+        self._vocabulary, self._snapshot_due = None, False
         self._best: dict[tuple[str, int], tuple[int, list[_Storage]]] = {}  # (phase, step) -> bytes, storages alive
         self._watch, self._hooks, self._gradient_hooks, self._once = None, [], [], set()
         self.events: list[tuple] | None = [] if keep_events else None  # (key, bytes, stream); 0 bytes: released
@@ -162,20 +163,20 @@ class MemoryTracker:
         weakref.finalize(storage, self._died, key).atexit = False
         if self.events is not None:
             self.events.append((key, size, self.stream))
-        self._live += size
-        self.highest, self.largest = max(self.highest, self._live), max(self.largest, size)
-        if self.limit is not None and self._live > self.limit:
-            raise torch.OutOfMemoryError(f"{self._live} bytes alive, the limit is {self.limit}")
+        self.live_bytes += size
+        self.highest, self.largest = max(self.highest, self.live_bytes), max(self.largest, size)
+        if self.limit is not None and self.live_bytes > self.limit:
+            raise torch.OutOfMemoryError(f"{self.live_bytes} bytes alive, the limit is {self.limit}")
         best = self._best.get((self.phase, self.steps))
-        if best is None or self._live > best[0]:
-            self._best[self.phase, self.steps] = (self._live, best[1] if best else [])
+        if best is None or self.live_bytes > best[0]:
+            self._best[self.phase, self.steps] = (self.live_bytes, best[1] if best else [])
             self._snapshot_due = True
 
     def _died(self, key: int) -> None:
         self._keep_snapshot()
         storage = self._table.pop(key, None)
         if storage is not None:
-            self._live -= storage.bytes
+            self.live_bytes -= storage.bytes
             if self.events is not None:
                 self.events.append((key, 0, 0))
 
@@ -212,11 +213,6 @@ class MemoryTracker:
         return {phase: peaks[phase] for phase in PHASES if phase in peaks}
 
     @property
-    def live_bytes(self) -> int:
-        """Return the bytes that are alive now, of all parts."""
-        return self._live
-
-    @property
     def host(self) -> int:
         """Return the bytes of offloaded optimizer tensors."""
         if self.device == "cuda":  # tensors in host memory are not tracked
@@ -229,19 +225,16 @@ class MemoryTracker:
 
     def enter(self, phase: str) -> None:
         """Begin a phase, one of PHASES."""
+        global _highest
         self._keep_snapshot()
         if self.device == "cuda" and self.following:
-            self._read_allocator()
+            peak = torch.cuda.max_memory_allocated()
+            self.allocator_peak[self.phase] = max(peak, self.allocator_peak.get(self.phase, 0))
+            _highest = max(_highest, peak)
+            torch.cuda.reset_peak_memory_stats()
         self.phase = phase
-        if self.following and self._live > self._best.get((phase, self.steps), (0, []))[0]:
-            self._best[phase, self.steps] = (self._live, list(self._table.values()))
-
-    def _read_allocator(self) -> None:
-        global _highest
-        peak = torch.cuda.max_memory_allocated()
-        self.allocator_peak[self.phase] = max(peak, self.allocator_peak.get(self.phase, 0))
-        _highest = max(_highest, peak)
-        torch.cuda.reset_peak_memory_stats()
+        if self.following and self.live_bytes > self._best.get((phase, self.steps), (0, []))[0]:
+            self._best[phase, self.steps] = (self.live_bytes, list(self._table.values()))
 
     def _follow(self) -> None:
         if not self.following:
@@ -383,12 +376,7 @@ def current() -> MemoryTracker:
     return _open or MemoryTracker()
 
 
-_highest = 0
-
-
-def highest_before_resets() -> int:
-    """Return the highest torch.cuda.max_memory_allocated, in bytes, read before a memory tracker reset it."""
-    return _highest
+_highest = 0  # bytes of torch.cuda.max_memory_allocated, read before a memory tracker reset it
 
 
 def keep_outside_allocator(folder: Path) -> None:
@@ -405,7 +393,7 @@ def keep_outside_allocator(folder: Path) -> None:
 def peak_memory_bytes(args) -> int:
     """Return the ranks' highest peak: allocated CUDA memory, or resident memory on a CPU. Collective."""
     if args.device.type == "cuda":
-        peak = max(torch.cuda.max_memory_allocated(), highest_before_resets())
+        peak = max(torch.cuda.max_memory_allocated(), _highest)
     else:
         peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * (1 if sys.platform == "darwin" else 1024)
     value = torch.tensor(peak, dtype=torch.long, device=args.device)

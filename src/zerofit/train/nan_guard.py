@@ -150,10 +150,9 @@ class NanGuard:
             if self.gradients.steps == STEPS_WITHOUT_GRADIENT:
                 self.gradients.check(self.trainer.model)
             return
-        losses = self._of_all_ranks()
-        self.grad_norm = (
-            math.nan if self.grad_norm is None else self.grad_norm
-        )  # an engine at stage 0 has measured none
+        losses = distributed.all_gather([loss.item() for loss in self.losses])  # by [rank][micro batch]
+        if self.grad_norm is None:  # an engine at stage 0 has measured none
+            self.grad_norm = math.nan
         if self.settings.precision == "fp16" and all(math.isfinite(loss) for rank in losses for loss in rank):
             self.overflows += 1
             if self.overflows >= OVERFLOWS:
@@ -180,11 +179,8 @@ class NanGuard:
         self.settings.checks.append(self.gradients.line())
         if not self.in_a_row or (self.by_rows and self._some_row_is_finite()):
             return
-        why = (
-            "the weights give no finite loss on any row"
-            if self.by_rows
-            else "all of its losses were finite, no row stands out"
-        )
+        of_gradient = "all of its losses were finite, no row stands out"
+        why = "the weights give no finite loss on any row" if self.by_rows else of_gradient
         raise Diverged(
             f"step {self.trainer.state.global_step}: the run ends on a step without a finite gradient, and {why}: the "
             "weights are no longer usable. Lower --learning_rate, or start from an earlier checkpoint."
@@ -205,10 +201,6 @@ class NanGuard:
             return logged
         return logged * steps / (steps - skipped) if steps > skipped else math.nan
 
-    def _of_all_ranks(self) -> list[list[float]]:
-        """Return the losses of this step by [rank][micro batch]. Collective."""
-        return distributed.all_gather([loss.item() for loss in self.losses])
-
     def _rows_of_all_ranks(self) -> list[list[list[int]]] | None:
         """Return the rows of this step by [rank][micro batch]; None where a rank does not know them. Collective."""
         sequences = None if self.numbers is None else self.trainer.train_dataset.sequences
@@ -218,7 +210,7 @@ class NanGuard:
 
     def _tell(self, losses: list[list[float]], stop: bool) -> None:
         trainer, settings = self.trainer, self.settings
-        step, is_rank_0 = trainer.state.global_step, trainer.args.process_index == 0
+        step = trainer.state.global_step
         bad_batches = [
             (r, m) for r, rank in enumerate(losses) for m, loss in enumerate(rank) if not math.isfinite(loss)
         ]
@@ -228,11 +220,8 @@ class NanGuard:
             for r, m in bad_batches[:4]
         )
         places += f" and {len(bad_batches) - 4} more" if len(bad_batches) > 4 else ""
-        issue = (
-            f"the loss is not finite on {places}"
-            if bad_batches
-            else f"the gradient is {float(self.grad_norm)}, all losses are finite"
-        )
+        of_gradient = f"the gradient is {float(self.grad_norm)}, all losses are finite"
+        issue = f"the loss is not finite on {places}" if bad_batches else of_gradient
         folder = Path(trainer.args.output_dir) / "nan" / f"step-{step}"
         is_kept = self.found <= KEPT or stop
         if is_kept:
@@ -246,7 +235,7 @@ class NanGuard:
                 f"step {step}: {issue}; {self.in_a_row} steps in a row (--max_nan_steps) were not applied{hint}. Lower "
                 "--learning_rate, look at these rows, or use --bf16 instead of --fp16."
             )
-        if is_rank_0:
+        if trainer.args.process_index == 0:
             limit = f" of {settings.max_nan_steps}" if settings.on_nan == "stop" else ""
             print(
                 f"note: step {step}: {issue}; the step is not applied ({self.in_a_row}{limit} in a row){hint}",
@@ -267,12 +256,14 @@ class NanGuard:
         if rank:
             return
         flags = command_line.without_secrets(settings.request.all_flags())
+        dataset, decode = trainer.tokens.all_rows, trainer.processing_class.decode
+        shown = sorted({i for r, m in bad for i in rows[r][m]})[:20] if rows else []
         facts = {
             "step": trainer.state.global_step, "recipe": settings.recipe.name, "world_size": trainer.args.world_size,
             "flags": command_line.drop(flags, "--output_dir", "--resume_from_checkpoint"),
             "program": (running := program.current()) and running.facts,
             "losses": losses, "grad_norm": float(self.grad_norm), "rows": rows, "precision": settings.precision,
-            "texts": _texts(trainer, sorted({i for r, m in bad for i in rows[r][m]})) if rows else {},
+            "texts": {i: decode(dataset[i]["input_ids"])[:200] for i in shown},
         }  # fmt: skip
         run_folder.write_json(folder / "step.json", facts)
 
@@ -304,11 +295,6 @@ def _documents(sequences, index: int) -> list[int]:
     if index == len(sequences):
         return []
     return list(sequences.packs[index]) if hasattr(sequences, "packs") else [index]
-
-
-def _texts(trainer, rows: list[int], longest: int = 200) -> dict[int, str]:
-    dataset, decode = trainer.tokens.all_rows, trainer.processing_class.decode
-    return {i: decode(dataset[i]["input_ids"])[:longest] for i in rows[:20]}
 
 
 def read(folder: Path) -> dict:

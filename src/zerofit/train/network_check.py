@@ -214,13 +214,8 @@ def check_disk(settings, folder: Path) -> None:
     if distributed.rank() == 0:
         mark.touch()
     distributed.barrier()
-    blind = [
-        node
-        for node in distributed.all_gather(
-            None if _seen(mark) else f"node {distributed.node()} ({socket.gethostname()})"
-        )
-        if node
-    ]
+    own = None if _seen(mark) else f"node {distributed.node()} ({socket.gethostname()})"
+    blind = [node for node in distributed.all_gather(own) if node]
     if distributed.rank() == 0:
         mark.unlink()
     if settings.node_local_storage and not blind:

@@ -59,19 +59,14 @@ def save_final(trainer: ZerofitTrainer) -> None:
         verify_saved(final, trainable if trainer.settings.trains_adapter else total)
         _write_card(trainer, final)
         run_folder.readable(final)
-        _check_ends(trainer, final)
+        file = final / "generation_config.json"
+        stops = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.exists() else None
+        trainer.check_ends(shipped=generation.ids_of(stops))
     if trainer.settings.certificate:
         with trainer.certificate.timed():
             trainer.settings.checks.append(saved.check(trainer, final))
     else:
         trainer.settings.checks.append(Check("saved", None, "saved = trained: not compared (--certificate false)"))
-
-
-def _check_ends(trainer: ZerofitTrainer, final: Path) -> None:
-    """Complete the line of the certificate about the tokens that end answers with what final/ holds."""
-    file = final / "generation_config.json"
-    written = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.exists() else None
-    trainer.check_ends(shipped=generation.ids_of(written))
 
 
 def _write_card(trainer: ZerofitTrainer, final: Path) -> None:
@@ -105,7 +100,9 @@ def evaluate(trainer: ZerofitTrainer) -> dict:
     evaluation = evaluation_of_saved(trainer)
     if trainer.args.process_index == 0 and (_final(trainer) / "README.md").exists():
         _write_card(trainer, _final(trainer))  # with this evaluation's loss
-    metrics = {"eval_loss": evaluation["eval_loss"] if evaluation else None} | _rewards(evaluation)
+    of_preferences = ("eval_rewards", "eval_logps", "eval_preference", "eval_kl")
+    metrics = {"eval_loss": evaluation["eval_loss"] if evaluation else None}
+    metrics |= {name: value for name, value in (evaluation or {}).items() if name.startswith(of_preferences)}
     if settings.bundled:
         name = trainer.objective.score_name.replace(" ", "_")
         metrics |= {f"{name}_before": trainer.reporter.before, f"{name}_after": trainer.score()}
@@ -117,23 +114,14 @@ def evaluate(trainer: ZerofitTrainer) -> dict:
     metrics["samples"] = samples
     if trainer.args.process_index == 0:
         for sample in samples:
-            print(printable("\n".join(["", *(f"  {n:<8}  {t}" for n, t in _readable(sample).items())])))
+            said = {"asked": "prompt", "before": "before", "answered": "after", "wanted": "wanted"}
+            lines = [f"  {word:<8}  {sample[name]}" for word, name in said.items() if sample[name] is not None]
+            print(printable("\n".join(["", *lines])))
         if settings.bundled:
             before, after = metrics[f"{name}_before"], metrics[f"{name}_after"]
             when = f"at step {first}" if (first := trainer.reporter.before_step) else "before"
             print(f"\n{trainer.objective.score_name} on held-out rows: {before:.1%} {when}, {after:.1%} after")
     return metrics
-
-
-def _readable(sample: dict) -> dict[str, str]:
-    before = {} if sample["before"] is None else {"before": sample["before"]}
-    return {"asked": sample["prompt"], **before, "answered": sample["after"], "wanted": sample["wanted"]}
-
-
-def _rewards(evaluation: dict | None) -> dict:
-    """Return the preference metrics of an evaluation; {} for other recipes."""
-    names = ("eval_rewards", "eval_logps", "eval_preference", "eval_kl")
-    return {name: value for name, value in (evaluation or {}).items() if name.startswith(names)}
 
 
 def evaluation_of_saved(trainer: ZerofitTrainer) -> dict | None:

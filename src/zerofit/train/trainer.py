@@ -38,13 +38,7 @@ from zerofit.data.batches import (
 )
 from zerofit.job import run_folder
 from zerofit.job.settings import Check
-from zerofit.model import (
-    adapters,
-    attention,
-    fused_loss,
-    generation,
-    patches,
-)
+from zerofit.model import adapters, attention, fused_loss, generation, patches
 from zerofit.model.kernels import linear_attention
 from zerofit.model.load import count_parameters
 from zerofit.model.weights import converted
@@ -77,10 +71,13 @@ def training_arguments(settings) -> TrainingArguments:
     Raises: UserError for values that transformers refuses.
     """
     unset_hf_deepspeed_config()
+    # Batches in pinned memory are copied beside the kernels; by accelerate's default the host waits for all of them.
+    copies = (settings.accelerator_config or {}) | {"non_blocking": settings.dataloader_pin_memory}
+    own = {"optim": registry.name_for_transformers(settings), "accelerator_config": copies}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            arguments = Arguments(**settings.training_values() | _own_values(settings))
+            arguments = Arguments(**settings.training_values() | own)
     except (ValueError, ImportError) as error:
         raise UserError(f"transformers refuses these arguments: {' '.join(str(error).split())}") from None
     arguments.settings = settings
@@ -92,15 +89,6 @@ def training_arguments(settings) -> TrainingArguments:
     patches.check_overrides(ZerofitTrainer)
     distributed.verify(arguments)
     return arguments
-
-
-def _own_values(settings) -> dict:
-    """Return the TrainingArguments that differ from the settings: the optimizer's name, and copies without a wait.
-
-    Batches in pinned memory are copied beside the kernels; by accelerate's default the host waits for all of them.
-    """
-    copies = (settings.accelerator_config or {}) | {"non_blocking": settings.dataloader_pin_memory}
-    return {"optim": registry.name_for_transformers(settings), "accelerator_config": copies}
 
 
 class ZerofitTrainer(Trainer):
@@ -138,14 +126,11 @@ class ZerofitTrainer(Trainer):
         )
         if self.label_smoother is not None:  # transformers shifts labels for its own classes only
             self.label_smoother = functools.partial(self.label_smoother, shift_labels=True)
-        # A stream shuffles its own rows.
-        self.train_sampler = (
-            None
-            if train_set.stream
-            else training_sampler(self.train_dataset, arguments, train_set.weights, settings.data_ranks)
-        )
-        self.eval_loader = None
-        self.given_rows = None if train_set.stream else rows.RowsSeen()
+        self.train_sampler = self.given_rows = self.eval_loader = None
+        if not train_set.stream:  # which shuffles its own rows
+            ranks = settings.data_ranks
+            self.train_sampler = training_sampler(self.train_dataset, arguments, train_set.weights, ranks)
+            self.given_rows = rows.RowsSeen()
         if (ddp := self.accelerator.ddp_handler) is not None:
             ddp.gradient_as_bucket_view = True  # saves a copy of the gradients
             ddp.static_graph = bool(settings.ddp_static_graph)
@@ -500,17 +485,11 @@ class ZerofitTrainer(Trainer):
             gradient_leak = attention.cross_document_gradient(self.model, self.tokens.dataset, self.args, self.seq_idx)
             both = f"gradient of one by another {gradient_leak:.1g}, logits {logit_error:.1e} off those of each alone"
             if logit_error <= bound and gradient_leak < 1e-6:
-                self.settings.checks.append(
-                    Check(
-                        "documents_apart",
-                        True,
-                        f"documents in one row: {both} (bounds 1e-06 and {bound:.0e})",
-                        {"gradient": gradient_leak, "logits": logit_error, "bound": bound},
-                    )
-                )
+                sentence = f"documents in one row: {both} (bounds 1e-06 and {bound:.0e})"
+                numbers = {"gradient": gradient_leak, "logits": logit_error, "bound": bound}
+                self.settings.checks.append(Check("documents_apart", True, sentence, numbers))
                 return
-            apart = gradient_leak < 1e-6
-            what = "are not what they are alone" if apart else "read each other"
+            what = "are not what they are alone" if gradient_leak < 1e-6 else "read each other"
             problem = f"documents in one row {what} ({both}; bounds 1e-06 and {bound:.0e})"
         except ValueError as error:  # the attention cannot do what this model needs, e.g. a soft cap
             problem = " ".join(str(error).split()).rstrip(".")

@@ -77,14 +77,11 @@ def _folded(names: Iterable[str]) -> dict[str, str]:
 def _chat(row: dict[str, Any]) -> str | None:
     """Return the column that holds turns; None unless it is certain which."""
     found = [name for name, value in row.items() if turns.is_turns(value)]
-    of_strings = [name for name in CHATS if _is_strings(row.get(name))]
+    lists = [name for name in CHATS if isinstance(row.get(name), list) and len(row[name]) > 1]
+    of_strings = [name for name in lists if all(isinstance(text, str) for text in row[name])]
     named = [name for name in (*found, *of_strings) if str(name).lower() in CHATS]
     certain = found if len(found) == 1 else named
     return certain[0] if len(certain) == 1 else None
-
-
-def _is_strings(value: Any) -> bool:
-    return isinstance(value, list) and len(value) > 1 and all(isinstance(text, str) for text in value)
 
 
 def _pair(folded: dict[str, str]) -> tuple[str, str] | None:

@@ -139,7 +139,7 @@ def _prompt(row: dict[str, Any]) -> dict[str, Any]:
     """Return the row with its prompt as turns where it is a dialogue in a string, and under our name."""
     known = ("prompt", "conversations", "messages", "instruction", "question")
     if all(row.get(name) is None for name in known):
-        name = next((name for name in PROMPTS if row.get(name) is not None and _is_prompt(row[name])), None)
+        name = next((name for name in PROMPTS if isinstance(row.get(name), str) or turns.is_turns(row.get(name))), None)
         if name:
             row = {("prompt" if key == name else key): value for key, value in row.items() if key != "prompt"}
     if isinstance(row.get("question"), dict) and isinstance(row["question"].get("full_text"), str):  # WebGPT's
@@ -150,10 +150,6 @@ def _prompt(row: dict[str, Any]) -> dict[str, Any]:
     sides = {name: row[name].strip() for name in ("chosen", "rejected") if isinstance(row.get(name), str)}
     is_open = [turn for turn in dialogue(prompt) if turn["content"]]
     return row | {"prompt": is_open} | {n: text for n, text in sides.items() if not row[n].startswith(HUMAN)}
-
-
-def _is_prompt(value: Any) -> bool:
-    return isinstance(value, str) or turns.is_turns(value)
 
 
 def dialogue(text: str) -> list[dict]:

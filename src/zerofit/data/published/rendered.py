@@ -1,5 +1,6 @@
 """Find texts that were rendered before: by a chat template, or with placeholders of images."""
 
+import itertools
 import re
 from collections.abc import Iterator
 from dataclasses import dataclass
@@ -62,8 +63,9 @@ def check(place: str, content: Any, data_format: str, control: re.Pattern) -> It
     Raises: UserError for such a text and for a placeholder, unless --data_format says that letters are meant.
     """
     for name, text in _texts(content):
-        word = next(_words(text, control), "")
-        was_rendered = word and (_edge(text, control) or (isinstance(content, str) and _has_two(text, control)))
+        words = [match[0] for match in itertools.islice(control.finditer(text), 2)]
+        word = words[0] if words else ""
+        was_rendered = word and (_edge(text, control) or (isinstance(content, str) and len(words) == 2))
         foreign = "" if word else _edge(text, FOREIGN)
         found = PLACEHOLDER.search(text)
         if data_format != LETTERS and found:
@@ -117,15 +119,6 @@ def _texts(content: Any) -> Iterator[tuple[str, str]]:
     elif isinstance(content, Conversation):
         for i, turn in enumerate(content.turns, 1):
             yield f"the text of turn {i}", turn["content"]
-
-
-def _words(text: str, pattern: re.Pattern) -> Iterator[str]:
-    return (match[0] for match in pattern.finditer(text))
-
-
-def _has_two(text: str, pattern: re.Pattern) -> bool:
-    words = _words(text, pattern)
-    return next(words, "") != "" and next(words, "") != ""
 
 
 def _edge(text: str, pattern: re.Pattern) -> str:

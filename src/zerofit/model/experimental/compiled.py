@@ -31,8 +31,6 @@ GIVEN_UP = "Dynamo recompile limit exceeded"  # how torch's reason begins where 
 
 _first = 0  # graphs after the first layers
 
-ONE_OF_TWO = "leave one of the two out"
-
 
 def resolve(settings) -> None:
     """Leave the fusing to the compiler. Raises: UserError on a machine without a compiler for its kernels."""
@@ -79,17 +77,13 @@ def install(settings, model) -> None:
     """Compile the forward of each class of layers, with any number of tokens."""
     if not settings.compile_layers:
         return
-    _leave_attention_out(settings.attn_implementation)
+    name = settings.attn_implementation
+    if name in ALL_ATTENTION_FUNCTIONS:  # which the compiler calls and does not trace; eager is plain arithmetic
+        AttentionInterface.register(name, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[name]))
     layers = _layers(model)
     compiled = {kind: _compiled(kind) for kind in {type(layer) for layer in layers}}
     for layer in layers:
         layer.__class__ = compiled[type(layer)]
-
-
-def _leave_attention_out(name: str) -> None:
-    """Let the compiler call the attention of this name, and not trace it."""
-    if name in ALL_ATTENTION_FUNCTIONS:  # eager attention is plain arithmetic of the layer
-        AttentionInterface.register(name, torch.compiler.disable(ALL_ATTENTION_FUNCTIONS[name]))
 
 
 def _compiled(kind: type) -> type:
@@ -126,7 +120,6 @@ def tell_at_end(settings) -> None:
     """Say, at the end of a training, what was compiled after the first layers, and whether torch has given up on it."""
     if not settings.compile_layers:
         return
-
     if (graphs := counters["stats"]["unique_graphs"]) > _first:
         _tell(f"compile_layers: {graphs} graphs at the end, {_first} after the first layers")
     if any(reason.startswith(GIVEN_UP) for reason in counters["unimplemented"]):
@@ -156,24 +149,22 @@ TECHNIQUE = Technique(
     flag="compile_layers",
     example="--compile_layers true",
     conflicts=(
-        Conflict("torch_compile", (True,), "it compiles the whole model", ONE_OF_TWO),
-        Conflict("use_liger_kernel", (True,), "Liger's kernels replace what is compiled", ONE_OF_TWO),
+        Conflict("torch_compile", (True,), "it compiles the whole model"),
+        Conflict("use_liger_kernel", (True,), "Liger's kernels replace what is compiled"),
         Conflict("tiled_mlp", AllBut(1), "its tiles are checkpointed within a layer", "use --tiled_mlp 1"),
         Conflict(
             "gradient_checkpointing_policy",
             ("selective",),
             "the products in a compiled kernel cannot be kept one by one",
-            ONE_OF_TWO,
         ),
         Conflict("attn_implementation", ("flex_attention",), "it is compiled by itself", "use sdpa"),
         Conflict(
             "use_dora",
             (True,),
             "peft's norms of DoRA break each layer at every matrix, which leaves little to fuse and takes minutes",
-            ONE_OF_TWO,
         ),
-        Conflict("memory_report", (True,), "compiled code cannot be followed", ONE_OF_TWO),
-        Conflict("tp_size", None, "DeepSpeed's split layers cannot be traced", ONE_OF_TWO),
+        Conflict("memory_report", (True,), "compiled code cannot be followed"),
+        Conflict("tp_size", None, "DeepSpeed's split layers cannot be traced"),
     ),
     resolve=resolve,
     resolve_for_model=resolve_for_model,

@@ -47,7 +47,10 @@ def prove_on_ranks(settings, config) -> None:
     if not layers and _is_asked(settings):
         settings.decisions.append("flex_attention is not proven: the model's attention is not one that the proof knows")
         return
-    find = functools.partial(flex_proof.problem, layers, _dtypes(settings), torch.device("cuda"))
+    compute = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[settings.precision]
+    under_autocast = settings.keeps_fp32 and compute != torch.float32
+    dtypes = flex_proof.Dtypes(compute, getattr(torch, load.weight_dtype(settings)), under_autocast)
+    find = functools.partial(flex_proof.problem, layers, dtypes, torch.device("cuda"))
     why = prove.problem(find, FLAG, "use eager")
     if distributed.rank() == 0:
         prove.remember([flex_proof.file(settings, config, torch.cuda.get_device_name())], why is None)
@@ -65,17 +68,9 @@ def _is_asked(settings) -> bool:
 
 def _is_to_prove(settings, config) -> bool:
     """Return whether flex_attention is the attention of this run, or may replace the eager that was chosen for it."""
-    if settings.use_cpu or settings.attn_implementation not in (flex_proof.NAME, "eager"):
-        return False
-    if settings.attn_implementation == flex_proof.NAME:
-        return True
+    if settings.use_cpu or settings.attn_implementation != "eager":
+        return not settings.use_cpu and settings.attn_implementation == flex_proof.NAME
     return not _is_asked(settings) and attention.has_only_flex(config) and not attention.why_not_flex(settings, config)
-
-
-def _dtypes(settings) -> flex_proof.Dtypes:
-    compute = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[settings.precision]
-    under_autocast = settings.keeps_fp32 and compute != torch.float32
-    return flex_proof.Dtypes(compute, getattr(torch, load.weight_dtype(settings)), under_autocast)
 
 
 def _take(settings, seconds: float) -> None:

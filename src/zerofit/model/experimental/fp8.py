@@ -199,16 +199,14 @@ def _results(linear, inputs, upstream) -> dict[str, torch.Tensor]:
     return {what: tensor.float() for what, tensor in tensors.items()}
 
 
-ONE_OF_TWO = "leave one of the two out"
-
 TECHNIQUE = Technique(
     name="fp8",
     flag="fp8",
     example="--fp8 true --bf16 true",
     conflicts=(
         Conflict("bf16", (False,), "what is not a product of 8-bit floats is computed in bf16", "use --bf16 true"),
-        Conflict("load_in_4bit", (True,), "a packed base has its own products", ONE_OF_TWO),
-        Conflict("load_in_8bit", (True,), "a packed base has its own products", ONE_OF_TWO),
+        Conflict("load_in_4bit", (True,), "a packed base has its own products"),
+        Conflict("load_in_8bit", (True,), "a packed base has its own products"),
         Conflict(
             "adapter",
             ("hra",),
@@ -233,9 +231,8 @@ TECHNIQUE = Technique(
             None,
             "each slice of a row is rounded by its own largest number, so that the check of the slices cannot tell an "
             "error from rounding (10 % of the logits)",
-            ONE_OF_TWO,
         ),
-        Conflict("tp_size", None, "DeepSpeed replaces the linear layers", ONE_OF_TWO),
+        Conflict("tp_size", None, "DeepSpeed replaces the linear layers"),
     ),
     resolve=resolve,
     resolve_for_model=resolve_for_model,

@@ -35,12 +35,7 @@ def conversions_of(model, names) -> tuple[list, dict[str, tuple[str, bool]]]:
 
 def names_in(folder: Path) -> dict[str, Path]:
     """Return {tensor: its file} of the weights in a folder."""
-    return {
-        name: file
-        for file in files.of_model(folder, str(folder))
-        for name in files.read_header(file)
-        if name != "__metadata__"
-    }
+    return {name: file for file in files.of_model(folder, str(folder)) for name in files.tensors(file)}
 
 
 def add_towers(folder: Path, base: Path, of_towers) -> None:
@@ -52,28 +47,27 @@ def add_towers(folder: Path, base: Path, of_towers) -> None:
     for file in base.glob(PROCESSORS):
         shutil.copyfile(file, folder / file.name)
     own = files.of_model(folder, str(folder))
-    count, held, _parameters = len(own) + 1, {}, 0
+    count, held = len(own) + 1, {}
     for number, file in enumerate(own, 1):
         renamed = file.rename(folder / f"model-{number:05}-of-{count:05}.safetensors.new")
-        held[renamed] = files.read_header(renamed)
+        held[renamed] = files.tensors(renamed)
     last = folder / f"model-{count:05}-of-{count:05}.safetensors.new"
     held[last] = _copy(base, of_towers, last)
     weight_map, size = {}, 0
-    for file, header in held.items():
+    for file, entries in held.items():
         file.rename(file.with_suffix(""))
-        for name, entry in header.items():
-            if name != "__metadata__":
-                weight_map[name] = file.stem
-                size += entry["data_offsets"][1] - entry["data_offsets"][0]
+        for name, entry in entries.items():
+            weight_map[name] = file.stem
+            size += entry["data_offsets"][1] - entry["data_offsets"][0]
     index = {"metadata": {"total_size": size}, "weight_map": weight_map}
     write_text(folder / files.INDEX, json.dumps(index, indent=2, sort_keys=True))
 
 
 def _copy(base: Path, names, file: Path) -> dict:
-    """Write the tensors of these names to one file; return its header."""
+    """Write the tensors of these names to one file; return its entries."""
     tensors, where = {}, names_in(base)
     for source in sorted({where[name] for name in names}):
         with safe_open(source, "pt") as opened:
             tensors |= {name: opened.get_tensor(name) for name in names if where[name] == source}
     save_file(tensors, file, metadata={"format": "pt"})
-    return files.read_header(file)
+    return files.tensors(file)

@@ -19,8 +19,9 @@ from zerofit.base.errors import UserError
 from zerofit.job import groups
 from zerofit.job.settings import Decision, decide, withdraw
 from zerofit.job.technique import Conflict, Technique
-from zerofit.model import attention, load
+from zerofit.model import load
 from zerofit.model import prove as proofs
+from zerofit.model.image_text import classes
 
 # Dense models whose kernels tests/model/test_liger.py compares with transformers' modules.
 TESTED = frozenset(
@@ -108,7 +109,7 @@ def _why_not(settings, config) -> str | None:
     split = next(excluded, None)
     reasons = {
         "liger-kernel is not installed": importlib.util.find_spec("liger_kernel") is None,
-        f"not tested with {config.model_type}": config.model_type not in TESTED or attention.class_of(config) is None,
+        f"not tested with {config.model_type}": config.model_type not in TESTED or classes.text_class(config) is None,
         "Triton has no kernels for GPUs before Ampere": not hardware.is_ampere_or_later(settings.planned_gpu),
         f"--adapter ln_tuning: {FROZEN_NORMS}": settings.values.get("adapter") == "ln_tuning",
         split: split,
@@ -242,7 +243,7 @@ TECHNIQUE = Technique(
     name="Liger kernels",
     flag="use_liger_kernel",
     example="--use_liger_kernel true",
-    conflicts=(Conflict("adapter", ("ln_tuning",), FROZEN_NORMS, "leave one of the two out"),),
+    conflicts=(Conflict("adapter", ("ln_tuning",), FROZEN_NORMS),),
     resolve=resolve,
     resolve_for_model=resolve_for_model,
     self_test=prove,

@@ -42,8 +42,14 @@ def complete(config, model, settings) -> None:
     if lost and _is_packed(settings):
         lost = []  # a packed weight cannot be added to; left_out says so
     config.target_parameters = sorted({*named, *lost}) or None
-    if config.target_parameters or getattr(of_model, "target_parameters", None):
-        _check_flags(settings, model)
+    adapts_parameters = config.target_parameters or getattr(of_model, "target_parameters", None)
+    for flag, values in _NOT_OF_PARAMETERS.items() if adapts_parameters else ():
+        if (value := settings.values.get(flag)) not in values:
+            shown = str(value).lower() if isinstance(value, bool) else value
+            raise UserError(
+                f"--{flag} {shown}: the targets hold fused experts, which peft adapts as parameters, and those have no "
+                f"such setting; leave it out, or adapt linear layers only: {attention_only(model)}."
+            )
 
 
 def attention_only(model) -> str:
@@ -123,17 +129,7 @@ def _paths(config, model) -> set[str]:
         return set()
     linear = [name for name, module in model.named_modules() if isinstance(module, torch.nn.Linear)]
     paths = {t for t in config.target_modules if "." in t and any(n == t or n.endswith(f".{t}") for n in linear)}
-    taken = set()
-    for path in paths:
-        alone = copy.copy(config)
-        alone.target_modules = [path]
-        try:
-            kept = _copied(alone, model, []).target_modules
-        except ValueError:  # gate_proj without up_proj, which are one tensor in experts
-            kept = ()
-        if path not in kept:
-            taken.add(path)
-    return taken
+    return {path for path in paths if names_experts(config, model, path)}
 
 
 def _copied(config, model, named: list[str]):
@@ -147,7 +143,7 @@ def _copied(config, model, named: list[str]):
 
 
 def names_experts(config, model, name: str) -> bool:
-    """Return whether a target that no module is named after is one that peft takes for fused experts."""
+    """Return whether a target, or the path of one, is one that peft takes for fused experts."""
     alone = copy.copy(config)
     alone.target_modules = [name]
     try:
@@ -176,16 +172,6 @@ def _lost(config, of_model, model) -> list[str]:
     suffixes = {_suffix(name) for name in missed}
     covered = {name for name in linear if any(name == s or name.endswith(f".{s}") for s in suffixes)}
     return [f"{name}.weight" for name in (suffixes if covered == missed else missed)]
-
-
-def _check_flags(settings, model) -> None:
-    for flag, values in _NOT_OF_PARAMETERS.items():
-        if (value := settings.values.get(flag)) not in values:
-            shown = str(value).lower() if isinstance(value, bool) else value
-            raise UserError(
-                f"--{flag} {shown}: the targets hold fused experts, which peft adapts as parameters, and those have no "
-                f"such setting; leave it out, or adapt linear layers only: {attention_only(model)}."
-            )
 
 
 def left_out(model, settings) -> str:

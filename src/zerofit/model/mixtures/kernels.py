@@ -26,7 +26,8 @@ def prove_grouped(settings, config) -> None:
     asked = settings.experts_implementation
     if asked == "eager" or not weights.count(config):
         return
-    module = next(iter(_modules(settings, config)), None)
+    model = load.check_model(settings, copy.deepcopy(config))
+    module = next((module for module in model.modules() if hasattr(module, "is_concatenated")), None)
     if module is None:
         return
     name = "grouped_mm" if asked == "auto" else asked
@@ -37,11 +38,6 @@ def prove_grouped(settings, config) -> None:
         settings.decisions.append(f"{FLAG} {name}: computes here what the experts' own loop does, with gradients")
     else:
         raise UserError(f"--{FLAG} {asked}: {why}; use --{FLAG} eager.")
-
-
-def _modules(settings, config) -> list:
-    model = load.check_model(settings, copy.deepcopy(config))
-    return [module for module in model.modules() if hasattr(module, "is_concatenated")]
 
 
 def difference(module, name: str, dtype: torch.dtype, device: torch.device) -> str | None:

@@ -94,7 +94,9 @@ def check(folder: Path, place: str, remote: bool = False) -> None:
     Raises: UserError for damaged files, and for weights that are missing or of another shape.
     """
     files.check(folder, place)
-    key = _key(folder, place)
+    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files.of_model(folder, place)]
+    stats.append((str(folder.resolve()), (folder / "config.json").read_text(encoding="utf-8")))
+    key = hashlib.sha256(repr(stats).encode()).hexdigest()
     if HELD.get("key") == key:
         return
     if (names := _by_headers(folder, place, remote)) is not None:
@@ -102,12 +104,6 @@ def check(folder: Path, place: str, remote: bool = False) -> None:
         HELD.update(key=key, unexpected=names.unexpected)
     for sentence in warnings(folder, names, remote) if distributed.rank() == 0 else ():
         print(f"warning: {place}: {sentence}", flush=True)
-
-
-def _key(folder: Path, place: str) -> str:
-    stats = [(file.name, file.stat().st_size, file.stat().st_mtime_ns) for file in files.of_model(folder, place)]
-    stats.append((str(folder.resolve()), (folder / "config.json").read_text(encoding="utf-8")))
-    return hashlib.sha256(repr(stats).encode()).hexdigest()
 
 
 def _by_headers(folder: Path, place: str, remote: bool) -> Names | None:
@@ -152,10 +148,7 @@ def _packed(model, config, header: dict) -> tuple[tuple[str, str], ...]:
 
 def unpacked(config) -> dict:
     """Return the argument of from_pretrained that unpacks MXFP4 weights (gpt-oss), which cannot be trained packed."""
-    if not is_mxfp4(config):
-        return {}
-
-    return {"quantization_config": Mxfp4Config(dequantize=True)}
+    return {"quantization_config": Mxfp4Config(dequantize=True)} if is_mxfp4(config) else {}
 
 
 def is_mxfp4(config) -> bool:
@@ -302,6 +295,5 @@ def unexpected_in_words(names: Names) -> str:
     """Return the decision about weights that are in the files alone, "" without any."""
     if not names.unexpected:
         return ""
-    return f"base weights: {len(names.unexpected)} in the files are not used by {names.loaded_as}: " + listed(
-        names.unexpected
-    )
+    count, what = len(names.unexpected), listed(names.unexpected)
+    return f"base weights: {count} in the files are not used by {names.loaded_as}: {what}"

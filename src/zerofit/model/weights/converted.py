@@ -50,10 +50,10 @@ def read(model, folder: Path) -> dict | None:
 def files_have_names_of(model, folder: Path) -> bool:
     """Return whether the model has all names in the files; True as well if there are no safetensors of a full model."""
     try:
-        headers = [files.read_header(file) for file in files.of_model(folder, str(folder))]
+        names = {name for file in files.of_model(folder, str(folder)) for name in files.tensors(file)}
     except UserError:
         return True
-    return {name for header in headers for name in header} - {"__metadata__"} <= model.state_dict().keys()
+    return names <= model.state_dict().keys()
 
 
 def refuse(place, missing, unexpected, mismatched=()) -> None:

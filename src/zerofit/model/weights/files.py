@@ -103,8 +103,11 @@ def damage(file: Path) -> str:
         return first_line(error).removeprefix("Error while deserializing header: ")
 
 
-def read_header(file: Path) -> dict:
-    """Return the header of a safetensors file. Raises: ValueError or struct.error if it has none."""
+def tensors(file: Path) -> dict:
+    """Return {name: its entry in the header} of the tensors in a safetensors file.
+
+    Raises: ValueError or struct.error if it has no header.
+    """
     with file.open("rb") as opened:
         length = struct.unpack("<Q", opened.read(8))[0]
         if length > file.stat().st_size:
@@ -115,12 +118,7 @@ def read_header(file: Path) -> dict:
             header = None
     if not isinstance(header, dict):
         raise ValueError("the header is no JSON object")
-    return header
-
-
-def tensors(file: Path) -> dict:
-    """Return {name: its entry in the header} of the tensors in a safetensors file. Raises: as `read_header`."""
-    return {name: entry for name, entry in read_header(file).items() if name != "__metadata__"}
+    return {name: entry for name, entry in header.items() if name != "__metadata__"}
 
 
 def _data_start(file: Path) -> int:
