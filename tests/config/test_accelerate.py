@@ -122,6 +122,7 @@ def test_options_of_accelerate_that_contradict_the_run_stop_it(compare, options)
     assert compare({}, False, options=["--use_deepspeed", "--num_processes", "2"]) == []
 
 
+@pytest.mark.slow
 def test_accelerate_itself_starts_the_recipe_that_is_compared(tmp_path):
     """The command line is that of the process above, and clipping is dropped from the environment too."""
     (tmp_path / "mine.yaml").write_text(yaml.safe_dump(FILES["offload"][0] | {"use_cpu": True}))

@@ -551,6 +551,7 @@ def test_what_is_told_before_torch_is_imported(tmp_path):
     assert not {"torch", "transformers"} & {*modules}
 
 
+@pytest.mark.slow
 @pytest.mark.bad_input
 def test_each_verb_refuses_what_the_parser_does_not_take(tmp_path):
     verbs = "(early_check.command(verb, words), cli.importlib.import_module(f'zerofit.{cli.VERBS[verb]}').main(words))"
@@ -571,7 +572,9 @@ def test_a_recipe_of_any_launcher_looks_early(monkeypatch, capsys):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("--lerning_rate 1", "unknown flag --lerning_rate; did you mean --learning_rate?"),
+        pytest.param(
+            "--lerning_rate 1", "unknown flag --lerning_rate; did you mean --learning_rate?", marks=pytest.mark.slow
+        ),
         ("--config {tmp}/run.yaml", "run.yaml:2: unknown key 'foo'; --help all lists every flag."),
     ],
 )

@@ -129,6 +129,7 @@ def test_a_checkout_has_the_floors_of_its_own_file(monkeypatch, tmp_path):
     assert level == "fail" and "is not >=99" in text
 
 
+@pytest.mark.slow
 def test_the_self_test_trains_and_reports_the_certificate(monkeypatch, tmp_path):
     """It says what the run said where it breaks, here by a package that raises as it is imported."""
     (finding,) = doctor_packages.self_test()

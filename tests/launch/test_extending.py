@@ -149,6 +149,7 @@ def test_its_flag_is_in_the_help_and_its_limits_hold():
         resolve.resolve_settings(recipe, ["--freeze_layers", "1", "--new_tokens", "<a>"], 1)
 
 
+@pytest.mark.slow
 @pytest.mark.oracle
 def test_the_metric_is_that_of_a_loop_over_the_rows(tmp_path):
     """Row by row, with the answer's tokens found by hand, of the model that was saved."""

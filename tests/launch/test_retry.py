@@ -572,7 +572,7 @@ if os.environ.get("NCCL_P2P_DISABLE") != "1" or sys.argv[1] == "never":
 @pytest.mark.fault
 @pytest.mark.parametrize(
     ("answers", "use_cpu", "tried", "code"),
-    [("without peers", False, 2, 0), ("never", False, 2, 5), ("never", True, 1, 5)],
+    [("without peers", False, 2, 0), pytest.param("never", False, 2, 5, marks=pytest.mark.slow), ("never", True, 1, 5)],
 )
 def test_gpus_that_do_not_answer_are_tried_without_peer_to_peer(
     tmp_path, capfd, monkeypatch, answers, use_cpu, tried, code
@@ -595,6 +595,7 @@ def test_gpus_that_do_not_answer_are_tried_without_peer_to_peer(
     assert ("so they are not the cause; NCCL_DEBUG=INFO" in out) == (tried == 2 and code == 5)
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_the_canary_too_is_tried_without_peer_to_peer(tmp_path, capfd, monkeypatch):
     """And what it finds holds for the run: both have the environment of the job."""
