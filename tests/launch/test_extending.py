@@ -97,6 +97,7 @@ def test_the_plan_knows_the_technique():
 RECOMPUTED = ROOT / "tests" / "launch" / "recomputed.py"
 
 
+@pytest.mark.slow
 @pytest.mark.oracle
 def test_a_technique_is_one_file_with_its_flag_its_self_test_and_its_bytes(tmp_path):
     """Bytes: of each MLP its gate, its activation, the other half and their product are not kept for the backward."""
