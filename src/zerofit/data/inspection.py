@@ -21,7 +21,7 @@ from zerofit.data import encoding, end_tokens
 from zerofit.data.batches import best_fit_decreasing, documents
 from zerofit.data.conversations import IGNORE
 from zerofit.data.dataset import notes
-from zerofit.job.settings import order_seed
+from zerofit.job.settings import order_seed, subject
 
 LETTERS = "[as letters]"  # behind a control word in a shown row that is no token
 
@@ -249,7 +249,7 @@ def inspect(settings, train_set, eval_set, tokenizer, ends: end_tokens.Ends) -> 
         "packing": packing(np.array(train_set.dataset["lengths"]) if pairs else train.lengths, settings),
         "fractions": fractions(train_set, train, held_out, everything),
         "limits": {flag: getattr(settings, flag) for flag in LIMITS},
-        "decisions": [d for d in settings.decisions if getattr(d, "argument", "") in ("chat_template", "max_length")]
+        "decisions": [d for d in settings.decisions if subject(d) in ("chat_template", "max_length")]
         + list(ends.said)
         + skipped(settings, eval_set)
         + notes(sets),

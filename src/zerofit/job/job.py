@@ -14,7 +14,7 @@ from zerofit.base.errors import UserError
 from zerofit.job import program
 from zerofit.job.recipe import Recipe
 from zerofit.job.request import Request
-from zerofit.job.settings import Decision, Settings
+from zerofit.job.settings import Decision, Settings, subject
 
 FILE = "job.json"  # its name in an attempt's folder and in the run folder
 
@@ -111,7 +111,7 @@ def write(file: Path, job: Job) -> None:
         "notes": list(job.request.notes),
         "arguments": _entries(settings.values | dict.fromkeys(secret, None), settings.source),
         "deepspeed": _plain(settings.deepspeed),
-        "decisions": [[one, getattr(one, "argument", "")] for one in settings.decisions],
+        "decisions": [[one, subject(one)] for one in settings.decisions],
         "facts": _plain(dict(job.facts)),
         "trial": _plain(dict(job.trial)),
     }

@@ -39,9 +39,8 @@ class Program:
     @functools.cached_property
     def recipe(self) -> Recipe:
         """Return the file's RECIPE. Raises: as `recipe.read`."""
-        main = sys.modules["__main__"]
-        own = getattr(main, "RECIPE", None)
-        if isinstance(own, Recipe) and Path(main.__file__ or "").absolute() == self.file.absolute():
+        own = _of_this_process(self.file, "RECIPE")
+        if isinstance(own, Recipe):
             return own
         return read(self.file, self.content)
 
@@ -224,11 +223,16 @@ def _class(named: str, file: Path | None, argument: str) -> Any:
             return getattr(importlib.import_module(module), name)
         if file is None:
             raise KeyError(name)
-        main = sys.modules["__main__"]
-        runs = Path(getattr(main, "__file__", None) or "").absolute() == file.absolute()
-        return getattr(main, name) if runs and hasattr(main, name) else _names(file)[name]
+        return _of_this_process(file, name) or _names(file)[name]
     except (ImportError, AttributeError, KeyError) as error:
         raise UserError(f"{file}: its RECIPE has {argument}={named!r}, which cannot be found: {error}.") from None
+
+
+def _of_this_process(file: Path, name: str) -> Any:
+    """Return what a file has defined by a name so far if this process runs it; None otherwise."""
+    main = sys.modules["__main__"]
+    runs = Path(getattr(main, "__file__", None) or "").absolute() == file.absolute()
+    return getattr(main, name, None) if runs else None
 
 
 def own_class(file: Path, base: type) -> type:

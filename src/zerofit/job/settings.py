@@ -272,9 +272,14 @@ def decide(settings: Settings, name: str, value: Any, why: str = "", source: str
         settings.decisions.append(Decision(f"{name} {written(name, value)}: {why}", name))
 
 
+def subject(sentence: str) -> str:
+    """Return the argument that a decision is about; "" for a sentence about none."""
+    return sentence.argument if isinstance(sentence, Decision) else ""
+
+
 def withdraw(settings: Settings, *arguments: str) -> None:
     """Remove the decisions about these arguments, before others take their place."""
-    settings.decisions = [one for one in settings.decisions if getattr(one, "argument", "") not in arguments]
+    settings.decisions = [one for one in settings.decisions if subject(one) not in arguments]
 
 
 def json_value(config: dict, dotted: str, default: Any = None) -> Any:

@@ -76,9 +76,9 @@ def _draw(lines: list[str]) -> None:
 def frame(one: Run, width: int, levels: str = BLOCKS) -> Iterator[str]:
     """Yield the lines of a frame, none of them wider than `width` columns."""
     evaluations = [f"step {step:,}: loss {value:.4f}" for step, value in one.points("eval_loss")[-3:]]
-    commands = run_page.next_steps(one.folder, one.training)[
-        one.training :
-    ]  # of a run that trains the first is this view
+    commands = run_page.next_steps(one.folder, one.training)
+    if one.training:
+        del commands[0]  # which is this view
     blocks = (_head(one, width), _figures(one, width), _loss(one, width, levels), _memory(one),
               _sentences("evaluation", evaluations, width),
               _sentences("what broke, and what was tried", run.broke(one)[-MOST_LINES:], width),
