@@ -20,7 +20,7 @@ FOLDERS = [
     *("model", "model/image_text", "model/weights", "model/kernels", "model/experimental"),
     *("parallel", "objective", "optim", "convert", "config"),
     *("certificate", "checkpoint", "train", "report", "plan", "plan/advice", "plan/speed", "export"),
-    *("launch", "launch/cluster", "commands", "tools", "tools/scores", "tools/servers"),
+    *("launch", "commands", "tools", "tools/scores", "tools/servers"),
 ]
 
 FLAGS = """# Flags

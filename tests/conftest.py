@@ -80,7 +80,7 @@ LONGEST = """
     plan/test_plan.py test_readme.py objective/test_preference.py train/test_training.py launch/test_own_recipe.py
     train/test_memory_tracker.py launch/test_launch.py test_imports.py launch/test_extending.py plan/test_choices.py
     model/test_adapters.py train/test_oracle.py export/test_export.py gpu_machine/test_decisions.py
-    train/test_checkpoint.py launch/test_coordinator.py launch/test_retry.py gpu_machine/test_choice.py
+    train/test_checkpoint.py launch/test_rendezvous.py launch/test_retry.py gpu_machine/test_choice.py
     train/test_resume.py export/test_report.py launch/test_doctor.py
 """.split()
 

@@ -42,7 +42,7 @@ def check_early(recipe: Recipe) -> None:
 def guard(main) -> None:
     """Run `main()` and turn a `UserError` into one sentence on stderr and its exit code.
 
-    A user's mistake is raised on every rank; rank 0 prints it, and its exit ends the other ranks.
+    A user's mistake is raised on every rank; the first of each node prints it, and its exit ends the other ranks.
     """
     process.begin()
     with contextlib.suppress(AttributeError, OSError):  # no stream of Python's own; a fork's, which is another file now
@@ -59,10 +59,8 @@ def guard(main) -> None:
         if isinstance(error, Stopped) and os.environ.get("RANK", "0") != "0":
             distributed.stop(wait=False)
             raise SystemExit(error.exit_code) from None
-        if os.environ.get("RANK", "0") != "0" and not (
-            rank_status.folder() and isinstance(error, OutOfMemory | DiskFull)
-        ):
-            # Rank 0 raises the same error and prints it; if it is still busy after 10 s, this rank prints it.
+        if not distributed.first_of_node() and not (rank_status.folder() and isinstance(error, OutOfMemory | DiskFull)):
+            # The first raises the same error and prints it; if it is still busy after 10 s, this rank prints it.
             time.sleep(10)
         # An error from a data loading process arrives with its traceback in front.
         prefix = "zerofit" if isinstance(error, Stopped) else "zerofit: error"

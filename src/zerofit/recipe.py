@@ -54,7 +54,7 @@ def parse(recipe: Recipe) -> Settings:
         preflight.publish(facts.get("plan"))
         complete.HELD.update(facts.get("weights", {}))
     else:
-        settings = restart.as_the_run_goes_on(resolve.resolve_settings(recipe))
+        settings = restart.settings_of(recipe)
         preflight.only_print(settings)
         if settings.search_batch_size and settings.use_cpu:
             raise UserError(NO_SEARCH)

@@ -10,8 +10,7 @@ from conftest import ROOT
 from zerofit.base import command_line, paths
 from zerofit.base.errors import UserError
 from zerofit.job import program
-from zerofit.launch import launch, prepare
-from zerofit.launch.cluster import node_options
+from zerofit.launch import launch, node_options, prepare
 from zerofit.tools import init
 
 

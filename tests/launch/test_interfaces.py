@@ -2,7 +2,7 @@
 
 import pytest
 
-from zerofit.launch.cluster import node_options
+from zerofit.launch import node_options
 
 NCCL, GLOO = "NCCL_SOCKET_IFNAME", "GLOO_SOCKET_IFNAME"
 
@@ -19,8 +19,7 @@ def chosen(tmp_path, monkeypatch):
     (tmp_path / "etc").mkdir()
 
     def of(interface=""):
-        place = node_options.Place(2, 2, 1, "host0", 29500, 1.0, interface)
-        return node_options.interface_variables(place, {})
+        return node_options.interface_variables(interface, "host0", 29500)
 
     return of
 

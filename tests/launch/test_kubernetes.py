@@ -301,4 +301,4 @@ def test_the_launch_knows_its_node_from_the_operators_variables(capsys):
     words = expanded(container(found)["args"], OPERATOR)
     launch.main(["--show", *words])
     shown = capsys.readouterr().out
-    assert PLACED[3] in shown and "--node_rank 1" in shown
+    assert f"--rdzv_endpoint {PLACED[3]}:" in shown and "node_rank=1," in shown

@@ -252,7 +252,7 @@ def test_the_report_may_find_no_room(monkeypatch, tmp_path, capsys):
     monkeypatch.setattr(os, "fsync", full)
     attempt = supervisor.Attempt(settings=None)
     for rank, why in ((1, ": the disk of x is full"), (0, "")):  # rank 0 prints its error itself
-        job = SimpleNamespace(folder=tmp_path, coordinator=None)
+        job = SimpleNamespace(folder=tmp_path, node="")
         last = postmortem.Outcome("disk full", 1, rank, "DiskFull: the disk of x is full", step=2)
         supervisor._write_report(job, attempt, [last], tmp_path / "records", opened=True)
         said = capsys.readouterr().err
@@ -536,7 +536,7 @@ def test_every_job_of_a_folder_archives_its_attempts(tmp_path):
         assert retry.archive_attempt(folder, tmp_path / "records") is None
         assert (folder / "attempts" / str(number) / "logs" / "rank0.log").read_text() == f"job {number}"
     (tmp_path / "records" / "stack0.txt").write_text("")
-    whole = SimpleNamespace(folder=folder, coordinator=None)
+    whole = SimpleNamespace(folder=folder, node="")
     attempt = supervisor.Attempt(settings=None)
     crash = postmortem.Outcome("crash", 1, 0, "RuntimeError: boom", step=2)
     supervisor._write_report(whole, attempt, [crash], tmp_path / "records", opened=True)

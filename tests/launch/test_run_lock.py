@@ -28,8 +28,7 @@ from zerofit.commands import cancel, status
 from zerofit.commands import resume as resume_command
 from zerofit.export import export
 from zerofit.job import program, run_folder, run_lock
-from zerofit.launch import launch, postmortem
-from zerofit.launch.cluster import node_options
+from zerofit.launch import launch, node_options, postmortem
 from zerofit.plan import preflight
 from zerofit.report import run_page, watch
 
@@ -401,7 +400,7 @@ def test_files_that_name_what_a_user_named_are_written_whatever_the_name():
 def test_two_jobs_that_are_started_at_once_with_one_port_do_not_meet():
     port = distributed.free_port()
     assert node_options.port_of(str(port)) == node_options.port_of(str(port)) == port  # a second attempt
-    words = "import sys; from zerofit.launch.cluster import node_options; node_options.port_of(sys.argv[1])"
+    words = "import sys; from zerofit.launch import node_options; node_options.port_of(sys.argv[1])"
     done = subprocess.run([sys.executable, "-c", words, str(port)], capture_output=True, text=True, check=False)
     assert f"PORT={port} is in use on this machine" in done.stderr
 

@@ -15,9 +15,11 @@ from zerofit.base import distributed
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import restart
 from zerofit.config import resolve
+from zerofit.job import program
 
 pytestmark = pytest.mark.fault
 
+SFT = program.start("recipes/sft.py").recipe
 FLAGS = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "64", "--max_length", "64", "--effective_batch_size", "8",
     "--per_device_train_batch_size", "2", "--learning_rate", "1e-3", "--max_steps", "60", "--logging_steps", "1",
@@ -117,25 +119,48 @@ def by_agent(monkeypatch):
     monkeypatch.setattr(restart, "_agent", lambda: "this one")
 
 
-@pytest.mark.usefixtures("by_agent")
-def test_only_the_agent_of_the_failed_start_goes_on_with_less(tmp_path, monkeypatch):
+@pytest.fixture
+def started(by_agent, tmp_path, monkeypatch):
+    """Return a function that returns the settings of one of `ranks` ranks that an agent has started."""
+
+    def settings(ranks, *flags):
+        monkeypatch.setenv("WORLD_SIZE", str(ranks))
+        monkeypatch.setattr(sys, "argv", ["sft.py", *FLAGS, *flags, "--output_dir", str(tmp_path)])
+        return restart.settings_of(SFT)
+
+    return settings
+
+
+def test_only_the_agent_of_the_failed_start_goes_on_with_less(started, tmp_path, monkeypatch):
     less = {"per_device_train_batch_size": 1, "effective_batch_size": 8}
     left = {"started_by": ["that one", "this one"], "change": "micro batch 1 instead of 2", "decided": less}
     (tmp_path / "next.json").write_text(json.dumps(left))
-    found = restart.as_the_run_goes_on(resolved(tmp_path))
-    assert (found.per_device_train_batch_size, found.gradient_accumulation_steps) == (1, 4)
-    assert found.decisions[-1].startswith("micro batch 1 instead of 2: the run was out of GPU memory")
+    settings = started(2)
+    assert (settings.per_device_train_batch_size, settings.gradient_accumulation_steps) == (1, 4)
+    assert settings.decisions[-1].startswith("micro batch 1 instead of 2: the run was out of GPU memory")
     before = {"effective_batch_size": {"value": 8}, "per_device_train_batch_size": {"value": 2}}
     (tmp_path / "run.json").write_text(json.dumps({"world_size": 2, "arguments": before}))
-    found = restart.as_the_run_goes_on(resolved(tmp_path, ranks=4))  # and another node has joined
-    assert (found.per_device_train_batch_size, found.gradient_accumulation_steps) == (1, 2)
+    settings = started(4)  # and another node has joined
+    assert (settings.per_device_train_batch_size, settings.gradient_accumulation_steps) == (1, 2)
     for wrong in ({"model": "evil"}, {"zero": "--model"}, {"output_dir": "/elsewhere"}):
         (tmp_path / "next.json").write_text(json.dumps(left | {"decided": wrong}))
-        with pytest.raises(UserError, match=r"next.json orders .*, which it cannot decide"):
-            restart.as_the_run_goes_on(resolved(tmp_path))
+        with pytest.raises(UserError, match=r"next.json has .*, which it cannot decide"):
+            started(2)
+    (tmp_path / "next.json").write_text(json.dumps(left))
     monkeypatch.setattr(restart, "_agent", lambda: "another one")
-    settings = resolved(tmp_path)
-    assert restart.as_the_run_goes_on(settings) is settings
+    assert started(2).per_device_train_batch_size == 2  # another job in the same folder
+    monkeypatch.setenv(distributed.RESTARTED, "1")
+    assert started(2).per_device_train_batch_size == 1  # on a node that has joined since
+
+
+def test_other_ranks_keep_the_runs_batch_unless_another_is_asked_for(started, tmp_path):
+    before = {"effective_batch_size": {"value": 8}, "per_device_train_batch_size": {"value": 4}}
+    (tmp_path / "run.json").write_text(json.dumps({"world_size": 2, "arguments": before}))
+    settings = started(8, "--per_device_train_batch_size", "4")  # which 8 rows on 8 ranks do not hold
+    assert (settings.per_device_train_batch_size, settings.effective_batch_size) == (1, 8)
+    assert started(4, "--effective_batch_size", "16").effective_batch_size == 16
+    with pytest.raises(UserError, match="--gpus 3: the run's effective batch of 8 is no multiple of it"):
+        started(3)
 
 
 @pytest.mark.usefixtures("by_agent")
@@ -143,7 +168,7 @@ def test_nothing_is_left_for_a_restart_that_does_not_come(tmp_path, monkeypatch)
     for count, limit in (("1", "1"), ("0", "1")):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
         monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", limit)
-        restart.leave_smaller(resolved(tmp_path), "")
+        assert bool(restart.leave_smaller(resolved(tmp_path), "")) == (count < limit)
         assert (tmp_path / "next.json").exists() == (count < limit)
     left = json.loads((tmp_path / "next.json").read_text())
     assert left["change"] == "micro batch 1 instead of 2" and left["decided"]["effective_batch_size"] == 8

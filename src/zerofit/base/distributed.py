@@ -48,6 +48,8 @@ def local_size() -> int:
 
 BY_AGENT = "TORCHELASTIC_RUN_ID"  # set by torchrun's agent, which accelerate uses too
 
+RESTARTED = "ZEROFIT_RESTARTED"  # set by zerofit's agents (launch/rendezvous.py) from a job's second attempt on
+
 BY_SLURM = "SLURM_RESTART_COUNT"  # set in a job that SLURM has queued again
 
 

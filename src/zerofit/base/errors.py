@@ -40,13 +40,16 @@ class Unavailable(UserError):
 
 
 class OutOfMemory(UserError):
-    """A rank ran out of GPU or host memory. phase: "eval", "save", or "" for any other."""
+    """A rank ran out of GPU or host memory.
+
+    phase: "eval", "save", or "" for any other; what_next: what a restart by torchrun's agent changes.
+    """
 
     exit_code = EXIT_CODES["out of memory"]
 
     def __init__(self, message: str, phase: str = ""):
         super().__init__(message)
-        self.phase = phase
+        self.phase, self.what_next = phase, ""
 
 
 class BrokenLinks(UserError):

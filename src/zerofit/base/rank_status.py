@@ -12,12 +12,19 @@ import struct
 import threading
 import time
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 from zerofit.base import distributed, paths
 from zerofit.base.errors import EXIT_CODES, DiskFull, Diverged, Hung, OutOfMemory, Stopped, Unavailable, UserError
 
 FOLDER = "ZEROFIT_ATTEMPT"  # environment variable: the attempt's folder; unset: no supervisor, nothing is written
+
+ASKED = "asked"  # in the attempt's folder: its supervisor has had a signal, and has asked the ranks to save and end
+
+HUNG = "hung.json"  # in the attempt's folder: the supervisor has ended its ranks, which made no step
+
+RUN_FOLDER = "ZEROFIT_RUN_FOLDER"  # environment variable: the run folder, for the agents of a job on several nodes
 
 SUPERVISOR = "ZEROFIT_SUPERVISOR"  # environment variable: the supervisor's process id
 
@@ -134,6 +141,7 @@ def record(error: BaseException) -> None:
         "rank": rank, "time": time.time(), "kind": kind(error), "error": in_a_line(error),
         "traceback": "".join(traceback.format_exception(error)), "of_a_peer": of_a_peer(error),
         "phase": getattr(error, "phase", ""), "collectives": getattr(error, "collectives", {}),
+        "what_next": getattr(error, "what_next", ""),
     }  # fmt: skip
     if not (attempt / f"rank{rank}.json").exists():
         write_json(attempt / f"rank{rank}.json", entry)
@@ -320,6 +328,21 @@ def handle_signals(handler) -> dict:
     return {number: signal.signal(number, handler) for number in numbers}
 
 
+def receiver(signals: list[int], act: Callable[[int], None]):
+    """Return a handler that adds each signal to a list and calls `act` with it, but for repetitions of the first."""
+    first = None
+
+    def handle(number, _frame):
+        nonlocal first
+        if is_repeated(number, first):
+            return
+        first = first or time.monotonic()
+        signals.append(number)
+        act(number)
+
+    return handle
+
+
 def is_repeated(number: int, first: float | None) -> bool:
     """Return whether a signal is the one that came at time.monotonic() `first` (None: none did) once more.
 
@@ -335,6 +358,13 @@ def ask_to_save(where: Path) -> None:
             os.kill(pid, signal.SIGTERM)
 
 
+def kill_ranks(where: Path) -> None:
+    """End the ranks of this node at once; their agent goes on."""
+    for pid, _, _ in heartbeats(where).values():
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(pid, signal.SIGKILL)
+
+
 def heartbeats(where: Path) -> dict[int, tuple[int, int, float]]:
     """{rank: (process id, step, seconds of time.monotonic())} of the ranks that have sent a heartbeat."""
     return {rank: beat[:3] for rank, beat in _beats(where).items()}
@@ -348,7 +378,10 @@ def phases(where: Path) -> dict[int, str]:
 def _beats(where: Path) -> dict[int, tuple]:
     beats = {}
     for file in where.glob("heartbeat*"):
-        content = file.read_bytes()
+        try:
+            content = file.read_bytes()
+        except FileNotFoundError:  # the agent has moved it: the attempt has ended
+            continue
         if len(content) == _HEARTBEAT_FILE.size and any(content[:24]):
             beats[int(file.name.removeprefix("heartbeat"))] = _HEARTBEAT_FILE.unpack(content)
     return beats

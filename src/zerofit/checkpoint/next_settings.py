@@ -1,9 +1,7 @@
 """Choose the settings of a job's next attempt: with less GPU memory, on other ranks, or as another process decided."""
 
-import re
 from collections.abc import Callable
 from dataclasses import replace
-from pathlib import Path
 from typing import Any
 
 from zerofit.base.errors import UserError
@@ -103,7 +101,7 @@ def same_batch(whole: int, micro: int, ranks: int, ranks_per_row: int = 1) -> di
 
 # --- decisions of another process ---
 
-# Arguments that are decided at the start or between attempts. All others come from each node's own command line.
+# Arguments that are decided between attempts. All others come from each process's own command line.
 DECIDED = (
     "zero", "offload", "per_device_train_batch_size", "gradient_accumulation_steps", "effective_batch_size",
     "per_device_eval_batch_size", "gradient_checkpointing", "gradient_checkpointing_every",
@@ -111,36 +109,26 @@ DECIDED = (
     "gpus",
 )  # fmt: skip
 
-# Arguments with a path: whether they are set is decided, each node's own command line gives the path.
-PATHS = ("offload_path", "resume_from_checkpoint")
-
-CHECKPOINT = re.compile(r"checkpoint-[0-9]+")
-
 NEWEST = ("auto", "true", "last")  # values of --resume_from_checkpoint that are no path
 
 
 def decisions(asked: Request) -> dict[str, Any]:
-    """Return {argument: its value, or None if it is not given} for the arguments of DECIDED and PATHS."""
-    return {name: asked.get(name) for name in (*DECIDED, *PATHS)}
+    """Return {argument: its value, or None if it is not given} for the arguments of DECIDED."""
+    return {name: asked.get(name) for name in DECIDED}
 
 
-def with_decisions(own: Request, decided: dict, folder: Path | None = None, by: str = "node 0") -> Request:
+def with_decisions(own: Request, decided: dict, by: str) -> Request:
     """Return this process's request with the decisions of another one in it.
 
-    Args: own: this process's; decided: from `decisions`; folder: the run folder, a checkpoint in which is the only path
-        that can be decided; by: who has decided, for messages.
-    Raises: UserError for an argument that is not one of DECIDED and PATHS, or a malformed value.
+    Args: own: this process's; decided: from `decisions`; by: who has decided, for messages.
+    Raises: UserError for an argument that is not one of DECIDED, or a malformed value.
     """
-    asked = own.drop(*DECIDED, *PATHS)
+    asked = own.drop(*DECIDED)
     for name, value in decided.items():
-        if name not in (*DECIDED, *PATHS) or not _is_value(value):
-            raise UserError(f"{by} orders {name} {value}, which it cannot decide; use the same zerofit on all nodes.")
-        if name in PATHS and value is not None and not _is_checkpoint(value, folder):
-            if own.get(name) is None:
-                raise UserError(f"--{name}: {by} has it and this node has not; give all nodes the same flags.")
-            value = own.get(name)
+        if name not in DECIDED or not _is_value(value):
+            raise UserError(f"{by} has {name} {value}, which it cannot decide; remove the file.")
         if value is not None:
-            parse.explicit(own.recipe, Request(own.recipe).put(**{name: value}).flags(), f"{by}'s order")
+            parse.explicit(own.recipe, Request(own.recipe).put(**{name: value}).flags(), by)
             asked = asked.put(**{name: value})
     return asked
 
@@ -148,16 +136,3 @@ def with_decisions(own: Request, decided: dict, folder: Path | None = None, by: 
 def _is_value(value: Any) -> bool:
     """Return whether a value is none, or a scalar that does not look like a flag."""
     return value is None or (isinstance(value, bool | int | float | str) and str(value)[:1] != "-")
-
-
-def _is_checkpoint(value: Any, folder: Path | None) -> bool:
-    if not isinstance(value, str):
-        return False
-    if value.lower() in NEWEST:
-        return True
-    path = Path(value)
-    return (
-        folder is not None
-        and path.parent.absolute() == folder.absolute()
-        and CHECKPOINT.fullmatch(path.name) is not None
-    )

@@ -3,18 +3,18 @@
 import hashlib
 import os
 import socket
+import sys
 from pathlib import Path
 
 import psutil
 
-from zerofit.base import distributed, rank_status
+from zerofit.base import distributed
 from zerofit.checkpoint import next_settings
-from zerofit.config import resolve
-from zerofit.job import job, run_folder
+from zerofit.config import parse, resolve
+from zerofit.job import groups, job, run_folder
+from zerofit.job.recipe import Recipe
 from zerofit.job.request import Request
 from zerofit.job.settings import Settings
-
-SMALLER = "next.json"  # in the run folder: what the next start changes after out of memory
 
 
 def starters() -> list[str]:
@@ -63,51 +63,60 @@ def earlier_run(settings: Settings) -> Path | None:
     return None if str(asked).lower() == "false" else Path(asked).parent
 
 
-def as_the_run_goes_on(settings: Settings) -> Settings:
-    """Return the settings of a job that torchrun's agent restarts.
+def settings_of(recipe: Recipe) -> Settings:
+    """Return the settings of this process's command line; of a job that torchrun's agent restarts, as the run goes on.
 
     They are smaller after out of memory, and keep the run's effective batch on other ranks.
-    Raises: UserError if the ranks do not divide it.
+    Raises: UserError for the user's mistakes, and if the ranks do not divide the effective batch.
     """
-    if distributed.BY_AGENT not in os.environ or not settings.output_dir:
-        return settings
-    folder = run_folder.name_folder(settings)
-    left = run_folder.read_record(folder / SMALLER)
-    is_smaller = _agent() in left.get("started_by", [])
-    asked = settings.request
+    asked, ranks = parse.request(recipe, sys.argv[1:]), distributed.size()
+    if distributed.BY_AGENT not in os.environ or not asked.get("output_dir"):
+        return resolve.of_this_process(lambda: resolve.resolve(asked, ranks))
+    folder = Path(asked.get("output_dir")).expanduser()
+    left = run_folder.read_record(folder / run_folder.SMALLER)
+    is_smaller = bool(left) and (distributed.RESTARTED in os.environ or _agent() in left.get("started_by", []))
     if is_smaller:
-        asked = next_settings.with_decisions(asked, left.get("decided", {}), folder, str(folder / SMALLER))
-    batch = _batch_of_run(folder, settings, asked) if is_smaller or "effective_batch_size" not in settings.given else {}
-    if not is_smaller and not batch:
-        return settings
-    if batch:
+        asked = next_settings.with_decisions(asked, left.get("decided", {}), str(folder / run_folder.SMALLER))
+    if batch := _batch_of_run(folder, ranks, asked):
         asked = asked.drop(*next_settings.BATCH).put(**batch)
-    again = resolve.of_this_process(lambda: resolve.resolve(asked, settings.world_size))
+    settings = resolve.of_this_process(lambda: resolve.resolve(asked, ranks))
     if is_smaller:
-        again.decisions.append(f"{left.get('change')}: the run was out of GPU memory ({folder / SMALLER})")
-    return again
+        settings.decisions.append(
+            f"{left.get('change')}: the run was out of GPU memory ({folder / run_folder.SMALLER})"
+        )
+    return settings
 
 
-def _batch_of_run(folder: Path, settings: Settings, asked: Request) -> dict[str, int]:
-    """Return the arguments for the run's effective batch on other ranks; {} on as many as before, or without a run."""
+def _batch_of_run(folder: Path, ranks: int, asked: Request) -> dict[str, int]:
+    """Return the arguments for the run's effective batch on other ranks.
+
+    {}: on as many as before, without a run, or where another effective batch is asked for.
+    """
     run = run_folder.read_record(folder / "run.json")
-    whole, micro = (run.get("arguments", {}).get(name, {}).get("value") for name in next_settings.BATCH[:2])
-    if run.get("world_size", settings.world_size) == settings.world_size or {type(whole), type(micro)} != {int}:
+    values = {name: entry.get("value") for name, entry in run.get("arguments", {}).items()}
+    whole, micro = (values.get(name) for name in next_settings.BATCH[:2])
+    if run.get("world_size", ranks) == ranks or {type(whole), type(micro)} != {int}:
+        return {}
+    if asked.get("effective_batch_size", whole) != whole:
         return {}
     micro = min(micro, asked.get("per_device_train_batch_size", micro))
-    return next_settings.same_batch(whole, micro, settings.world_size, settings.ranks_per_row)
+    return next_settings.same_batch(whole, micro, ranks, groups.per_row(values))
 
 
-def leave_smaller(settings: Settings, phase: str) -> None:
+def leave_smaller(settings: Settings, phase: str) -> str:
     """Write what a restart by torchrun's agent changes, after this rank was out of memory, to the run folder.
 
-    With a supervisor nothing is written: it chooses the change itself. Args: phase: of errors.OutOfMemory.
+    Nothing is written if no restart comes, if a launcher has resolved the job and chooses the change itself, and if
+    other nodes would not see it. Args: phase: of errors.OutOfMemory. Returns: the change, "" if there is none.
     """
     restarts = [int(os.environ.get(f"TORCHELASTIC_{name}", 0)) for name in ("RESTART_COUNT", "MAX_RESTARTS")]
-    if rank_status.folder() or restarts[0] >= restarts[1] or settings.on_oom != "retry":
-        return
+    is_restarted = job.running() is None and restarts[0] < restarts[1] and settings.on_oom == "retry"
+    if not is_restarted or settings.node_local_storage:
+        return ""
     if following := next_settings.next_smaller_setting(settings, resolve.resolve, phase):
         change, smaller = following
         decided = next_settings.decisions(smaller.request)
         left = {"started_by": settings.started_by, "change": change, "decided": decided}
-        run_folder.write_json(Path(settings.output_dir) / SMALLER, left)
+        run_folder.write_json(Path(settings.output_dir) / run_folder.SMALLER, left)
+        return change
+    return ""

@@ -14,8 +14,7 @@ from zerofit.job import groups, job, program, run_folder
 from zerofit.job.recipe import NAME
 from zerofit.job.request import BY_PLAN, FLAG, Request
 from zerofit.job.settings import written
-from zerofit.launch import launch, prepare
-from zerofit.launch.cluster import node_options
+from zerofit.launch import launch, node_options, prepare
 
 
 def main(argv: list[str]) -> None:

@@ -34,6 +34,8 @@ SCORES = ("exact_match", "preference_accuracy", "label_accuracy")  # of bundled 
 
 _BYTES_BY_PHASE = {...: {...: FINITE}}  # phase -> part -> bytes
 
+SMALLER = "next.json"  # what the next start changes after out of memory (checkpoint/restart.py)
+
 # What the readers of a run folder rely on, by file: the kind of a value, [shape] of the items of an array, or an object
 # of names with their shapes, `...` for all others. Any of them may be missing; folders from elsewhere hold anything.
 RECORDS = {
@@ -64,7 +66,7 @@ RECORDS = {
         "scores": {...: {...: {...: {"value": NUMBER, "stderr": NUMBER, "rows": WHOLE}}}},
     }]},
     "step.json": {"recipe": TEXT, "flags": [TEXT], "world_size": WHOLE, "rows": [[[WHOLE]]], "texts": {...: TEXT}},
-    "next.json": {"started_by": [TEXT], "change": TEXT, "decided": {}},
+    SMALLER: {"started_by": [TEXT], "change": TEXT, "decided": {}},
     "slurm.json": {"job_id": TEXT, "cluster": TEXT, "jobs": WHOLE},
 }  # fmt: skip
 
@@ -110,9 +112,13 @@ def check_folder(folder: Path, resumes: bool) -> None:
 
 
 def name_folder(settings: Settings) -> Path:
-    """Return --output_dir, or runs/<recipe>-<time>; nothing is checked or made."""
-    folder = Path(settings.output_dir or Path("runs") / f"{settings.recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}")
-    return folder.expanduser()
+    """Return --output_dir, or its default; nothing is checked or made."""
+    return Path(settings.output_dir or default_name(settings.recipe)).expanduser()
+
+
+def default_name(recipe) -> Path:
+    """Return runs/<recipe>-<time>."""
+    return Path("runs") / f"{recipe.name}-{time.strftime('%Y%m%d-%H%M%S')}"
 
 
 def check_name(folder: Path) -> None:

@@ -27,8 +27,7 @@ from zerofit.base.errors import UserError
 from zerofit.base.hardware import GIB
 from zerofit.base.paths import cache_root, nearest_existing
 from zerofit.job.run_folder import PACKAGES
-from zerofit.launch import doctor_nodes, doctor_packages
-from zerofit.launch.cluster import node_options
+from zerofit.launch import doctor_nodes, doctor_packages, node_options
 from zerofit.launch.doctor_nodes import Finding, fail, ok, warn
 from zerofit.plan import formulas
 

@@ -10,7 +10,7 @@ from pathlib import Path
 from zerofit.base import distributed
 from zerofit.base.health import INFINIBAND
 from zerofit.base.paths import nearest_existing
-from zerofit.launch.cluster import node_options
+from zerofit.launch import node_options
 
 
 @dataclass

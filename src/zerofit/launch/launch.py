@@ -1,12 +1,12 @@
 """`zerofit launch`: check a job, then start its processes and supervise them."""
 
 import os
+import socket
 from collections.abc import Callable
 from pathlib import Path
 
-from zerofit.base import command_line, hardware
+from zerofit.base import command_line, hardware, rank_status
 from zerofit.base.errors import UserError
-from zerofit.checkpoint import next_settings
 from zerofit.config import parse, resolve, show
 from zerofit.data import tokens
 from zerofit.job import job as job_file
@@ -15,9 +15,7 @@ from zerofit.job import run_folder
 from zerofit.job.program import Program, again
 from zerofit.job.request import Request
 from zerofit.job.settings import Settings
-from zerofit.launch import batch_search, canary, prepare, supervisor
-from zerofit.launch.cluster import node_options
-from zerofit.launch.cluster.coordinator import Coordinator
+from zerofit.launch import batch_search, canary, node_options, prepare, supervisor
 from zerofit.model.weights import complete
 from zerofit.plan import choice, preflight
 
@@ -29,7 +27,8 @@ def main(argv: list[str], asked: Request | None = None) -> None:
     Raises: UserError for the user's mistakes, before any process is started and before a run folder is made.
     """
     args, program, flags, count = prepare.launch_arguments(argv)
-    asked = parse.request(program.recipe, flags) if asked is None else asked
+    is_resumed = asked is not None
+    asked = asked or parse.request(program.recipe, flags)
     place = node_options.of(args)
     prepare.without_a_launchers_variables()
     if place is not None:  # memory, disks and groups are those of one node
@@ -39,15 +38,9 @@ def main(argv: list[str], asked: Request | None = None) -> None:
     hardware.check_devices(count, use_cpu="use_cpu" in asked.values)
     if place is None:
         _launch_on_one_node(args, program, asked, count)
-    elif args.show:
-        _show_nodes(place, program, asked, count)
     else:
         prepare.check_for_nodes(asked.flags(), args.launcher)
-        if place.least == place.most:  # report a mistake in the flags before any node waits
-            _settings_on_nodes(asked, count * place.most)
-        with Coordinator(place, count) as coordinator:
-            launch_as = _launch_as_leader if coordinator.leads else _launch_as_follower
-            launch_as(coordinator, args, program, asked, count)
+        _launch_on_nodes(place, args, program, asked, count, is_resumed)
 
 
 def _launch_on_one_node(args, program: Program, asked: Request, count: int) -> None:
@@ -109,53 +102,60 @@ def _planned(settings: Settings, train_set, eval_set) -> tuple[dict | None, Requ
     return chosen.plan, chosen.of(settings.request)
 
 
-def _launch_as_leader(coordinator: Coordinator, args, program: Program, asked: Request, count: int) -> None:
-    """Run the job as node 0, which chooses nodes, run folder and attempts. count: processes of this node."""
-    coordinator.meet()
-    nodes, asked = _choose_nodes(coordinator, asked)
-    coordinator.begin_with(nodes, asked)
-    ranks = sum(nodes.values())
-    settings = _settings_on_nodes(asked, ranks)
-    coordinator.effective_batch_size = settings.effective_batch_size
-    run_folder.claim_folder(settings)
-    preflight.prestart(settings)
-    folder, train_set, eval_set = prepare.prepare(settings)
-    planned, asked = _planned(settings, train_set, eval_set)  # sent to the other nodes with the first attempt's order
-    preflight.publish(planned)
-    coordinator.wait_until_ready()
-    folder = folder.absolute()
-    print(f"{coordinator.name}: {ranks} processes on {len(nodes)} nodes; run folder {folder}", flush=True)
-    settings = _resolved(asked.put(gpus=ranks, output_dir=str(folder)), ranks)
-    job = _job_on_nodes(coordinator, args, program, settings, folder, count)
-    if canary.wanted(settings, planned, tokens.number_of_steps(settings, train_set)):
-        print("note: --canary is skipped: it runs on one node only", flush=True)
-    raise SystemExit(supervisor.run(job))
+def _launch_on_nodes(
+    place: node_options.Place, args, program: Program, asked: Request, count: int, is_resumed: bool
+) -> None:
+    """Check a job of several nodes, and run this node's part of it.
+
+    The ranks resolve the flags again, as under torchrun without a launch: for other nodes, or after out of memory.
+    Args: count: processes of this node; is_resumed: an earlier run's arguments are asked for, not those of a YAML file.
+    """
+    leads = place.rank == 0
+    asked, settings = _for_most_nodes(place, asked, count)
+    if not settings.output_dir:
+        raise UserError(
+            "--output_dir (OUT=) is not given: several nodes need one run folder; name one on a disk that all of them "
+            "see."
+        )
+    folder = Path(settings.output_dir).absolute()
+    env = _environment(settings, count) | {rank_status.RUN_FOLDER: str(folder)}
+
+    flags = asked.planned("", {}).all_flags() if is_resumed else asked.flags()
+
+    def command(own_address: str = "") -> list[str]:
+        return [*prepare.node_command(place, count, settings, again(program), own_address), *flags]
+
+    if args.show:
+        _show(settings, command(), env)
+        return
+    if leads:
+        node_options.check_ports(place)
+        run_folder.claim_folder(settings)
+    prepare.prepare(settings, decides=leads)
+    words, name = command("" if leads else node_options.reach(place)), f"node {place.rank} ({socket.gethostname()})"
+    job = supervisor.Job(lambda *_: words, _resolved, settings, folder, env, count, name)
+    raise SystemExit(supervisor.run_node(job, leads))
 
 
-def _launch_as_follower(coordinator: Coordinator, args, program: Program, asked: Request, count: int) -> None:
-    """Run this node's part of a job that node 0 leads. count: processes of this node."""
-    begun = coordinator.begun()
-    if asked.get("zero") == "auto":
-        asked = next_settings.with_decisions(asked, begun.decided)
-    settings = _settings_on_nodes(asked, begun.ranks)
-    prepare.prepare(settings, decides=False)
-    preflight.publish(None)
-    supervisor.follow(_job_on_nodes(coordinator, args, program, settings, Path(), count))
+def _for_most_nodes(place: node_options.Place, asked: Request, count: int) -> tuple[Request, Settings]:
+    """Return (the request with --zero auto resolved, its settings) for the most nodes that divide the effective batch.
 
-
-def _job_on_nodes(
-    coordinator: Coordinator, args, program: Program, settings: Settings, folder: Path, count: int
-) -> supervisor.Job:
-    """Return this node's part of the job. folder: the run folder, on node 0."""
-
-    def command() -> list[str]:
-        nodes = coordinator.attempt.order.nodes
-        if sum(nodes.values()) > 1:
-            return prepare.node_command(coordinator.place, nodes, again(program))
-        return prepare.command(args.launcher, count, node_options.port_of(""), again(program))
-
-    env = _environment(settings, count)
-    return supervisor.Job(_starter(program, command), _resolved, settings, folder, env, count, coordinator)
+    Raises: UserError if even the fewest do not, and for what needs a single node.
+    """
+    for nodes in range(place.most, place.least - 1, -1):
+        ranks = count * nodes
+        try:
+            is_auto = asked.get("zero") == "auto"
+            chosen = preflight.chosen_request(asked, ranks, node=count) if is_auto else asked
+            settings = _settings(chosen.put(gpus=ranks), ranks)
+        except UserError:
+            if nodes == place.least:
+                raise
+            continue
+        if settings.search_batch_size:
+            raise UserError(prepare.SEARCHES_ON_ONE_NODE)
+        return chosen, settings
+    raise AssertionError("a job has a node")
 
 
 def _settings(asked: Request, ranks: int) -> Settings:
@@ -172,44 +172,8 @@ def _resolved(asked: Request, ranks: int) -> Settings:
     return settings
 
 
-def _settings_on_nodes(asked: Request, ranks: int) -> Settings:
-    """Resolve a request for `ranks` ranks on several nodes. Raises: UserError also for what needs a single node."""
-    settings = _settings(asked.put(gpus=ranks), ranks)
-    if settings.search_batch_size:
-        raise UserError(prepare.SEARCHES_ON_ONE_NODE)
-    return settings
-
-
 def _environment(settings: Settings, count: int) -> dict[str, str]:
     return prepare.environment(count, hide_gpus=settings.use_cpu and settings.source["use_cpu"] != "decided")
-
-
-def _choose_nodes(coordinator: Coordinator, asked: Request) -> tuple[dict[int, int], Request]:
-    """Return the nodes that the job begins with, {node rank: processes}, and the request with --zero auto resolved.
-
-    These are as many of the present nodes as divide the effective batch evenly.
-    Raises: UserError if even the minimum of nodes does not.
-    """
-    nodes = coordinator.processes()
-    while True:
-        ranks = sum(nodes.values())
-        try:
-            is_auto = asked.get("zero") == "auto"
-            chosen = preflight.chosen_request(asked, ranks, node=nodes[0]) if is_auto else asked
-            _settings_on_nodes(chosen, ranks)
-            return nodes, chosen
-        except UserError:
-            if len(nodes) == coordinator.place.least:
-                raise
-            nodes.popitem()
-
-
-def _show_nodes(place: node_options.Place, program: Program, asked: Request, count: int) -> None:
-    """Print what `--show` prints for one node of several, without contacting the other nodes."""
-    ranks = count * place.most
-    asked = asked.put(gpus=ranks)
-    command = prepare.node_command(place, dict.fromkeys(range(place.most), count), again(program))
-    _show(_settings(asked, ranks), [*command, *asked.flags()], prepare.environment(count))
 
 
 def _show(settings: Settings, words: list[str], env: dict[str, str]) -> None:

@@ -11,7 +11,7 @@ from zerofit.base.errors import EXIT_CODES, UserError
 from zerofit.job import run_folder
 from zerofit.job.settings import Settings
 
-EXITS = "exits.json"  # {rank: exit code}, written by launch/torchrun.py
+EXITS = "exits.json"  # {rank: exit code}, written by launch/torchrun.py; of several nodes: exits<node>.json
 
 LAST_STEPS = 5  # in report.md
 
@@ -22,7 +22,8 @@ class Outcome:
 
     kind: "finished", a key of errors.EXIT_CODES or "crash"; code: the job's exit code; rank: the first that failed;
     error: its exception in one line; step: the last optimizer step that it, or else any rank, had finished;
-    what_next: the change for the next attempt, "" if there is none; phase: of errors.OutOfMemory.
+    what_next: the change for the next attempt, "" if there is none, or as the rank has left it (checkpoint/restart.py);
+    phase: of errors.OutOfMemory.
     """
 
     kind: str
@@ -50,12 +51,13 @@ class Outcome:
 class Evidence:
     """What is known of an attempt after its end.
 
-    code: exit code of the launcher; signals: those that the supervisor received; hung: the rank furthest behind when no
-    rank made a step for `limit` seconds; host_kills: processes that the kernel killed for lack of memory; where: the
-    attempt's folder; steps: {rank: its last step}; records: the ranks' errors, the first one first.
+    code: exit code of the launcher, None: it goes on; signals: those that the supervisor received; hung: the rank
+    furthest behind when no rank made a step for `limit` seconds; host_kills: processes that the kernel killed for lack
+    of memory; where: the attempt's folder; steps: {rank: its last step}; records: the ranks' errors, the first one
+    first.
     """
 
-    code: int
+    code: int | None
     signals: list[int]
     hung: int | None
     limit: float
@@ -71,8 +73,10 @@ class Evidence:
     @property
     def exits(self) -> dict[int | None, int]:
         """Exit codes by rank, as far as they are known; -n for signal n."""
-        if (self.where / EXITS).exists():
-            return {int(rank): code for rank, code in json.loads((self.where / EXITS).read_text()).items()}
+        files = sorted(self.where.glob(EXITS.replace(".", "*.")))
+        exits = {int(rank): code for file in files for rank, code in json.loads(file.read_text()).items()}
+        if exits or self.code is None:
+            return exits
         # Not launch/torchrun.py: 128 + n means signal n.
         return {None: 128 - self.code if 128 < self.code < 160 else self.code}
 
@@ -82,11 +86,16 @@ class Evidence:
         return [record for record in self.records if not record["of_a_peer"]]
 
 
-def ending(code: int, where: Path, signals: list[int], hung: int | None, limit: float, host_kills: int) -> Outcome:
+def ending(
+    code: int | None, where: Path, signals: list[int], hung: int | None, limit: float, host_kills: int
+) -> Outcome:
     """Classify how an attempt ended, from exit codes, error records and heartbeats; the first classifier wins.
 
     Args: where: the attempt's folder; the others: see Evidence.
     """
+    for file in where.glob(rank_status.HUNG.replace(".", "*.")):
+        told = json.loads(file.read_text())
+        hung, limit = told["rank"], told["limit"]
     steps = {rank: step for rank, (_, step, _) in rank_status.heartbeats(where).items()}
     evidence = Evidence(code, signals, hung, limit, host_kills, where, steps, rank_status.records(where))
     outcomes = (classify(evidence) for classify in CLASSIFIERS)
@@ -110,7 +119,7 @@ def _interrupted(evidence: Evidence) -> Outcome | None:
 
 
 def _finished(evidence: Evidence) -> Outcome | None:
-    return None if evidence.code else Outcome("finished", 0, step=evidence.step)
+    return Outcome("finished", 0, step=evidence.step) if evidence.code == 0 else None
 
 
 def _hung(evidence: Evidence) -> Outcome | None:
@@ -189,15 +198,15 @@ def _failed(evidence: Evidence) -> Outcome | None:
     if not evidence.own_records:
         return None
     first = evidence.own_records[0]
-    code = evidence.code if 0 < evidence.code < 128 else rank_status.exit_code(first["kind"])
+    code = evidence.code if 0 < (evidence.code or 0) < 128 else rank_status.exit_code(first["kind"])
     step = evidence.steps.get(first["rank"], evidence.step)
-    rank, phase = first["rank"], first.get("phase", "")
-    return Outcome(first["kind"], code, rank, first["error"], "", step, first["traceback"], phase=phase)
+    left = {name: first.get(name, "") for name in ("what_next", "phase")}
+    return Outcome(first["kind"], code, first["rank"], first["error"], "", step, first["traceback"], **left)
 
 
 def _crashed(evidence: Evidence) -> Outcome:
     """Name the exit code of ranks that reported no error: an import failed, or a library has ended the process."""
-    code = evidence.code
+    code = evidence.code if evidence.code is not None else next(iter(evidence.exits.values()), 1)
     error = f"exit code {code}"
     if code == 1:  # so does bitsandbytes 0.50.2 end a process, by C's exit
         error += (
@@ -206,6 +215,15 @@ def _crashed(evidence: Evidence) -> Outcome:
             "--per_device_train_batch_size)"
         )
     return Outcome("crash", code if code > 0 else 1, error=error, step=evidence.step)
+
+
+def host_kills() -> int:
+    """Return how many processes of this control group the kernel has killed for lack of memory so far."""
+    try:
+        lines = Path("/sys/fs/cgroup/memory.events").read_text().splitlines()
+    except OSError:
+        return 0
+    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))
 
 
 CLASSIFIERS = (_stopped, _interrupted, _finished, _hung, _killed, _lost_connection, _failed, _crashed)

@@ -13,10 +13,13 @@ from zerofit.job import program
 from zerofit.job.program import Program
 from zerofit.job.request import Request
 from zerofit.job.settings import Settings
-from zerofit.launch import doctor
-from zerofit.launch.cluster import node_options
+from zerofit.launch import doctor, node_options
 
 LAUNCHERS = ("torchrun", "accelerate", "deepspeed")
+
+# Of torchrun's agents: also for smaller settings after out of memory, and for nodes that join. What counts for
+# --max_restarts is counted in launch/rendezvous.py.
+MAX_RESTARTS = 1000
 
 SEARCHES_ON_ONE_NODE = (
     "--per_device_train_batch_size auto searches on one node: run `make batch-size` there with its GPUS, and name the "
@@ -157,13 +160,29 @@ def command(launcher: str, count: int, port: int, recipe: Path, flags: Sequence[
     return [python, *start[launcher], str(recipe), *flags]
 
 
-def node_command(here: node_options.Place, nodes: dict[int, int], recipe: Path) -> list[str]:
-    """Return the command that starts one node's ranks of several. nodes: {node rank: its processes}."""
+def node_command(
+    place: node_options.Place, count: int, settings: Settings, recipe: Path, own_address: str = ""
+) -> list[str]:
+    """Return the command that starts one node's ranks of several.
+
+    Args: count: its processes; own_address: of this node on the way to node 0.
+    """
+    options = {
+        "node_rank": place.rank,
+        "gpus": count,
+        "own_address": own_address,
+        "interface": place.interface,
+        "join_timeout": round(place.timeout),
+        "lost": round(place.lost),
+        "max_restarts": settings.max_restarts,
+        "ranks_per_row": settings.ranks_per_row,
+        "effective_batch_size": settings.effective_batch_size if "effective_batch_size" in settings.given else 0,
+    }
     return [
-        sys.executable, "-m", "zerofit.launch.torchrun", "--nnodes", str(len(nodes)),
-        "--node_rank", str(sorted(nodes).index(here.rank)), "--nproc_per_node", str(nodes[here.rank]),
-        "--master_addr", here.address, "--master_port", str(here.port + 1),
-        "--rdzv_conf", f"timeout={int(here.timeout)}", str(recipe),
+        sys.executable, "-m", "zerofit.launch.torchrun", "--nnodes", f"{place.least}:{place.most}",
+        "--nproc_per_node", str(count), "--max_restarts", str(MAX_RESTARTS), "--rdzv_backend", "zerofit",
+        "--rdzv_id", "zerofit", "--rdzv_endpoint", f"{place.address}:{place.port}",
+        "--rdzv_conf", ",".join(f"{name}={value}" for name, value in options.items() if value != ""), str(recipe),
     ]  # fmt: skip
 
 

@@ -1,4 +1,8 @@
-"""Supervise a job: forward signals, end hangs, restart after out-of-memory errors and lost ranks."""
+"""Supervise a job: forward signals, end hangs, restart after out-of-memory errors and lost ranks.
+
+Of a job on several nodes a supervisor watches the ranks of its own node; torchrun's agents start them again, as
+launch/rendezvous.py decides.
+"""
 
 import contextlib
 import os
@@ -16,15 +20,15 @@ from pathlib import Path
 import psutil
 
 from zerofit.base import health, rank_status
-from zerofit.base.errors import EXIT_CODES, BrokenLinks
+from zerofit.base.errors import EXIT_CODES, BrokenLinks, UserError
 from zerofit.base.phases import SUSPENDED_SECONDS
 from zerofit.checkpoint import next_settings, resumable
 from zerofit.checkpoint.facts import ASIDE
+from zerofit.job import job as job_file
 from zerofit.job import run_folder
 from zerofit.job.request import Request
 from zerofit.job.settings import Settings
 from zerofit.launch import postmortem, retry
-from zerofit.launch.cluster.coordinator import Coordinator
 from zerofit.plan import preflight
 from zerofit.report import live, run_page
 from zerofit.train import network_check
@@ -37,8 +41,8 @@ class Job:
     """What `run` needs to start attempts.
 
     start: (settings, folder, facts, trial) -> argv, whose job.json it has written into the folder; resolve: (request,
-    ranks) -> Settings; settings: with --output_dir; count: processes of this node; coordinator: None for a job on one
-    node; facts: found before the first attempt, for run.json (job/job.py).
+    ranks) -> Settings; settings: with --output_dir; count: processes of this node; node: its name for messages, of a
+    job on several; facts: found before the first attempt, for run.json (job/job.py).
     """
 
     start: Callable[[Settings, Path, dict, dict], list[str]]
@@ -47,7 +51,7 @@ class Job:
     folder: Path
     env: dict[str, str]
     count: int
-    coordinator: Coordinator | None = None
+    node: str = ""
     facts: dict = field(default_factory=dict)
     healthy: health.Health | None = None  # this node, before the first attempt
     page: live.Page | None = None  # what writes report.html while the job runs
@@ -80,8 +84,6 @@ def _run(job: Job) -> int:
             last = _run_attempt(job, attempt, records)
             endings.append(last)
             following = _next_attempt(job, attempt, last, restarts)
-            if following and job.coordinator:
-                following = _on_present_nodes(job, following)
             opened = (job.folder / "run.json").exists()
             if following is None:
                 return _end_job(job, attempt, endings, records, opened)
@@ -98,43 +100,55 @@ def _run(job: Job) -> int:
         )
 
 
-def follow(job: Job) -> None:
-    """Run this node's part of each attempt that node 0 orders. Raises: SystemExit with the job's exit code."""
-    coordinator = job.coordinator
-    while True:
-        order = coordinator.next_order()
-        ranks, folder = sum(order.nodes.values()), Path(order.folder)
-        asked = next_settings.with_decisions(job.settings.request, order.decided, folder)
-        settings = job.resolve(asked.put(output_dir=order.folder), ranks)
-        print(f"{coordinator.name}: {ranks} processes on {len(order.nodes)} nodes; run folder {folder}", flush=True)
-        with tempfile.TemporaryDirectory(prefix="zerofit-attempt-") as records:
-            coordinator.report(*_watch(job, settings, Path(records)), Path(records))
+def run_node(job: Job, leads: bool) -> int:
+    """Run this node's part of a job on several nodes to its end; return the exit code.
+
+    Args: leads: whether this is node 0, which writes the report.
+    """
+    from zerofit.launch import rendezvous
+
+    job.page = live.Page(job.folder) if leads else None
+    try:
+        with tempfile.TemporaryDirectory(prefix="zerofit-attempt-") as name:
+            records = Path(name)
+            env = os.environ | job.env | {rank_status.FOLDER: name}
+            command = job.start(job.settings, records, {}, {})
+            kills = postmortem.host_kills()
+            code, signals, hung = watch(command, env, records, job.settings.hang_timeout, job.count, goes_on=True)
+            endings = rendezvous.endings(records)
+            if not endings or endings[-1].what_next:
+                limit, kills = job.settings.hang_timeout, postmortem.host_kills() - kills
+                endings.append(postmortem.ending(code, records, signals, hung, limit, kills))
+            opened = (job.folder / "run.json").exists()
+            if not leads:
+                last = endings[-1]
+                if last.kind not in ("finished", "user error"):
+                    print(f"{job.node}: zerofit: {last.sentence}", file=sys.stderr)
+                return last.code
+            attempt = Attempt(_as_last_resolved(job, opened))
+            return _end_job(job, attempt, endings, records, opened)
+    finally:
+        if job.page:
+            job.page.stop()
+
+
+def _as_last_resolved(job: Job, opened: bool) -> Settings:
+    """Return the settings of the last attempt, which its ranks have written into the run folder."""
+    if opened:
+        with contextlib.suppress(UserError):
+            return job_file.read(job.folder / job_file.FILE, job.settings.recipe).settings
+    return job.settings
 
 
 def _run_attempt(job: Job, attempt: Attempt, records: Path) -> postmortem.Outcome:
-    if job.coordinator:
-        job.coordinator.order(attempt.settings.request, job.folder)
-    kills = _host_kills()
-    code, signals, hung = _watch(job, attempt.settings, records)
-    kills = _host_kills() - kills
-    if job.coordinator:
-        job.coordinator.report(code, signals, hung, records)
-        code, signals, hung = job.coordinator.collect(records)
-        if lost := job.coordinator.attempt.lost:
-            return postmortem.lost_node(", ".join(map(job.coordinator.meeting.host_of, lost)), records)
-    last = postmortem.ending(code, records, signals, hung, attempt.settings.hang_timeout, kills)
+    settings, kills = attempt.settings, postmortem.host_kills()
+    command = job.start(settings, records, job.facts, {})
+    env = os.environ | job.env | {rank_status.FOLDER: str(records)}
+    code, signals, hung = watch(command, env, records, settings.hang_timeout, job.count)
+    last = postmortem.ending(code, records, signals, hung, settings.hang_timeout, postmortem.host_kills() - kills)
     if last.kind == "out of memory":
         preflight.publish(None)  # the next attempt has other settings
     return last
-
-
-def _watch(job: Job, settings: Settings, records: Path) -> tuple[int, list[int], int | None]:
-    command = job.start(settings, records, job.facts, {})
-    added_env = {rank_status.FOLDER: str(records)}
-    if job.coordinator:
-        added_env |= job.coordinator.environment()
-    env = os.environ | job.env | added_env
-    return watch(command, env, records, settings.hang_timeout, job.count, coordinator=job.coordinator)
 
 
 # --- between attempts ---
@@ -149,8 +163,6 @@ def _next_attempt(job: Job, attempt: Attempt, last: postmortem.Outcome, restarts
             change, settings = smaller
             return replace(attempt, settings=settings, change=change, is_restart=False)
     if change := without_copies_between_gpus(job, last, settings):
-        return replace(attempt, change=change, is_restart=False)
-    if last.kind == "stopped" and job.coordinator and (change := job.coordinator.attempt.change):
         return replace(attempt, change=change, is_restart=False)
     if last.kind in ("lost rank", "hang") and restarts < settings.max_restarts:
         change = f"the same settings (restart {restarts + 1} of {settings.max_restarts}){_damage(job)}"
@@ -176,30 +188,11 @@ def without_copies_between_gpus(job: Job, last: postmortem.Outcome, settings: Se
 
     Returns: the change for the next attempt; "" if there is none.
     """
-    on_one_node = job.coordinator is None and not settings.use_cpu
     tried = network_check.WITHOUT_PEERS in os.environ | job.env
-    if last.phase != BrokenLinks.phase or tried or not on_one_node:
+    if last.phase != BrokenLinks.phase or tried or settings.use_cpu:
         return ""
     job.env |= {network_check.WITHOUT_PEERS: "1", network_check.PEERS_FAILED: "1"}
     return f"the same with {network_check.WITHOUT_PEERS}=1, without copies from GPU to GPU"
-
-
-def _on_present_nodes(job: Job, attempt: Attempt) -> Attempt | None:
-    """Return the attempt on the present nodes, with the same effective batch; None if they are too few."""
-    nodes = job.coordinator.next_nodes()
-    if not nodes:
-        return None
-    settings, ranks = attempt.settings, sum(nodes.values())
-    if ranks != settings.world_size:
-        batch = next_settings.same_batch(
-            settings.effective_batch_size, settings.per_device_train_batch_size, ranks, settings.ranks_per_row
-        )
-        kept = replace(settings.request, notes=())  # why a plan has chosen what is changed here
-        asked = kept.drop(*next_settings.BATCH).put(**batch, zero=settings.zero, gpus=ranks)
-        settings = job.resolve(asked, ranks)
-    place = f"{len(nodes)} node{'s' * (len(nodes) > 1)} with {ranks} processes"
-    change = f"{attempt.change}, on {place}" if attempt.change else place
-    return replace(attempt, settings=settings, change=change)
 
 
 def _resumed(settings: Settings, checkpoint: Path | None, job: Job) -> Settings:
@@ -224,7 +217,7 @@ def _agreed(last, what: str) -> bool:
 
 
 def _end_job(job: Job, attempt: Attempt, endings: list[postmortem.Outcome], records: Path, opened: bool) -> int:
-    """End the job after its last attempt, on the other nodes too; return its exit code."""
+    """End the job after its last attempt; return its exit code."""
     last = endings[-1]
     if last.kind == "stopped" and attempt.settings.save_only_model:
         last.code = EXIT_CODES["interrupted"]  # with 75, SLURM would requeue it forever
@@ -232,8 +225,6 @@ def _end_job(job: Job, attempt: Attempt, endings: list[postmortem.Outcome], reco
     job.page.stop()
     if opened:
         run_page.write(job.folder, told=last.kind not in ("finished", "out of memory", "diverged"))
-    if job.coordinator:
-        job.coordinator.end(last.code, "" if last.kind == "finished" else last.sentence)
     return last.code
 
 
@@ -260,14 +251,14 @@ def _write_report(job: Job, attempt: Attempt, endings: list[postmortem.Outcome],
     shutil.rmtree(job.folder / ASIDE, ignore_errors=True)
     try:
         postmortem.write(job.folder, endings, advice)
-        if last.kind != "finished":
+        if last.kind != "finished" and not job.node:  # there the agents have
             retry.archive_records(job.folder, records)
     except OSError as error:  # such as the full disk that ended the job
         report_note = f" (report.md could not be written: {error.strerror})"
     if last.kind == "finished":
         return
     if last.kind not in ("user error", "unavailable", "stopped"):
-        print(f"zerofit: {_cause(last, alone=job.coordinator is None)}{report_note}", file=sys.stderr)
+        print(f"zerofit: {_cause(last, alone=not job.node)}{report_note}", file=sys.stderr)
     if advice:
         print(f"zerofit: try: {advice}", file=sys.stderr)
 
@@ -302,7 +293,7 @@ def watch(
     limit: float,
     count: int,
     stdout=None,
-    coordinator: Coordinator | None = None,
+    goes_on: bool = False,
 ) -> tuple[int, list[int], int | None]:
     """Run the command in a new session, forward signals to it, leave no process behind.
 
@@ -311,7 +302,7 @@ def watch(
 
     Args: limit: seconds without a step of any rank after which the job is killed, 0 for no limit; count: ranks that
         must have made a step before `limit` or a save applies; stdout: a file instead of this process's;
-        coordinator: None on one node.
+        goes_on: whether the command starts ranks that have ended again; a hang then ends the ranks only.
     Returns: exit code (128 + n for signal n), signals received, the rank furthest behind if the job hung, else None.
     """
     env = env | {rank_status.SUPERVISOR: str(os.getpid())}
@@ -323,7 +314,15 @@ def watch(
     signals: list[int] = []
     hung = None
     last_poll = awake = time.monotonic()
-    before = rank_status.handle_signals(_receiver(signals, child.pid, records, count))
+
+    def pass_on(number: int) -> None:
+        if len(signals) > 1:
+            number = signal.SIGKILL
+        elif number in rank_status.ASKS_TO_SAVE and _asked_to_save(records, count):
+            return
+        signal_group(child.pid, number)
+
+    before = rank_status.handle_signals(rank_status.receiver(signals, pass_on))
     try:
         while True:
             try:
@@ -332,13 +331,15 @@ def watch(
             except subprocess.TimeoutExpired:
                 if time.monotonic() - last_poll > SUSPENDED_SECONDS:
                     awake = time.monotonic()
-                    if coordinator:
-                        coordinator.round.restart_clocks()
-                if coordinator:
-                    coordinator.poll(records, lambda number: signal_group(child.pid, number))
                 if not signals and hung is None and (hung := _hung(records, limit, count, awake)) is not None:
                     rank_status.write_stacks(records)
-                    signal_group(child.pid, signal.SIGKILL)
+                    if goes_on:
+                        rank_status.write_json(records / rank_status.HUNG, {"rank": hung, "limit": limit})
+                        rank_status.kill_ranks(records)
+                    else:
+                        signal_group(child.pid, signal.SIGKILL)
+                elif goes_on and not (records / rank_status.HUNG).exists():  # the agent has moved it
+                    hung = None
                 last_poll = time.monotonic()
     finally:
         _end_ranks(records)
@@ -349,27 +350,11 @@ def watch(
     return (code if code >= 0 else 128 - code), signals, hung
 
 
-def _receiver(signals: list[int], group: int, records: Path, count: int):
-    """Return a handler that adds the signals to a list and passes them on to the process group."""
-    first = None
-
-    def pass_on(number, _frame):
-        nonlocal first
-        if rank_status.is_repeated(number, first):
-            return
-        first = first or time.monotonic()
-        signals.append(number)
-        if len(signals) == 1 and number in rank_status.ASKS_TO_SAVE and _asked_to_save(records, count):
-            return
-        signal_group(group, signal.SIGKILL if len(signals) > 1 else number)
-
-    return pass_on
-
-
 def _asked_to_save(records: Path, count: int) -> bool:
     """Ask the ranks to save and end; return False if some rank has made no step yet, and cannot."""
     if len(rank_status.heartbeats(records)) < count:
         return False
+    (records / rank_status.ASKED).touch()
     rank_status.ask_to_save(records)
     return True
 
@@ -413,12 +398,3 @@ def signal_group(group: int, number: int) -> None:
         number = signal.SIGHUP
     with contextlib.suppress(ProcessLookupError):
         os.killpg(group, number)
-
-
-def _host_kills() -> int:
-    """Return how many processes of this control group the kernel has killed for lack of memory so far."""
-    try:
-        lines = Path("/sys/fs/cgroup/memory.events").read_text().splitlines()
-    except OSError:
-        return 0
-    return sum(int(line.split()[1]) for line in lines if line.startswith("oom_kill "))

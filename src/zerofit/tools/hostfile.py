@@ -23,9 +23,8 @@ from zerofit.base import command_line, rank_status
 from zerofit.base.errors import UserError
 from zerofit.base.paths import import_path
 from zerofit.config import parse
-from zerofit.job import program
-from zerofit.launch import launch, prepare
-from zerofit.launch.cluster import node_options
+from zerofit.job import program, run_folder
+from zerofit.launch import launch, node_options, prepare
 
 # Prefixes of the environment variables that are sent to the hosts.
 PASSED_ON = (
@@ -57,7 +56,9 @@ PASSED_BY_NAME = (
 
 SSH_SECONDS = 10  # for a host to answer
 
-END_SECONDS = 30.0  # for the other hosts to end after node 0
+END_SECONDS = 30.0  # for the other hosts to end after node 0, and for node 0 after another has failed
+
+POLL_SECONDS = 0.2
 
 
 @dataclass
@@ -93,7 +94,10 @@ def main(argv: list[str]) -> None:
     given = parser.parse_args(argv)
     hosts = read(Path(given.hosts), given.include, given.exclude, given.gpus)
     flags, _ = command_line.with_more(given.flags, given.args)
-    parse.request(program.start(given.recipe).recipe, flags)  # a mistake in them is refused before any host is asked
+    recipe = program.start(given.recipe).recipe
+    asked = parse.request(recipe, flags)  # a mistake in them is refused before any host is asked
+    if not asked.get("output_dir"):  # the hosts need one name
+        flags = [*flags, "--output_dir", str(run_folder.default_name(recipe))]
     if len(hosts) > 1:
         prepare.check_for_nodes(flags)
     env = {k: v for k, v in os.environ.items() if k.startswith(PASSED_ON) or k in PASSED_BY_NAME}
@@ -219,20 +223,14 @@ def run(ssh: list[str], hosts: list[Host], jobs: list[dict]) -> int:
     for thread in printers:
         thread.start()
     signals: list[int] = []
-    first_signal = None
 
-    def pass_on(number, _frame):
-        nonlocal first_signal
-        if rank_status.is_repeated(number, first_signal):
-            return
-        first_signal = first_signal or time.monotonic()
-        signals.append(number)
+    def pass_on(number: int) -> None:
         for process in processes if number == signal.SIGINT or len(signals) > 1 else processes[:1]:
             _tell(process, signal.Signals(number).name)
 
-    before = rank_status.handle_signals(pass_on)
+    before = rank_status.handle_signals(rank_status.receiver(signals, pass_on))
     try:
-        code = processes[0].wait()
+        code = _wait_for_first(processes)
         deadline = time.monotonic() + END_SECONDS
         for process in processes[1:]:
             try:
@@ -250,6 +248,19 @@ def run(ssh: list[str], hosts: list[Host], jobs: list[dict]) -> int:
     if code == 255:
         print(f"zerofit: error: the connection to {hosts[0].name} was lost.", file=sys.stderr)
     return code if code >= 0 else 128 - code
+
+
+def _wait_for_first(processes: list[subprocess.Popen]) -> int:
+    """Wait for node 0, and end it some time after another has failed: nobody starts that one again. Return its code."""
+    failed = None
+    while (code := processes[0].poll()) is None:
+        if any(process.poll() for process in processes[1:]):
+            failed = failed or time.monotonic()
+        if failed and time.monotonic() - failed > END_SECONDS:
+            failed = float("inf")
+            _tell(processes[0], signal.SIGINT.name)
+        time.sleep(POLL_SECONDS)
+    return code
 
 
 def _tell(process: subprocess.Popen, line: str) -> None:

@@ -22,8 +22,7 @@ from zerofit.job import program, run_folder, run_lock
 from zerofit.job.recipe import Recipe
 from zerofit.job.request import FLAG
 from zerofit.job.settings import Settings
-from zerofit.launch import prepare
-from zerofit.launch.cluster import node_options
+from zerofit.launch import node_options, prepare
 from zerofit.plan import preflight
 
 TEMPLATE = PROJECT / "launchers" / "slurm.sbatch"

@@ -25,7 +25,7 @@ def failures_reported(trainer: ZerofitTrainer):
     except BaseException as error:
         folder = Path(trainer.args.output_dir)
         if isinstance(error, OutOfMemory):
-            restart.leave_smaller(trainer.settings, error.phase)
+            error.what_next = restart.leave_smaller(trainer.settings, error.phase)
         if isinstance(error, KeyboardInterrupt) and not rank_status.folder():  # else the supervisor says it
             error = KeyboardInterrupt(resumable.how_to_go_on("interrupted", folder, trainer.state.global_step))
         if trainer.args.process_index == 0 and not run_folder.finished(folder):

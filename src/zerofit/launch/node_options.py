@@ -30,7 +30,7 @@ SITE_CONF = Path("/etc/nccl.conf")  # read by NCCL, after ~/.nccl.conf or NCCL_C
 
 LOST_SECONDS = "ZEROFIT_LOST_SECONDS"  # environment variable: without a heartbeat, after which a node is lost
 
-PORT = 29500  # default port of the supervisors' store; the ranks use the next one
+PORT = 29500  # default port of the agents' store; the ranks use the next one
 
 
 @dataclass
@@ -124,18 +124,18 @@ def check_ports(place: Place) -> None:
             raise UserError(f"PORT={needed} is in use on this machine{after}; name another one on all nodes.")
 
 
-def own_address(place: Place) -> str:
+def own_address(name: str, port: int) -> str:
     """Return MASTER_ADDR's address if it is one of this node's; "" if node 0 must listen on all of them.
 
     That is so if the name has several addresses, or resolves differently here than elsewhere: to localhost or
     127.0.1.1 by this node's /etc/hosts, or to a Kubernetes service.
     """
     try:
-        addresses = {entry[4][0] for entry in socket.getaddrinfo(place.address, place.port, type=socket.SOCK_STREAM)}
+        addresses = {entry[4][0] for entry in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)}
     except OSError:
         return ""
     address = addresses.pop()
-    if addresses or (place.address != address and (address.startswith("127.") or address == "::1")):
+    if addresses or (name != address and (address.startswith("127.") or address == "::1")):
         return ""
     return (
         address
@@ -182,18 +182,18 @@ def interface_towards(address: str, port: int) -> str:
     return next((name for name, addresses in interfaces().items() if own_ip in addresses), "")
 
 
-def interface_variables(place: Place, address: str) -> dict[str, str]:
+def interface_variables(interface: str, address: str, port: int) -> dict[str, str]:
     """Return the interface variables of gloo and NCCL; without --interface, set ones are not changed.
 
     With InfiniBand or RoCE NCCL chooses, as it can use several network cards.
 
-    Args: address: of another node.
+    Args: interface: the value of --interface, "": none; address: of another node.
     """
-    name = place.interface or interface_towards(address, place.port)
+    name = interface or interface_towards(address, port)
     if not name:
         return {}
     variables = {"GLOO_SOCKET_IFNAME": name} | ({"NCCL_SOCKET_IFNAME": f"={name}"} if name != "lo" else {})
-    if place.interface:
+    if interface:
         return variables
     if _nccl_is_configured() or any(INFINIBAND.glob("*")):
         variables.pop("NCCL_SOCKET_IFNAME", None)
