@@ -103,7 +103,8 @@ def start_processes(settings: Settings, train_set, eval_set):
             module.register()
     attention.avoid_wrong_kernels(settings)
     attention.hold_no_scores(settings)
-    distributed.start(settings)
+    with network_check.connecting(settings):
+        distributed.start(settings)
     network_check.answer(settings)
     if not settings.use_cpu and (sentences := [*filter(None, distributed.all_gather(allocator.prove_expandable()))]):
         settings.decisions.append(min(sentences))  # of a rank that has gone back to the usual segments, if one has

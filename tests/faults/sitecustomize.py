@@ -18,19 +18,36 @@ from pathlib import Path
 
 FAULT = json.loads(os.environ.get("ZEROFIT_TEST_FAULT", "null"))
 
-if AHEAD := float(os.environ.get("ZEROFIT_TEST_CLOCK", "0")):
-    right = datetime.datetime
+AHEAD = float(os.environ.get("ZEROFIT_TEST_CLOCK", "0"))
+MEETING = "torch.distributed.elastic.rendezvous.dynamic_rendezvous"
 
-    class OfRight(type):
-        def __instancecheck__(cls, value):
-            return isinstance(value, right)
 
-    class Ahead(right, metaclass=OfRight):
-        @classmethod
-        def now(cls, tz=None):
-            return right.now(tz) + datetime.timedelta(seconds=AHEAD)  # one of the right class, which can be pickled
+class Clock(datetime.datetime):
+    @classmethod
+    def now(cls, tz=None):
+        return datetime.datetime.now(tz) + datetime.timedelta(seconds=AHEAD)
 
-    datetime.datetime = Ahead
+
+class ClockFinder:
+    """Gives the rendezvous of torch, when it is imported, a clock that goes ahead."""
+
+    def find_spec(self, name, path=None, target=None):
+        if name != MEETING:
+            return None
+        sys.meta_path.remove(self)
+        spec = importlib.util.find_spec(name)
+        execute = spec.loader.exec_module
+
+        def exec_module(module):
+            execute(module)
+            module.datetime = Clock
+
+        spec.loader.exec_module = exec_module
+        return spec
+
+
+if AHEAD:
+    sys.meta_path.insert(0, ClockFinder())
 
 
 def is_for_this_rank() -> bool:

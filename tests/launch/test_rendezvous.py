@@ -62,9 +62,7 @@ def at(port, rank, least=2, most=2, timeout=10, max_restarts=3, batch=0):
     )
     words = prepare.node_command(place, 1, settings, "recipe.py", f"127.0.0.{rank}")
     options = dict(option.split("=") for option in words[words.index("--rdzv_conf") + 1].split(","))
-    node = rendezvous.Rendezvous(
-        RendezvousParameters("zerofit", f"127.0.0.1:{port}", "zerofit", least, most, **options)
-    )
+    node = rendezvous.meet(RendezvousParameters("zerofit", f"127.0.0.1:{port}", "zerofit", least, most, **options))
     node.records = node.folder.parent / f"records{rank}"
     node.records.mkdir(exist_ok=True)
     return node
@@ -261,7 +259,7 @@ def test_a_lost_rank_is_restarted_as_often_as_asked_for(port):
 @pytest.mark.fault
 def test_a_node_that_is_lost_is_reason_for_a_restart(port):
     first, second = nodes(port, least=1)
-    second._c10d._stop_heartbeats()  # as when its node dies
+    second._stop_heartbeats()  # as when its node dies
     assert not first.num_nodes_waiting()
     until(first.num_nodes_waiting)
     opened(first)
@@ -274,7 +272,8 @@ def test_a_node_that_is_lost_is_reason_for_a_restart(port):
 @pytest.mark.fault
 def test_node_0_that_is_lost_ends_the_others(port):
     first, second = nodes(port)
-    del first._c10d, first._backend, first.store  # its process ends
+    first._stop_heartbeats()
+    del first  # its process ends
     import gc
 
     rendezvous._own.clear()

@@ -111,7 +111,9 @@ def _launch_on_nodes(
     Args: count: processes of this node; is_resumed: an earlier run's arguments are asked for, not those of a YAML file.
     """
     leads = place.rank == 0
-    asked, settings = _for_most_nodes(place, asked, count)
+    if leads and not args.show:
+        node_options.check_ports(place)
+    asked, settings = _for_most_nodes(place, asked.drop("gpus"), count)
     if not settings.output_dir:
         raise UserError(
             "--output_dir (OUT=) is not given: several nodes need one run folder; name one on a disk that all of them "
@@ -129,7 +131,6 @@ def _launch_on_nodes(
         _show(settings, command(), env)
         return
     if leads:
-        node_options.check_ports(place)
         run_folder.claim_folder(settings)
     prepare.prepare(settings, decides=leads)
     words, name = command("" if leads else node_options.reach(place)), f"node {place.rank} ({socket.gethostname()})"

@@ -63,7 +63,7 @@ class Ended(Exception):
 def register() -> None:
     """Add this rendezvous to those of torchrun."""
     os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the ranks' store has a port of its own
-    rendezvous.rendezvous_handler_registry.register(NAME, Rendezvous)
+    rendezvous.rendezvous_handler_registry.register(NAME, meet)
 
 
 _own: list["Rendezvous"] = []  # of this process
@@ -74,25 +74,45 @@ def own() -> "Rendezvous | None":
     return _own[0] if _own else None
 
 
-class Rendezvous(rendezvous.RendezvousHandler):
-    """This node's part in the rendezvous. Its options are those of `prepare.node_command`."""
+def meet(given: rendezvous.RendezvousParameters) -> "Rendezvous":
+    """Connect to node 0's store, which node 0 opens, and return this node's part in the rendezvous.
 
-    def __init__(self, given: rendezvous.RendezvousParameters):
-        """Connect to node 0's store; node 0 opens it. Raises: UserError; also for a rank that is taken."""
-        self.given, self.folder = given, Path(os.environ[rank_status.RUN_FOLDER])
-        self.rank, self.lost = self._number("node_rank"), float(given.get("lost"))
-        self.records = rank_status.folder() or Path()
-        self.address, _, port = given.endpoint.rpartition(":")
-        self.port = int(port)
-        self.store = self._store()
-        # torch ranks the nodes by it; "-": node 0, which needs no way to itself
-        given.local_addr = f"{self.rank:05d} {given.get('gpus')} {given.get('own_address', '-')} {socket.gethostname()}"
-        backend = c10d_rendezvous_backend.C10dRendezvousBackend(self.store, given.run_id)
-        self._backend = backend
-        self._check_rank_is_free()
-        self.name = _name(given.local_addr)
-        given.config |= {"keep_alive_interval": max(1, int(self.lost / 3)), "last_call_timeout": LAST_CALL_SECONDS}
-        self._c10d = dynamic_rendezvous.create_handler(self.store, backend, given)
+    Args: given: the options of `prepare.node_command`. Raises: UserError; also for a rank that is taken.
+    """
+    rank, lost = int(given.get("node_rank")), float(given.get("lost"))
+    address, _, port = given.endpoint.rpartition(":")
+    store = _open(address, int(port), lost) if rank == 0 else _connect(address, int(port), lost)
+    backend = c10d_rendezvous_backend.C10dRendezvousBackend(store, given.run_id)
+    _check_rank_is_free(rank, backend, lost)
+    join, last_call = timedelta(seconds=int(given.get("join_timeout"))), timedelta(seconds=LAST_CALL_SECONDS)
+    # torch ranks the nodes by it; "-": node 0, which needs no way to itself
+    node = f"{rank:05d} {given.get('gpus')} {given.get('own_address', '-')} {socket.gethostname()}"
+    meeting = Rendezvous.from_backend(
+        given.run_id, store, backend, given.min_nodes, given.max_nodes, node,
+        dynamic_rendezvous.RendezvousTimeout(join, last_call), keep_alive_interval=max(1, int(lost / 3)),
+    )  # fmt: skip
+    meeting.given, meeting.backend = given, backend
+    meeting.rank, meeting.lost, meeting.address, meeting.port = rank, lost, address, int(port)
+    meeting.address_of_node, meeting.name = node, _name(node)
+    _own[:] = [meeting]
+    return meeting
+
+
+class Rendezvous(dynamic_rendezvous.DynamicRendezvousHandler):
+    """torch's rendezvous, as this node takes part in it; from `meet`."""
+
+    given: rendezvous.RendezvousParameters
+    backend: c10d_rendezvous_backend.C10dRendezvousBackend
+    rank: int  # NODE_RANK
+    lost: float  # seconds without a heartbeat
+    address: str  # of node 0
+    port: int
+    address_of_node: str  # what torch knows this node by
+    name: str  # of this node, for messages
+
+    def __init__(self, *args):
+        super().__init__(*args)
+        self.folder, self.records = Path(os.environ[rank_status.RUN_FOLDER]), rank_status.folder() or Path()
         self.attempt = 0  # number of the attempt whose ranks run here or ran last; 0: none did
         self.nodes: set = set()  # of the last round, as torch describes them
         self._awaited: set = set()  # those among them without which this node does not go on
@@ -101,9 +121,11 @@ class Rendezvous(rendezvous.RendezvousHandler):
         self._leaves = self._is_over = self._lingers = False
         self._last_look, self._kills, self._healthy = 0.0, postmortem.host_kills(), health.look()
         self._left_since: float | None = None  # seconds of time.monotonic()
-        _own[:] = [self]
 
     # --- torchrun's agent asks ---
+
+    def get_backend(self) -> str:
+        return NAME
 
     def next_rendezvous(self) -> rendezvous.RendezvousInfo:
         """Judge the attempt that has ended, and wait for the next round. Raises: Ended, UserError."""
@@ -121,7 +143,7 @@ class Rendezvous(rendezvous.RendezvousHandler):
             if info.rank < count:
                 break
             print(f"{self.name}: not needed now; waiting", flush=True)
-            while not self._c10d.num_nodes_waiting() and not self._left():
+            while not super().num_nodes_waiting() and not self._left():
                 time.sleep(LOOK_SECONDS)
         self.attempt, self._asked, self._lingers, self._left_since = attempt, False, False, None
         others = [node.addr.split()[2] for node in sorted(self.nodes)[1:]]
@@ -141,7 +163,7 @@ class Rendezvous(rendezvous.RendezvousHandler):
             return 0
         self._last_look = time.monotonic()
         try:
-            waiting = self._c10d.num_nodes_waiting()
+            waiting = super().num_nodes_waiting()
             if left := self._left():
                 return left if self._is_time_to_end() else 0
             if waiting and not self._asked and self._grows(waiting) and self._is_training():
@@ -168,26 +190,10 @@ class Rendezvous(rendezvous.RendezvousHandler):
         if self._leaves or self._is_over:
             return True
         with contextlib.suppress(rendezvous.RendezvousError, RuntimeError):
-            self._c10d.shutdown()
+            super().shutdown()
             if self._lingers:
                 time.sleep(LEAVE_SECONDS)
         return True
-
-    def get_backend(self) -> str:
-        return NAME
-
-    @property
-    def use_agent_store(self) -> bool:
-        return False
-
-    def is_closed(self) -> bool:
-        return self._c10d.is_closed()
-
-    def set_closed(self) -> None:
-        self._c10d.set_closed()
-
-    def get_run_id(self) -> str:
-        return self._c10d.get_run_id()
 
     def interrupted(self, number: int) -> None:
         """End the job after a signal to torchrun; an elastic job goes on without this node, but after Ctrl-C."""
@@ -204,47 +210,9 @@ class Rendezvous(rendezvous.RendezvousHandler):
 
     # --- the store, and the nodes in it ---
 
-    def _store(self) -> TCPStore:
-        """Open the store on node 0, on its own address if MASTER_ADDR is that; connect to it elsewhere."""
-        seconds, place = timedelta(seconds=self.lost), (self.address, self.port, None)
-        if self.rank:
-            try:
-                store = TCPStore(*place, False, seconds, wait_for_workers=False)
-                _give_up(self.port, seconds)
-                return store
-            except RuntimeError as error:
-                raise UserError(
-                    f"MASTER_ADDR={self.address} PORT={self.port}: no zerofit launch answers there "
-                    f"({first_line(error)}); start the same command on that node with NODE_RANK=0."
-                ) from None
-        address = node_options.own_address(self.address, self.port)
-        listener = node_options.listen(address, self.port).detach() if address else None
-        return TCPStore(
-            address or "127.0.0.1", self.port, None, True, seconds, wait_for_workers=False, master_listen_fd=listener
-        )
-
     def _state(self):
         """Return torch's state of the rendezvous as all nodes see it; None before its first round."""
-        found = self._backend.get_state()
-        return pickle.loads(found[0]) if found else None
-
-    def _check_rank_is_free(self) -> None:
-        """Refuse the rank of a node that sends heartbeats. Raises: UserError."""
-
-        def beats() -> dict:
-            last = state.last_heartbeats if (state := self._state()) else {}
-            return {node: beat for node, beat in last.items() if int(node.addr[:5]) == self.rank}
-
-        if not (before := beats()):
-            return
-        deadline = time.monotonic() + 2 * self.lost / 3 + 1  # torch may leave one heartbeat out
-        while time.monotonic() < deadline:
-            if taken := [node for node, beat in beats().items() if before.get(node, beat) != beat]:
-                raise UserError(
-                    f"NODE_RANK={self.rank} is taken by {_name(taken[0].addr)}, which is running; give each node its "
-                    "own number."
-                )
-            time.sleep(LOOK_SECONDS)
+        return _state_of(self.backend)
 
     def _left(self) -> int:
         """Return how many of the nodes that this one goes on with have left; 1 if the rendezvous is closed."""
@@ -255,12 +223,12 @@ class Rendezvous(rendezvous.RendezvousHandler):
         """Let the other nodes see at once that this one has left: its last heartbeat is old."""
         with contextlib.suppress(rendezvous.RendezvousError):
             for _ in range(10):
-                content, token = self._backend.get_state()
+                content, token = self.backend.get_state()
                 state = pickle.loads(content)
                 for node in state.last_heartbeats:
-                    if node.addr == self.given.local_addr and node.pid == os.getpid():
+                    if node.addr == self.address_of_node and node.pid == os.getpid():
                         state.last_heartbeats[node] = datetime.min.replace(tzinfo=UTC)
-                if (answer := self._backend.set_state(pickle.dumps(state), token)) and answer[2]:
+                if (answer := self.backend.set_state(pickle.dumps(state), token)) and answer[2]:
                     return
 
     # --- a round ---
@@ -272,7 +240,7 @@ class Rendezvous(rendezvous.RendezvousHandler):
         thread = threading.Thread(target=self._tell_who_is_missing, args=(here, done), daemon=True)
         thread.start()
         try:
-            return self._c10d.next_rendezvous()
+            return super().next_rendezvous()
         except rendezvous.RendezvousTimeoutError:
             if where:
                 gone = {node for node in self.nodes if node.addr not in here}
@@ -377,19 +345,17 @@ class Rendezvous(rendezvous.RendezvousHandler):
         last = self._outcome(where)
         if last.kind in _RESTARTED and self._restarts == self._number("max_restarts"):
             time.sleep(GRACE_SECONDS)  # another node may have to tell of an error that a change mends
-            last = self._named(self._outcome(where), self._gone(), where)
+            last = self._outcome(where)
+            try:
+                last = self._named(last, self._awaited - set(self._state().participants), where)
+            except rendezvous.RendezvousError:
+                raise self._ended(self._ended_elsewhere(where, is_closed=False)) from None
         elif last.kind in _RESTARTED:
             return where
         if last.what_next or (last.kind == "stopped" and not asked):  # another node is asked to end, or one joins
             return where
         self._leaves = last.kind == "stopped" and self._is_elastic() and self.rank != 0
         raise self._ended(last)
-
-    def _gone(self) -> set:
-        """Return the nodes of the attempt that have left the round."""
-        with contextlib.suppress(rendezvous.RendezvousError):
-            return self._awaited - set(self._state().participants)
-        return set()
 
     def _named(self, last: Outcome, gone: set, where: Path) -> Outcome:
         """Return an outcome with the names of the nodes that have gone, if that is why ranks were lost."""
@@ -473,6 +439,51 @@ class Rendezvous(rendezvous.RendezvousHandler):
 
     def _tell_supervisor(self) -> None:
         rank_status.write_json(self.records / ENDINGS, {"endings": [asdict(ending) for ending in self.endings]})
+
+
+def _open(address: str, port: int, lost: float) -> TCPStore:
+    """Open node 0's store, on its own address if MASTER_ADDR is that, else on all. lost: seconds for each call."""
+    own_address = node_options.own_address(address, port)
+    return TCPStore(
+        own_address or "127.0.0.1", port, None, True, timedelta(seconds=lost), wait_for_workers=False,
+        master_listen_fd=node_options.listen(own_address, port).detach() if own_address else None,
+    )  # fmt: skip
+
+
+def _connect(address: str, port: int, lost: float) -> TCPStore:
+    """Connect to node 0's store. Raises: UserError if something else answers there."""
+    try:
+        store = TCPStore(address, port, None, False, timedelta(seconds=lost), wait_for_workers=False)
+    except RuntimeError as error:
+        raise UserError(
+            f"MASTER_ADDR={address} PORT={port}: no zerofit launch answers there ({first_line(error)}); start the same "
+            "command on that node with NODE_RANK=0."
+        ) from None
+    _give_up(port, timedelta(seconds=lost))
+    return store
+
+
+def _state_of(backend: c10d_rendezvous_backend.C10dRendezvousBackend):
+    """Return torch's state of the rendezvous; None before its first round."""
+    content = backend.get_state()
+    return pickle.loads(content[0]) if content else None
+
+
+def _check_rank_is_free(rank: int, backend, lost: float) -> None:
+    """Refuse the rank of a node that sends heartbeats. Raises: UserError."""
+
+    def beats() -> dict:
+        last = state.last_heartbeats if (state := _state_of(backend)) else {}
+        return {node: beat for node, beat in last.items() if int(node.addr[:5]) == rank}
+
+    if not (before := beats()):
+        return
+    deadline = time.monotonic() + 2 * lost / 3 + 1  # torch may leave one heartbeat out
+    while time.monotonic() < deadline:
+        if taken := [node for node, beat in beats().items() if before.get(node, beat) != beat]:
+            name = _name(taken[0].addr)
+            raise UserError(f"NODE_RANK={rank} is taken by {name}, which is running; give each node its own number.")
+        time.sleep(LOOK_SECONDS)
 
 
 def _give_up(port: int, after: timedelta) -> None:

@@ -28,6 +28,17 @@ PEERS_FAILED = "ZEROFIT_PEERS_FAILED"  # set by the launcher: an attempt without
 SECONDS = 60.0  # for all ranks to answer each other; plus a quarter of a second for each rank above 256
 
 
+@contextlib.contextmanager
+def connecting(settings):
+    """Say what to look at when the ranks cannot connect to each other in the body."""
+    try:
+        yield
+    except RuntimeError as error:
+        if not rank_status.of_a_peer(error):
+            raise
+        raise RuntimeError(f"{first_line(error)}: {_cure(settings.use_cpu)}") from error
+
+
 def answer(settings) -> None:
     """Exchange a number between all ranks, before anything else is. Collective.
 
