@@ -116,6 +116,7 @@ class Rendezvous(dynamic_rendezvous.DynamicRendezvousHandler):
         self.attempt = 0  # number of the attempt whose ranks run here or ran last; 0: none did
         self.nodes: set = set()  # of the last round, as torch describes them
         self._awaited: set = set()  # those among them without which this node does not go on
+        self._is_short = False  # whether one has left before this node has seen it
         self.endings: list[Outcome] = []
         self._restarts, self._asked = 0, False
         self._leaves = self._is_over = self._lingers = False
@@ -140,6 +141,7 @@ class Rendezvous(dynamic_rendezvous.DynamicRendezvousHandler):
                 self._conclude(where, before - self.nodes, count, attempt, info.rank == 0)
                 where = None
             self._awaited = set(sorted(self.nodes)[:count]) if info.rank < count else self.nodes
+            self._is_short = len(self.nodes) < info.world_size
             if info.rank < count:
                 break
             print(f"{self.name}: not needed now; waiting", flush=True)
@@ -217,7 +219,7 @@ class Rendezvous(dynamic_rendezvous.DynamicRendezvousHandler):
     def _left(self) -> int:
         """Return how many of the nodes that this one goes on with have left; 1 if the rendezvous is closed."""
         state = self._state()
-        return 1 if state.closed else len(self._awaited - set(state.participants))
+        return 1 if state.closed else len(self._awaited - set(state.participants)) + self._is_short
 
     def _expire(self) -> None:
         """Let the other nodes see at once that this one has left: its last heartbeat is old."""
@@ -310,13 +312,10 @@ class Rendezvous(dynamic_rendezvous.DynamicRendezvousHandler):
 
         Args: gpus: processes of each. All, if the batch is not known yet, or none divides it: then the ranks say it.
         """
-        arguments, per_row = (
-            run_folder.read_json(self.folder / "run.json").get("arguments", {}),
-            self._number("ranks_per_row"),
-        )
-        whole = arguments.get("effective_batch_size", {}).get("value") or self._number("effective_batch_size")
+        of_run = run_folder.read_json(self.folder / "run.json").get("arguments", {}).get("effective_batch_size", {})
+        whole = of_run.get("value") or self._number("effective_batch_size")
         for count in range(len(gpus), 0, -1) if whole else ():
-            groups, rest = divmod(sum(gpus[:count]), per_row)
+            groups, rest = divmod(sum(gpus[:count]), self._number("ranks_per_row"))
             if groups and not rest and whole % groups == 0:
                 return count
         return len(gpus)
@@ -376,8 +375,10 @@ class Rendezvous(dynamic_rendezvous.DynamicRendezvousHandler):
         where = self._where()
         where.mkdir(parents=True, exist_ok=True)
         for file in [file for file in self.records.iterdir() if file.is_file() and file.name != ENDINGS]:
-            shared = file.name in (postmortem.EXITS, rank_status.HUNG)  # a file of each node
-            shutil.move(file, where / (f"{file.stem}{self.rank}{file.suffix}" if shared else file.name))
+            of_each_node = file.name in (postmortem.EXITS, rank_status.HUNG)
+            name = f"{file.stem}{self.rank}{file.suffix}" if of_each_node else file.name
+            shutil.move(file, where / f".{name}")  # a copy to another disk, which other nodes may read meanwhile
+            (where / f".{name}").rename(where / name)
         return where
 
     def _outcome(self, where: Path) -> Outcome:
@@ -391,7 +392,7 @@ class Rendezvous(dynamic_rendezvous.DynamicRendezvousHandler):
 
     def _ended_elsewhere(self, where: Path | None, is_closed: bool) -> Outcome:
         """Return why the job has ended, as this node sees it. is_closed: by another node; else node 0 is gone."""
-        if run_folder.finished(self.folder):
+        if where is None and run_folder.finished(self.folder):  # this node was not needed
             return Outcome("finished", 0)
         last = self._outcome(where) if where else None
         if last is None or last.kind in _RESTARTED:

@@ -35,8 +35,8 @@ class Agent(LocalElasticAgent):
     Training ranks save at SIGTERM (rank_status.StopRequest), so it ends them with rank_status.ENDS_RANKS.
     """
 
-    def _shutdown(self, death_sig=rank_status.ENDS_RANKS, timeout=30):
-        super()._shutdown(death_sig, timeout)
+    def _shutdown(self, death_sig=rank_status.ENDS_RANKS, **options):
+        super()._shutdown(death_sig, **options)
 
     def _monitor_workers(self, worker_group):
         result = super()._monitor_workers(worker_group)
