@@ -13,6 +13,7 @@ import socket
 import subprocess
 import threading
 import time
+from datetime import timedelta
 from types import SimpleNamespace
 
 import pytest
@@ -192,6 +193,16 @@ def test_the_nodes_that_do_not_come_are_named(port, capsys):
 
 
 @pytest.mark.bad_input
+def test_a_clock_that_is_ahead_is_refused(port, monkeypatch):
+    met = nodes(port)
+    state = met[0]._state()
+    state.last_heartbeats = {node: beat + timedelta(seconds=100) for node, beat in state.last_heartbeats.items()}
+    monkeypatch.setattr(met[0], "_state", lambda: state)
+    with pytest.raises(UserError, match=r"the clock of node 1 \(.*\) is (99|100) s ahead of that of node 0"):
+        met[0]._check_clocks()
+
+
+@pytest.mark.bad_input
 def test_a_number_that_is_taken_and_a_port_in_use(port):
     met = nodes(port)
     with pytest.raises(UserError, match="NODE_RANK=1 is taken by node 1"):
@@ -256,6 +267,7 @@ def test_a_lost_rank_is_restarted_as_often_as_asked_for(port):
     assert [(error.outcome.kind, error.outcome.code) for error in results] == [("lost rank", 1)] * 2
 
 
+@pytest.mark.slow
 @pytest.mark.fault
 def test_a_node_that_is_lost_is_reason_for_a_restart(port):
     first, second = nodes(port, least=1)

@@ -136,6 +136,7 @@ class Rendezvous(dynamic_rendezvous.DynamicRendezvousHandler):
         while True:
             info = self._join(where)
             self.nodes = set(self._state().participants)
+            self._check_clocks()
             attempt, count = self._agreed(info)
             if where:
                 self._conclude(where, before - self.nodes, count, attempt, info.rank == 0)
@@ -215,6 +216,16 @@ class Rendezvous(dynamic_rendezvous.DynamicRendezvousHandler):
     def _state(self):
         """Return torch's state of the rendezvous as all nodes see it; None before its first round."""
         return _state_of(self.backend)
+
+    def _check_clocks(self) -> None:
+        """Refuse a node whose clock is far ahead: torch tells by it which nodes are dead. Raises: UserError."""
+        for node, beat in self._state().last_heartbeats.items():
+            ahead = (beat - datetime.now(UTC)).total_seconds()
+            if ahead > self.lost / 2 and node.addr != self.address_of_node:
+                raise UserError(
+                    f"the clock of {_name(node.addr)} is {ahead:.0f} s ahead of that of {self.name}: by their clocks "
+                    "nodes know which of them are alive; set them by NTP."
+                )
 
     def _left(self) -> int:
         """Return how many of the nodes that this one goes on with have left; 1 if the rendezvous is closed."""
