@@ -236,7 +236,8 @@ def _write_report(job: Job, attempt: Attempt, endings: list[postmortem.Outcome],
     last = endings[-1]
     if last.kind == "interrupted":
         _tell_interrupted(job.folder, last, opened)
-    if not opened and last.kind == "crash" and not last.traceback:
+    is_untold = last.kind == "crash" or (job.node and last.kind in ("lost rank", "hang", "out of memory"))
+    if not opened and is_untold and not last.traceback:
         print(f"zerofit: {last.sentence}", file=sys.stderr)
     if not opened or (
         last.kind in ("finished", "stopped", "interrupted", "user error", "unavailable") and len(endings) == 1
