@@ -504,6 +504,8 @@ def _give_up(port: int, after: timedelta) -> None:
     A link that is cut is silence, and most calls of torch's store wait without a timeout. What a suspended process is
     sent, its machine still acknowledges.
     """
+    if not hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux only
+        return
     for connection in psutil.Process().net_connections("tcp"):
         if connection.raddr and connection.raddr.port == port:
             with socket.socket(fileno=os.dup(connection.fd)) as own:
