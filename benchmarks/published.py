@@ -5,6 +5,8 @@
     python benchmarks/published.py --again file.json   # the tables, from the plans of an earlier result; --missing
                                                        # also plans points that it lacks or that an earlier SIMULATION
                                                        # planned, and adds them to it
+    python benchmarks/published.py --margins           # src/zerofit/plan/margins.json, from the plans of the result;
+                                                       # --missing also simulates the sample with expandable segments
     python benchmarks/published.py --commands          # what was run at each point, and the plan's command; no plan
 
 published/points.csv has the points: where a figure is from, what was run, and the flags of `zerofit plan` that stand
@@ -181,6 +183,68 @@ def _simulated(point: dict, candidate, gpu, hooks: tuple[str, ...] = ()) -> dict
         if not predict.needs_all_layers(candidate, gpu_memory.room(gpu, ranks)):
             break
     return _figures(candidate, ranks, node_of(point), gpu)
+
+
+# --- the margin of the closed forms ---
+
+SAMPLE = 4  # every how many-th point, in the order of the file, is also simulated with expandable segments
+
+
+def with_expandable_segments(point: dict) -> dict[str, int]:
+    """Return {"least", "reserved": bytes} of a point by simulation, with segments as the kit's jobs have them."""
+    gpu, ranks = hardware.find(point["gpu"]), int(point["gpus"])
+    (candidate,) = candidates.candidates(point["method"], request_of(point), ranks, gpu)
+    os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
+    predict.ask(candidate, gpu_memory.room(gpu, ranks))
+    return {} if candidate.failed else {"least": candidate.peak, "reserved": candidate.reserved}
+
+
+def margins(plans: dict[str, dict]) -> dict:
+    """Return what margins.json has: how many times their closed form's bytes jobs need by simulation.
+
+    Of jobs that the closed forms may decide about (candidates.is_described). low and high leave out a twentieth each.
+    """
+    needed: dict[str, list[tuple[float, float]]] = {"usual segments": [], "expandable segments": []}
+    for point in points():
+        planned = plans.get(point["id"])
+        if not planned or "failed" in planned:
+            continue
+        gpu, ranks = hardware.find(point["gpu"]), int(point["gpus"])
+        (candidate,) = candidates.candidates(point["method"], request_of(point), ranks, gpu)
+        if not candidates.is_described(candidate):
+            continue
+        outside = sum(gpu_memory.outside_allocator(gpu, ranks, node_of(point)).values())
+        form, usual = candidate.by_formula, not _expandable(point)
+        if usual:
+            needed["usual segments"].append(((planned["least"] - outside) / form, planned["reserved"] / form))
+        if with_segments := planned.get("expandable"):
+            needed["expandable segments"].append((with_segments["least"] / form, with_segments["reserved"] / form))
+    return {kind: _margin(found) for kind, found in needed.items()}
+
+
+def _margin(found: list[tuple[float, float]]) -> dict[str, float]:
+    least, reserved = (sorted(column) for column in zip(*found, strict=True))
+    at = [least[round(share * (len(least) - 1))] for share in (0.05, 0.95)]
+    return {
+        "points": len(least), "low": round(at[0], 3), "high": round(at[1], 3),
+        "reserved": round(statistics.median(reserved), 3), "lowest": round(least[0], 3), "highest": round(least[-1], 3),
+    }  # fmt: skip
+
+
+def write_margins(record: dict, simulates: bool) -> None:
+    """Write margins.json. simulates: first what the sample lacks."""
+    plans, store = record["plans"], RESULTS / "published.json"
+    sample = [point["id"] for point in points()][::SAMPLE]
+    with simulate.reused():
+        for point in points() if simulates else []:
+            planned = plans.get(point["id"], {})
+            if point["id"] in sample and "least" in planned and "expandable" not in planned:
+                planned["expandable"] = with_expandable_segments(point)
+                store.write_text(json.dumps(record, indent=1) + "\n")
+                print(point["id"], planned["expandable"], flush=True)
+    found = {"about": "written by `python benchmarks/published.py --margins`", "kinds": margins(plans)}
+    gpu_memory.MARGINS.write_text(json.dumps(found, indent=1) + "\n")
+    print(json.dumps(found, indent=1))
 
 
 def _has_segments(point: dict) -> bool:
@@ -431,11 +495,15 @@ def main() -> None:
     parser.add_argument(
         "--missing", action="store_true", help="with --again: plan what it lacks, or is of an earlier SIMULATION"
     )
+    parser.add_argument("--margins", action="store_true", help="write the margin of the closed forms")
     parser.add_argument("--commands", action="store_true", help="print what was run, and the plan's command")
     given = parser.parse_args()
     chosen = [p for p in points() if given.only in p["id"] and p["class"] in given.classes.split(",")]
     if given.commands:
         print("\n\n".join(f"{point['id']}: {point['stack']}\n{command_of(point)}" for point in chosen))
+        return
+    if given.margins:
+        write_margins(json.loads((RESULTS / "published.json").read_text()), given.missing)
         return
     now = {"date": time.strftime("%Y-%m-%d"), "versions": versions()}
     record = json.loads(Path(given.again).read_text()) if given.again else now | {"plans": {}}

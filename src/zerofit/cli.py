@@ -89,10 +89,6 @@ def _main() -> None:
     if argv in (["--version"], ["-V"]):
         print(_versions())
     elif argv and argv[0] in VERBS:
-        if argv[0] == "plan":
-            from zerofit.plan.answer import quick
-
-            quick.begin(argv[1:])
         if argv[0] in SLOW and not {"--show", "--help", "-h", "--json"} & {*argv}:
             files = [Path(word).stem for word in argv[1:] if word.endswith(".py")] if argv[0] == "launch" else []
             said = f"zerofit {(files or argv)[0]}: starting; loading the libraries takes some seconds"

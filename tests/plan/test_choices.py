@@ -15,8 +15,8 @@ from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.commands import plan as plan_command
 from zerofit.config import parse, resolve
-from zerofit.plan import candidates, search, simulate
-from zerofit.plan.advice import better, cost, long_rows, methods, preference, table
+from zerofit.plan import candidates, planner, simulate
+from zerofit.plan.advice import better, cost, instead, long_rows, methods, table
 from zerofit.plan.answer import answer_text, run_line
 from zerofit.plan.candidate import Plan
 from zerofit.plan.speed import step
@@ -61,10 +61,10 @@ class Question:
         names = candidates.methods_to_try(self.method, "sft", [])
         words = ["--model", str(model), *self.flags.split(), *more.split()]
         request = parse.request(candidates.recipe_of(names[-1]), words)
-        plan = search.search(names, request, self.gpus, hardware.find(self.gpu), node=8, disk_limit=disk_limit)
+        plan = planner.plan_of(names, request, self.gpus, hardware.find(self.gpu), node=8, disk_limit=disk_limit)
         plan.run = cost.Run(**run)
-        plan.instead |= search.adapters_instead(plan, names, request)
-        plan.instead |= search.pipeline_instead(plan, names, request)
+        plan.instead |= instead.adapters(plan, names, request)
+        plan.instead |= instead.pipelines(plan, names, request)
         plan.advices = better.advices(plan, request)
         return plan
 
@@ -317,12 +317,12 @@ def test_auto_takes_what_trains_more_if_it_is_about_as_fast(full, lora, qlora, t
     plan = Plan(RTX4090, 1, int(22 * GIB), {}, None, [], host_assumed=int(47 * GIB))
     given = {"sft": full, "lora": lora, "qlora": qlora}
     found = [
-        preference.Offer(name, [one], preference.fastest_that_fits([one], plan), methods.worth(name, [*given]))
+        methods.Offer(name, [one], methods.fastest_that_fits([one], plan), methods.worth(name, [*given]))
         for name, one in given.items()
     ]
-    assert preference.near(found, plan)[0][0] == takes
+    assert methods.near(found, plan)[0][0] == takes
     full_disk = dataclasses.replace(plan, disk_limit=50 * GIB)
-    assert preference.near(found, full_disk) == []
+    assert methods.near(found, full_disk) == []
 
 
 @pytest.mark.slow
@@ -377,7 +377,7 @@ def test_a_larger_batch_and_fewer_gpus_are_named_where_they_pay():
     flags = ["--model", str(CONFIGS / "llama3.2-1b"), "--zero", "2", "--offload", "none", "--sp_size", "1"]
     flags += ["--effective_batch_size", "16", "--gradient_checkpointing", "false"]
     request = parse.request("sft", flags)
-    plan = search.search(["sft"], request, 16, gpu, node=8)
+    plan = planner.plan_of(["sft"], request, 16, gpu, node=8)
     plan.run = cost.Run(rows=100_000, price=3.0)
     larger, fewer = better.advices(plan, request)
     batch = int(re.search(r"--effective_batch_size (\d+) instead of 16 ", larger.text)[1])
@@ -391,7 +391,7 @@ def test_a_larger_batch_and_fewer_gpus_are_named_where_they_pay():
     assert f"with {less:.0%} fewer GPU hours, $" in fewer.text and less >= 0.25
     few_rows = dataclasses.replace(plan, run=cost.Run(rows=16 * 40))
     assert [one.text[:5] for one in better.advices(few_rows, request)] == ["fewer"]  # 20 steps would be too few
-    fast = search.search(["sft"], parse.request("sft", [*flags, "--effective_batch_size", "1024"]), 16, H100, node=8)
+    fast = planner.plan_of(["sft"], parse.request("sft", [*flags, "--effective_batch_size", "1024"]), 16, H100, node=8)
     fast.run = cost.Run()
     assert better.advices(fast, request) == []
 

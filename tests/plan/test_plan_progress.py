@@ -41,35 +41,41 @@ def place(lines, start):
     return found
 
 
-def test_the_first_answer_is_by_formula_and_comes_before_a_simulation(plan, tmp_path):
-    lines = plan(lambda request: 10)
-    first = place(lines, "first answer, by formula with a margin of 10%: sft ZeRO-")
-    assert first < place(lines, "  sft ZeRO-") and "by simulation, follows and may be another" in lines[first]
-    assert place(lines, "exact answer, by simulation: the setting of the first answer") > first
+def test_the_answer_by_formula_comes_before_a_simulation(plan, tmp_path):
+    lines = plan(lambda request: 10, "--exact", "true")
+    first = place(lines, "by formula, with a margin of ")
+    assert first < place(lines, "  sft ZeRO-") and "a simulation of what is near follows" in lines[first]
+    assert place(lines, "by simulation: the same setting") > first
     assert lines[first] in (tmp_path / "plan.md").read_text()
+
+
+def test_what_is_clear_of_the_limit_is_not_simulated(plan, tmp_path):
+    lines = plan(lambda request: pytest.fail("a simulation"))
+    assert not [line for line in lines if "simulation" in line and "not simulated" not in line]
+    assert "settings of sft on 4 x H100" in (tmp_path / "plan.md").read_text()
 
 
 @pytest.mark.slow
 def test_the_exact_answer_says_why_it_is_another(plan):
-    first = plan(lambda request: 10)
-    label = first[place(first, "first answer")].split(": ")[1].split(", about")[0]
-    zero = label.split("ZeRO-")[1][0]
-    lines = plan(lambda request: 99 if str(request.get("zero")) == zero else 10)
-    relation = lines[place(lines, "exact answer")]
-    assert "another setting; that of the first answer does not fit: 102." in relation and "GiB > " in relation
+    first = plan(lambda request: 10, "--exact", "true")
+    zero = first[place(first, "by formula")].split("ZeRO-")[1][0]
+    lines = plan(lambda request: 99 if str(request.get("zero")) == zero else 10, "--exact", "true")
+    relation = lines[place(lines, "by simulation")]
+    assert "another setting; that by formula does not fit: 102." in relation and "GiB > " in relation
 
 
 @pytest.mark.slow
-def test_a_first_answer_that_nothing_confirms(plan):
-    lines = plan(lambda request: 99, "--per_device_train_batch_size", "1", "--zero", "3", "--offload", "none")
-    assert "exact answer, by simulation: nothing fits; that of the first answer" in lines[place(lines, "exact answer")]
+def test_an_answer_by_formula_that_nothing_confirms(plan):
+    fixed = ["--per_device_train_batch_size", "1", "--zero", "3", "--offload", "none"]
+    lines = plan(lambda request: 99, *fixed, "--exact", "true")
+    assert "by simulation: nothing fits; that by formula" in lines[place(lines, "by simulation")]
 
 
 def test_a_setting_that_fits_where_no_formula_said_so(plan):
     fixed = ["--per_device_train_batch_size", "32", "--zero", "0", "--gradient_checkpointing", "false"]
     lines = plan(lambda request: 10, *fixed, "--effective_batch_size", "128")
-    assert "none of these settings fits; the simulation, which decides, follows" in lines[place(lines, "first answer")]
-    assert lines[place(lines, "exact answer")].endswith("a setting fits after all")
+    assert "none of these settings fits; the simulation, which decides, follows" in lines[place(lines, "by formula")]
+    assert lines[place(lines, "by simulation")].endswith("a setting fits after all")
 
 
 def test_a_terminal_has_one_line_that_changes_below_what_stays(monkeypatch, capsys):

@@ -1,7 +1,6 @@
 """Run `zerofit plan`: find whether a job fits, and the fastest setting that does."""
 
 import argparse
-import functools
 import math
 import shutil
 import sys
@@ -25,10 +24,10 @@ from zerofit.model import load
 from zerofit.model.kernels import linear_attention
 from zerofit.model.load import load_tokenizer
 from zerofit.model.tried import classes
-from zerofit.plan import candidates, gpu_memory, search, simulate
-from zerofit.plan.advice import better, cost, table
+from zerofit.plan import candidates, gpu_memory, planner, simulate
+from zerofit.plan.advice import better, cost, instead, table
 from zerofit.plan.answer import answer_text
-from zerofit.plan.candidate import Candidate, Plan
+from zerofit.plan.candidate import Plan
 
 
 def main(argv: list[str]) -> None:
@@ -49,6 +48,7 @@ def main(argv: list[str]) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder}: is a file; name a folder.")
     plan = _search(args, flags, ranks)
+    plan.seconds = time.time() - psutil.Process().create_time()  # what was waited for, with the imports
     print(_for_this_terminal(answer_text.text(plan)))
     try:
         answer_text.write(plan, folder)
@@ -80,6 +80,7 @@ def _parser() -> argparse.ArgumentParser:
         "else not looked at)",
         "rows": "training rows of an epoch, where --data does not tell them: for the cost of the run",
         "gpu_price": "dollars for an hour of one GPU: for the cost of the run",
+        "exact": "true: simulate the chosen setting also where the closed forms leave room (half a minute or more)",
         "output_dir": "folder for plan.json, plan.md, plan.png (default runs/plan-<time>)",
         "args": "more recipe flags in one string, split like a shell would",
     }
@@ -93,7 +94,7 @@ def _parser() -> argparse.ArgumentParser:
 def _own_of_args(args: argparse.Namespace, flags: list[str]) -> list[str]:
     """Put the command's options that have no make variable, and so stand in ARGS, into args; return the other flags."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
-    for name in ("rows", "gpu_price", "node_link_gbs", "disk"):
+    for name in ("rows", "gpu_price", "node_link_gbs", "disk", "exact"):
         parser.add_argument(f"--{name}", default=getattr(args, name))
     return parser.parse_known_args(flags, args)[1]
 
@@ -106,28 +107,29 @@ def _search(args: argparse.Namespace, flags: list[str], ranks: int) -> Plan:
     if sentence := hardware.note(gpu):
         print(sentence, flush=True)
 
+    exact = _exact(args.exact)
     for_this_machine = args.gpu_type in ("", "detect")
     host_limit = _bytes("host_memory", args.host_memory, psutil.virtual_memory().total if for_this_machine else None)
     with simulate.reused():
-        simulate.prestart()  # it imports while the rows are read and the settings are listed
+        if exact:
+            simulate.prestart()  # it imports while the rows are read and the settings are listed
         request = parse.request(candidates.recipe_of(methods[-1]), flags)
         first = candidates.first_settings(methods[-1], request, ranks, gpu, node)
         request, rows, run = _rows(request, ranks, gpu, node, args.rows)
         run = replace(run, price=_price(args.gpu_price))
         here = shutil.disk_usage(nearest_existing(Path("runs"))).free
         disk_limit = _bytes("disk", args.disk, here if for_this_machine else None)
-        notes = [f"rows: {rows}"]
-        config = load.load_config(first)
-        notes.append(f"note: {classes.sentence(config.model_type)}")
+        notes, config = [f"rows: {rows}"], load.load_config(first)
         if missing := linear_attention.missing_kernels(config):
             notes.append("note: {}; {}".format(*missing))
         print("\n".join(notes), flush=True)
+        notes.append(f"note: {classes.sentence(config.model_type)}")
         with plan_progress.Shown(notes) as progress:
-            progress.meanwhile = functools.partial(_meanwhile, methods=methods, request=request)
-            plan = search.search(methods, request, ranks, gpu, progress, host_limit, node, disk_limit)
+            plan = planner.plan_of(
+                methods, request, ranks, gpu, progress, host_limit, node, disk_limit, exact=exact
+            )  # fmt: skip
             plan.run = run
-            plan.instead |= search.adapters_instead(plan, methods, request)
-            plan.instead |= search.pipeline_instead(plan, methods, request)
+            plan.instead |= instead.offers(plan, methods, request)
             plan.advices = better.advices(plan, request)
     if relation := plan_progress.compared(progress.answer, plan):
         notes.append(relation)
@@ -136,13 +138,6 @@ def _search(args: argparse.Namespace, flags: list[str], ranks: int) -> Plan:
     plan.host_here = psutil.virtual_memory().total
     plan.disk_free = here if disk_limit is None else disk_limit
     return plan
-
-
-def _meanwhile(candidate: Candidate, plan: Plan, methods: list[str], request: Request) -> None:
-    """Do what follows the search while it simulates a candidate."""
-    import matplotlib.figure  # noqa: F401  (for plan.png)
-
-    search.list_adapters(candidate, plan, methods, request)
 
 
 def _for_this_terminal(text: str) -> str:
@@ -230,6 +225,13 @@ def _price(text: str) -> float | None:
     if price := _positive(text.removeprefix("$")):
         return price
     raise UserError(f"--gpu_price {text}: must be a number of dollars above 0, for an hour of one GPU, e.g. 2.50.")
+
+
+def _exact(text: str) -> bool:
+    """Return the value of --exact. Raises: UserError."""
+    if text.lower() not in ("", "true", "false"):
+        raise UserError(f"--exact {text}: must be true or false.")
+    return text.lower() == "true"
 
 
 def _positive(text: str) -> float | None:

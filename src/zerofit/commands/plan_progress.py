@@ -5,14 +5,14 @@ import sys
 import threading
 import time
 
-from zerofit.plan import candidates, search
-from zerofit.plan.answer import quick
+from zerofit.base.hardware import GIB
+from zerofit.plan import gpu_memory, planner
 from zerofit.plan.candidate import Candidate, Plan
 
 SILENCE = 20.0  # seconds after which a log, which is no terminal, gets a line on what is simulated; then twice that ...
 
 
-class Shown(search.Progress):
+class Shown(planner.Progress):
     """Prints the search. A terminal shows what stays, and below it one line that changes; a log gets plain lines.
 
     Args: lines: what is printed is added to it. Attributes: answer, the first one, None before it and without one.
@@ -35,17 +35,17 @@ class Shown(search.Progress):
             if self.live:
                 print("\r\033[K", end="", flush=True)
 
+    def note(self, text: str) -> None:
+        self.lines.append(text)
+
     def now(self, text: str) -> None:
         with self._lock:
             self._now, self._since = text, time.monotonic()
         self._show()
 
     def first(self, candidate: Candidate | None, plan: Plan) -> None:
-        self.answer, text = candidate, first_answer(candidate, plan)
-        if quick.said and text == quick.without_rows(quick.said):  # before anything was imported
-            self.lines.append(quick.said)
-        else:
-            self._say(f"corrected {text}" if quick.said else text, stays=True)
+        self.answer = candidate
+        self._say(first_answer(candidate, plan), stays=True)
 
     def _say(self, text: str, stays: bool = False) -> None:
         self.lines.append(text)
@@ -79,23 +79,23 @@ class Shown(search.Progress):
 
 
 def first_answer(candidate: Candidate | None, plan: Plan) -> str:
-    """Return the first answer as a line that says what it is: an estimate, which the simulation may change."""
-    margin = f"with a margin of {candidates.FORMULA_MARGIN:.0%}"
+    """Return the answer by formula as a line that says what follows, where a simulation decides."""
     if candidate is None:
-        return f"first answer, by formula {margin}: none of these settings fits; the simulation, which decides, follows"
-    return quick.sentence(candidate.label, candidate.peak, plan.limit)
+        return "by formula none of these settings fits; the simulation, which decides, follows"
+    size = f"about {candidate.peak / GIB:.1f} of {plan.limit / GIB:.1f} GiB"
+    margin = f"{gpu_memory.margin().high - 1:.0%}"
+    return f"by formula, with a margin of {margin}: {candidate.label}, {size}; a simulation of what is near follows"
 
 
 def compared(first: Candidate | None, plan: Plan) -> str:
-    """Return how the answer by simulation stands to the first one."""
+    """Return how the answer by simulation differs from that by formula; "" without a simulation."""
     decided = plan.chosen or plan.nearest
     if decided is None or decided.answer is None or (first is None and plan.chosen is None):
         return ""
     if first is None:
-        return "exact answer, by simulation: a setting fits after all"
+        return "by simulation: a setting fits after all"
     if plan.chosen is first:
-        return "exact answer, by simulation: the setting of the first answer"
+        return "by simulation: the same setting"
     why = next((why for candidate, why in plan.rejected if candidate is first), "")
-    reason = f"that of the first answer does not fit: {why}" if why else "it is faster than that of the first answer"
-    found = "another setting" if plan.chosen else "nothing fits"
-    return f"exact answer, by simulation: {found}; {reason}"
+    reason = f"that by formula does not fit: {why}" if why else "it is faster than that by formula"
+    return f"by simulation: {'another setting' if plan.chosen else 'nothing fits'}; {reason}"

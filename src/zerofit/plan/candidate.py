@@ -1,4 +1,4 @@
-"""Hold a setting with its predictions, and the plan that a search fills; both are importable without torch."""
+"""Hold a setting with its predictions, and the plan that a search fills."""
 
 import math
 from dataclasses import dataclass, field
@@ -59,7 +59,7 @@ class Candidate:
         if self.answer:
             more = gpu_memory.COMPILED_MARGIN if self.has_compiled_graphs else 0.0
             return int((1 + more) * max(self.answer["total"].values())) + self.workspace
-        return gpu_memory.with_margin(sum(self.formula.values()), self.gpu)
+        return int(gpu_memory.margin().high * sum(self.formula.values())) + self.workspace
 
     @property
     def has_compiled_graphs(self) -> bool:
@@ -73,17 +73,15 @@ class Candidate:
 
     @property
     def reserved(self) -> int:
-        """Return the bytes that torch's allocator holds at its peak."""
+        """Return the bytes that torch's allocator holds at its peak; by the closed forms those of the median job."""
+        if self.answer is None:
+            return int(gpu_memory.margin().reserved * self.by_formula)
         return self.allocated + self.unused["reserved"]
 
     @property
     def peak(self) -> int:
         """Return the least bytes that torch's allocator must hold, which decides whether the job fits."""
         return self.allocated + self.unused["least"]
-
-    def is_passed_over(self, limit: int) -> bool:
-        """Return whether it fits by formula, but was not simulated: settings like it needed more than by theirs."""
-        return not self.answer and not self.failed and self.peak <= limit
 
     @property
     def host_of_a_node(self) -> int:
@@ -159,7 +157,6 @@ class Plan:
     kept: int | None = None  # checkpoints that a run keeps, None: all
     advices: list = field(default_factory=list)  # advice.better.Advice: what would pay beside the chosen setting
     run: Any = None  # advice.cost.Run: how much the job trains, and what a GPU costs
-    listed: dict[tuple, list[Candidate]] = field(default_factory=dict)  # {method and flags: its candidates by formula}
     rows: str = ""  # a sentence on the length of the rows
     notes: list[str] = field(default_factory=list)  # the lines that the search has shown
     seconds: float = 0.0  # that the search took
@@ -167,6 +164,21 @@ class Plan:
     @property
     def nodes(self) -> int:
         return math.ceil(self.ranks / self.node)
+
+    @property
+    def gpu_bytes(self) -> int:
+        """Return the bytes of a GPU that the plan counts on."""
+        return self.limit + self.margin + sum(self.allowance.values())
+
+    @property
+    def packs_too_much(self) -> bool:
+        """Return whether nothing fits because each GPU packs the whole base as it loads, whatever their number."""
+        shape = self.nearest.shape if self.nearest else None
+        return bool(shape) and shape.frozen_bytes < 2 and shape.frozen_bytes * shape.frozen > self.limit
+
+    def share(self, candidate: Candidate) -> float:
+        """Return the share of a GPU's memory that a candidate takes, with what is outside torch's allocator."""
+        return (candidate.peak + sum(self.allowance.values())) / self.gpu_bytes
 
     @property
     def host_there(self) -> int | None:

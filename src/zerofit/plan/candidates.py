@@ -22,14 +22,11 @@ from zerofit.parallel import whole_layers
 from zerofit.plan import formulas, gpu_memory
 from zerofit.plan.candidate import Candidate, Plan
 from zerofit.plan.formulas import Setting, Shape
-from zerofit.plan.gpu_memory import FORMULA_MARGIN
 from zerofit.plan.speed import kernels, step
-
-CLEARLY_TOO_MUCH = 1.25  # settings above this share of the limit by formula are simulated only if nothing else fits
 
 ENOUGH = "the closed forms leave room"  # why a job is not simulated
 
-ESTIMATE = f"the exact check failed: {{}}; this is an estimate by formula, with a margin of {FORMULA_MARGIN:.0%}"
+ESTIMATE = "the exact check failed: {}; this is an estimate by formula, with a margin of {:.0%}"
 
 SMALLER_STATES = [("optim", "adamw_bnb_8bit"), ("pure_bf16", True)]
 
@@ -53,6 +50,26 @@ class Method:
     @property
     def takes_adapters(self) -> bool:
         return "adapter" in self.recipe.own_arguments
+
+
+@dataclass(frozen=True)
+class Checkpointing:
+    """Gradient checkpointing: which layers are computed again in the backward."""
+
+    every: int  # every n-th layer, 0: none
+    selective: bool = False  # the results of matrix products and attention are kept
+    offloaded: bool = False  # the inputs of these layers are in host memory
+
+    @property
+    def flags(self) -> dict:
+        """Return the recipe's flags that differ from every layer, and --gradient_checkpointing."""
+        more = {"gradient_checkpointing_every": self.every} if self.every > 1 else {}
+        more |= {"gradient_checkpointing_policy": "selective"} if self.selective else {}
+        more |= {"activation_offload": True} if self.offloaded else {}
+        return {"gradient_checkpointing": bool(self.every)} | more
+
+
+EVERY_LAYER = Checkpointing(1)
 
 
 def methods(*more: Recipe) -> dict[str, Method]:
@@ -158,24 +175,53 @@ def candidates(
 def _of_group(base, shape: Shape, gpu, node: int, disk: str | None, splits: bool) -> list[Candidate]:
     """Return the candidates with the groups of `base`, the Settings of a request.
 
+    The request is resolved once for each place of states and kind of checkpointing; micro batches are arithmetic.
     Args: node: GPUs of a node; disk: the flag --offload_path, None: it is not given; splits: as of `_open`.
     Raises: UserError if the request leaves none.
     """
     found, error = [], None
-    for zero, (offload, on_disk), checkpointing, micro in itertools.product(*_open(base, disk, splits)):
-        is_named = is_set(base, "zero")
-        if not formulas.sensible(zero, offload, base.world_size, is_named, base.precision) or (on_disk and zero != 3):
-            continue
-        request = _requested(base, zero, offload, checkpointing, micro)
+    places, kinds, micros = _open(base, disk, splits)
+    for (zero, offload, on_disk), kind in itertools.product(places, kinds if micros else []):
+        request = _requested(base, zero, offload, kind, micros[0])
         request = request.put(offload_path=disk) if on_disk and disk else request
         try:
-            setting = setting_of(resolve.resolve(request, base.world_size, gpu), node, shape)
+            settings = resolve.resolve(request, base.world_size, gpu)
         except UserError as refused:
             error = error or refused
             continue
-        found.append(with_formulas(request, setting, shape, base, gpu))
+        job = with_formulas(request, setting_of(settings, node, shape), shape, settings, gpu)
+        found += varied(job, settings, micros)
     if not found:
         raise error or UserError("these flags leave no setting to plan.")
+    return found
+
+
+def varied(
+    job: Candidate, settings, micros: list[int] | None = None, kinds: list[Checkpointing] | None = None
+) -> list[Candidate]:
+    """Return a job in each of these micro batches and kinds of checkpointing, with the same effective batch.
+
+    Args: settings: those of the job, or such as differ from it in these two alone. None: as the job has it, and its
+        request has no flags for it.
+    """
+    found, s = [], job.setting
+    request = job.request if micros is None else drop_flags(job.request, "search_batch_size")
+    for micro, kind in itertools.product(micros or [s.micro], kinds or [None]):
+        tokens = s.tokens // s.micro * micro
+        tiles = tiled_mlp.automatic(tokens, job.shape.hidden) if settings.tiled_mlp == "auto" else s.tiles
+        setting = replace(
+            s, micro=micro, tokens=tokens, accumulation=s.micro * s.accumulation // micro, tiles=tiles,
+            whole_layers=whole_layers.largest(settings, tokens),
+        )  # fmt: skip
+        flags: dict[str, Any] = {}
+        if micros is not None:
+            flags |= {"per_device_train_batch_size": micro, "effective_batch_size": job.rows_of_a_step}
+        if kind is not None:
+            flags |= kind.flags
+            setting = replace(
+                setting, every=kind.every, selective=kind.selective, activation_offload=kind.offloaded
+            )  # fmt: skip
+        found.append(with_formulas(request.put(**flags), setting, job.shape, settings, job.gpu))
     return found
 
 
@@ -183,6 +229,17 @@ def of_settings(settings, gpu) -> Candidate:
     """Return the job as a candidate. gpu: None for a CPU, which has no time."""
     request = for_simulation(settings.request)
     return with_formulas(request, setting_of(settings), shape_of(settings, gpu), settings, gpu)
+
+
+def is_described(candidate: Candidate) -> bool:
+    """Return whether the closed forms may decide that a job fits: of a kit's recipe, without whole attention matrices.
+
+    At stage 3 the weights of a mixture's experts that autograd keeps gathered depend on the engine, and 16-bit states
+    are stepped in other pieces: a simulation says.
+    """
+    shape, request = candidate.shape, candidate.request
+    is_known = candidate.setting.zero != 3 or not (shape.experts or request.get("pure_bf16"))
+    return is_known and not shape.scores and program.if_not_of_kit(request.recipe) is None
 
 
 def with_formulas(request: Request, setting: Setting, shape: Shape, settings, gpu) -> Candidate:
@@ -341,26 +398,6 @@ def shape_of(settings, gpu: hardware.Gpu | None = None) -> Shape:
 _FIXED = ("flag", "deepspeed JSON")
 
 
-@dataclass(frozen=True)
-class Checkpointing:
-    """Gradient checkpointing: which layers are computed again in the backward."""
-
-    every: int  # every n-th layer, 0: none
-    selective: bool = False  # the results of matrix products and attention are kept
-    offloaded: bool = False  # the inputs of these layers are in host memory
-
-    @property
-    def flags(self) -> dict:
-        """Return the recipe's flags that differ from every layer, and --gradient_checkpointing."""
-        more = {"gradient_checkpointing_every": self.every} if self.every > 1 else {}
-        more |= {"gradient_checkpointing_policy": "selective"} if self.selective else {}
-        more |= {"activation_offload": True} if self.offloaded else {}
-        return {"gradient_checkpointing": bool(self.every)} | more
-
-
-EVERY_LAYER = Checkpointing(1)
-
-
 def less_checkpointing(settings) -> list[Checkpointing]:
     """Return gradient checkpointing that recomputes less than every layer.
 
@@ -376,10 +413,10 @@ def checkpointing_of(settings) -> Checkpointing:
     return Checkpointing(every, selective, settings.activation_offload)
 
 
-def _open(base, disk: str | None, splits: bool) -> tuple[list, list, list, list]:
-    """Return (stages, offloads, checkpointing, micro batches) to try; one each where the user set it.
+def _open(base, disk: str | None, splits: bool) -> tuple[list, list, list]:
+    """Return (places of states, kinds of checkpointing, micro batches) to try; one each where the user set it.
 
-    An offload is (what, whether to `disk`).
+    A place is (stage, what is offloaded, whether to `disk`).
     Args: splits: groups are searched and these have several ranks: then only micro batch 1 with checkpointing.
     """
     disk = disk or _disk_of(base)
@@ -389,6 +426,11 @@ def _open(base, disk: str | None, splits: bool) -> tuple[list, list, list, list]
     else:
         offloads = [("none", False), ("optimizer", False), ("all", False)]
         offloads += [("optimizer", True), ("all", True)] * bool(disk)
+    places = [
+        (zero, offload, on_disk)
+        for zero, (offload, on_disk) in itertools.product(stages, offloads)
+        if _is_sensible(base, zero, offload) and (zero == 3 or not on_disk)
+    ]
     if any(is_set(base, name) for name in gradient_checkpointing.ARGUMENTS):
         checkpointing = [checkpointing_of(base)]
     else:
@@ -403,7 +445,16 @@ def _open(base, disk: str | None, splits: bool) -> tuple[list, list, list, list]
     if splits:
         micros = [n for n in micros if n == 1]
         checkpointing = [c for c in checkpointing if c.every == 1 and not c.selective] or checkpointing
-    return stages, offloads, checkpointing, micros
+    return places, checkpointing, micros
+
+
+def _is_sensible(base, zero: int, offload: str) -> bool:
+    """Return whether a plan tries a stage with an offload."""
+    if (offload == "all" and zero != 3) or (offload != "none" and zero == 0):
+        return False
+    if base.world_size == 1 and zero and offload == "none" and not is_set(base, "zero"):
+        return base.precision != "fp32" and zero == 1  # one rank: 16-bit weights with a master, nothing else to shard
+    return True
 
 
 def is_set(base, name: str) -> bool:

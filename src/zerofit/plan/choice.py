@@ -1,7 +1,6 @@
 """Choose micro batch and gradient checkpointing of a job together: the fastest pair that fits its GPUs."""
 
 import hashlib
-import itertools
 import json
 import time
 from dataclasses import asdict, dataclass, field, replace
@@ -15,21 +14,16 @@ from zerofit.base.paths import cache_root
 from zerofit.checkpoint import restart
 from zerofit.config import resolve
 from zerofit.data import tokens
-from zerofit.job import program
 from zerofit.job.request import BY_PLAN, Request
 from zerofit.job.run_folder import read_record
 from zerofit.model import gradient_checkpointing
 from zerofit.model.kernels import liger
 from zerofit.model.load import load_config
-from zerofit.parallel import whole_layers
-from zerofit.plan import candidates, formulas, gpu_memory, predict, preflight, simulate
-from zerofit.plan.candidate import Candidate
+from zerofit.plan import candidates, gpu_memory, predict, preflight, search, simulate
+from zerofit.plan.candidate import Candidate, Plan
 from zerofit.plan.candidates import Checkpointing
-from zerofit.plan.speed import step
 
 MICRO = "per_device_train_batch_size"
-
-NEARLY = 1.03  # times the least seconds: estimates that are taken as equal; the pair with less memory is chosen
 
 MUCH_FASTER = 1.2  # times as fast by estimate: from here on a better micro batch than the user's is worth a line
 
@@ -47,16 +41,6 @@ class Choice:
     def of(self, request: Request) -> Request:
         """Return the request with the choice."""
         return request.drop("search_batch_size").planned(self.why, self.flags) if self.flags else request
-
-
-@dataclass(frozen=True)
-class Pair:
-    """A micro batch with a gradient checkpointing, and the job with both by the closed forms."""
-
-    micro: int
-    checkpointing: Checkpointing
-    job: Candidate  # its bytes are those of rows that are all as long as the longest
-    seconds: float  # of a step with rows as long as the mean
 
 
 def for_rows(settings, train_set, eval_set) -> Choice:
@@ -90,15 +74,15 @@ def choose(
     gpu, total, outside = predict.place_of(settings)
     settings = settings.replace(planned_gpu=gpu)  # it is looked up once
     margin = int(gpu_memory.MARGIN * total)
-    limit = total - sum(outside.values()) - margin
-    file = _kept_file(settings, (row_tokens, earlier, limit, liger.will_run(settings, gpu.device_name)))
+    plan = Plan(gpu, settings.world_size, total - sum(outside.values()) - margin, outside, None, [], margin=margin)
+    file = _kept_file(settings, (row_tokens, earlier, plan.limit, liger.will_run(settings, gpu.device_name)))
     kept = simulate.recall(file)
     with simulate.reused():
         if kept:
             choice, said, is_certain = Choice(**kept["choice"]), kept["said"], False
         else:
-            search = _Search(settings, earlier, row_tokens, (limit, margin), seconds, steps)
-            choice, said, is_certain = *search.result(), search.all_answered
+            found = _Search(settings, earlier, row_tokens, plan, seconds, steps)
+            choice, said, is_certain = *found.result(), found.all_answered
     for sentence in filter(None, (choice.why, said)):
         print(f"plan: {sentence}", flush=True)
     if choice.plan:
@@ -109,175 +93,144 @@ def choose(
 
 
 class _Search:
-    """The search among the pairs that a job leaves open."""
+    """The search among the pairs of micro batch and gradient checkpointing that a job leaves open."""
 
-    def __init__(self, settings, earlier, row_tokens: float | None, room: tuple[int, int], seconds: float, steps):
-        """Args: earlier: the pair to keep if it fits, None: there is none; room: bytes of torch's allocator, and those
-        that are kept free beside them; the others: as of `choose`.
-        """
-        self.settings, (self.limit, self.margin), self.row_tokens = settings, room, row_tokens
+    def __init__(self, settings, earlier, row_tokens: float | None, plan: Plan, seconds: float, steps):
+        """Args: earlier: the pair to keep if it fits, None: there is none; the others: as of `choose`."""
+        self.settings, self.plan, self.row_tokens = settings, plan, row_tokens
         self.steps, self.seconds, self.began = steps, seconds, time.monotonic()
-        self.all_answered, self.goes_on = True, earlier is not None
-        self.unanswered: tuple[Pair, str] | None = None  # the first pair that no simulation has answered, and why
-        self.whole = candidates.of_settings(settings, settings.planned_gpu)
-        self.kinds = _checkpointings(settings, self.whole.shape.layers, earlier)
+        self.all_answered, self.continues = True, earlier is not None
+        self.unanswered: Candidate | None = None  # the first pair that no simulation has answered
+        self.job = candidates.of_settings(settings, settings.planned_gpu)
+        self.kinds = _checkpointings(settings, self.job.shape.layers, earlier)
         self.micros = _micros(settings)
-        self.pairs = self._pairs(self.micros or [self.whole.setting.micro])
+        self.pairs = self._pairs(self.micros)
         self.own = self._find((settings.per_device_train_batch_size, candidates.checkpointing_of(settings)))
         self.earlier = self._find(earlier) if earlier else None
 
     def result(self) -> tuple[Choice, str]:
         """Return the choice, and a sentence on a better micro batch than the user's, "" if there is none."""
-        pair, plan = self._decide()
-        if plan.get("step_seconds"):  # what follows is of rows as long as the mean
-            row = (self.row_tokens or self.settings.max_length) * self.settings.objective.documents
-            plan |= {"tokens_per_second": round(pair.job.rows_of_a_step * row / pair.seconds, 1)}
-        if self.steps and plan.get("step_seconds"):
-            hours = self.steps * pair.seconds * pair.job.setting.ranks / 3600
+        pair = self._decide()
+        full = replace(pair, seconds=candidates.step_seconds(pair.shape, pair.setting, pair.gpu, pair.row_length))
+        plan = predict.as_plan(full, self.plan.gpu_bytes, self.plan.allowance)
+        plan["seconds"] = round(time.monotonic() - self.began, 1)
+        # what follows is of rows as long as the mean
+        row = (self.row_tokens or self.settings.max_length) * self.settings.objective.documents
+        plan |= {"tokens_per_second": round(pair.rows_of_a_step * row / pair.seconds, 1)}
+        if self.steps:
+            hours = self.steps * pair.seconds * pair.setting.ranks / 3600
             plan |= {"steps": self.steps, "gpu_hours": round(hours, 3)}
         flags = self._flags(pair)
         return Choice(plan, flags, self._why(pair, plan, flags) if flags else ""), self._better_micro_batch(pair)
 
-    def _pairs(self, micros: list[int]) -> list[Pair]:
-        pairs, given = [], self.whole.setting
+    def _pairs(self, micros: list[int]) -> list[Candidate]:
+        """Return the job in each pair, with the seconds of rows as long as the mean."""
         mean = self.row_tokens or self.settings.max_length
         rows = mean * self.settings.objective.documents / self.settings.ranks_that_split("tokens")
-        for micro, kind in itertools.product(micros, self.kinds):
-            most = given.tokens // given.micro * micro
-            full = replace(
-                given, micro=micro, tokens=most, whole_layers=whole_layers.largest(self.settings, most),
-                accumulation=given.micro * given.accumulation // micro,
-                every=kind.every, selective=kind.selective, activation_offload=kind.offloaded,
-            )  # fmt: skip
-            job = candidates.with_formulas(self.whole.request, full, self.whole.shape, self.settings, self.whole.gpu)
-            real = replace(full, tokens=max(1, round(rows * micro)))
-            seconds = step.seconds(self.whole.shape, real, self.whole.gpu, round(mean))
-            pairs.append(Pair(micro, kind, job, seconds))
+        pairs = []
+        kinds = self.kinds if len(self.kinds) > 1 else None
+        for one in candidates.varied(self.job, self.settings, micros or None, kinds):
+            real = replace(one.setting, tokens=max(1, round(rows * one.setting.micro)))
+            seconds = candidates.step_seconds(one.shape, real, one.gpu, round(mean))
+            pairs.append(replace(one, seconds=seconds))
         return pairs
 
-    def _find(self, key: tuple[int, Checkpointing]) -> Pair | None:
+    def _find(self, key: tuple[int, Checkpointing]) -> Candidate | None:
         """Return the pair of this micro batch, or of the only one, with this checkpointing; None: it is not open."""
-        micro = key[0] if self.micros else self.whole.setting.micro
-        return next((pair for pair in self.pairs if (pair.micro, pair.checkpointing) == (micro, key[1])), None)
+        micro = key[0] if self.micros else self.job.setting.micro
+        alike = (one for one in self.pairs if (one.setting.micro, _checkpointing(one)) == (micro, key[1]))
+        return next(alike, None)
 
-    def _decide(self) -> tuple[Pair, dict]:
-        """Return the chosen pair and its prediction."""
-        sure = self._sure(self.pairs)
-        best = self.earlier if self.earlier in sure else _least_memory_of_the_fastest(sure)
-        for pair in [] if best and best is self.earlier else self._to_simulate(sure, best):
-            plan = self._simulated(pair, best)
-            if "by" in plan:
-                fits = pair is self.earlier  # nobody knows, but it ran so
-                self.unanswered = self.unanswered or (pair, plan["by"])
-            else:
-                fits = self._fits(plan["peak_bytes"], plan["limit_bytes"] - self.margin)
-            if fits:
-                return pair, plan
-        if best:
-            return best, predict.predict(self._job(best), by=candidates.ENOUGH)
-        smallest = min(self.pairs, key=lambda pair: pair.job.peak)
-        for pair in [self.own, smallest] if self.own.job.peak <= self.limit else [smallest]:
-            plan = predict.predict(self._job(pair), self._left())
-            self.all_answered &= "by" not in plan
-            if plan["peak_bytes"] <= plan["limit_bytes"]:
+    def _decide(self) -> Candidate:
+        """Return the chosen pair."""
+        only = len(self.pairs) == 1  # the job is as it is
+        plan = self.plan if only else replace(self.plan, limit=int(self.plan.limit / _unequal_rows()))
+        pair = search.search(
+            self.pairs, plan, self._ask, first=self.earlier, is_described=_is_described,
+            has_time=lambda: not only,
+        )  # fmt: skip
+        if pair is not None:
+            return pair
+        smallest = min(self.pairs, key=lambda one: one.peak)
+        limit = self.plan.limit + self.plan.margin
+        for pair in [self.own, smallest] if self.own.peak <= self.plan.limit else [smallest]:
+            if pair.answer is None:
+                predict.ask_first_rank(pair, limit, self._left())
+            self.all_answered &= not pair.failed
+            if pair.peak <= limit:
                 break
-        return pair, plan
+        return pair
 
-    def _sure(self, pairs: list[Pair]) -> list[Pair]:
-        """Return the pairs that fit by the closed forms with their margin, where the closed forms describe the job."""
-        if not described(self.settings, self.whole.shape):
-            return []
-        if len(pairs) == 1:  # the job is as it is
-            return [pair for pair in pairs if pair.job.peak <= self.limit]
-        return [pair for pair in pairs if self._fits(pair.job.peak, self.limit)]
-
-    def _to_simulate(self, sure: list[Pair], best: Pair | None) -> list[Pair]:
-        """Return the pairs that may fit and are faster than the best of the sure ones, the fastest first."""
-        if len(self.pairs) == 1:
-            return []
-        close = [pair for pair in self.pairs if pair not in sure and self._fits(pair.job.by_formula, self.limit)]
-        first = [self.earlier] if self.earlier in close else []
-        faster = [p for p in close if p not in first and (best is None or p.seconds * NEARLY < best.seconds)]
-        return first + sorted(faster, key=lambda pair: pair.seconds)
-
-    def _simulated(self, pair: Pair, best: Pair | None) -> dict:
-        """Return the prediction of a pair, by simulation if one answers in time."""
-        gain = (self.steps or 0) * ((best or self.own).seconds - pair.seconds)
+    def _ask(self, pair: Candidate) -> None:
+        """Simulate a pair, as long as the run would gain by it."""
+        gain = (self.steps or 0) * (self.own.seconds - pair.seconds)
         patience = min(PATIENCE, self.settings.ddp_timeout / 2)  # other ranks may be waiting for this one
         self.seconds = max(self.seconds, min(patience, gain))
-        plan = predict.predict(self._job(pair), self._left(), waits=False)
-        self.all_answered &= "by" not in plan
-        return plan
+        predict.ask_first_rank(pair, self.plan.limit + self.plan.margin, self._left(), waits=False)
+        if pair.failed:
+            self.all_answered, self.unanswered = False, self.unanswered or pair
 
     def _left(self) -> float:
         return max(0.0, self.began + self.seconds - time.monotonic())
 
-    def _fits(self, peak: float, limit: int) -> bool:
-        return peak * (1 if allocator.expandable_segments() else gpu_memory.UNEQUAL_ROWS) <= limit
-
-    def _flags(self, pair: Pair) -> dict:
+    def _flags(self, pair: Candidate) -> dict:
         """Return the arguments of a pair that are open."""
-        flags = {MICRO: pair.micro} if self.micros else {}
-        return flags | (pair.checkpointing.flags if len(self.kinds) > 1 else {})
+        flags = {MICRO: pair.setting.micro} if self.micros else {}
+        return flags | (_checkpointing(pair).flags if len(self.kinds) > 1 else {})
 
-    def _job(self, pair: Pair):
-        """Return the settings with a pair."""
-        flags, asked = self._flags(pair), self.settings.request
-        if MICRO in flags:
-            asked = asked.drop("search_batch_size").put(effective_batch_size=self.settings.effective_batch_size)
-        accumulation = pair.job.setting.accumulation
-        return self.settings.replace(request=asked.put(**flags), gradient_accumulation_steps=accumulation, **flags)
-
-    def _why(self, pair: Pair, plan: dict, flags: dict) -> str:
+    def _why(self, pair: Candidate, plan: dict, flags: dict) -> str:
         how = "formula" if "by" in plan else "simulation"
         size = f"{plan['peak_bytes'] / GIB:.1f} of {plan['limit_bytes'] / GIB:.1f} GiB a rank by {how}"
         said, faster = f"{_words(flags)}: {size}", self._not_checked(pair)
         if pair is self.own:
             return said + (faster or "; nothing that fits is faster by estimate")
-        default = [f"micro batch {self.own.micro}"] if MICRO in flags else []
+        default = [f"micro batch {self.own.setting.micro}"] if MICRO in flags else []
         default += ["every layer recomputed"] if "gradient_checkpointing" in flags else []
         times = self.own.seconds / pair.seconds
         return f"{said}; with {' and '.join(default)} a step would take about {times:.2f} times as long{faster}"
 
-    def _not_checked(self, pair: Pair) -> str:
+    def _not_checked(self, pair: Candidate) -> str:
         """Return the end of a sentence on a faster pair of which nobody knows whether it fits, or ""."""
-        if self.unanswered is None or pair.seconds < NEARLY * self.unanswered[0].seconds:
+        if self.unanswered is None or pair.seconds < search.EQUAL * self.unanswered.seconds:
             return ""
-        faster, why_not = self.unanswered
+        faster = self.unanswered
         return (
             f"; {_words(self._flags(faster))} would be about {pair.seconds / faster.seconds:.2f} times as fast by "
-            f"estimate, but was not checked ({why_not}): `make plan` with the same arguments waits for it"
+            f"estimate, but was not checked ({faster.failed}): `make plan` with the same arguments waits for it"
         )
 
-    def _better_micro_batch(self, pair: Pair) -> str:
+    def _better_micro_batch(self, pair: Candidate) -> str:
         """Return a sentence on a micro batch that is much faster than the one that the user has given, or ""."""
         # A run that goes on may have had too little memory.
-        if self.micros or self.goes_on or not covers(self.settings):
+        if self.micros or self.continues or not covers(self.settings):
             return ""
-        best = _least_memory_of_the_fastest(self._sure(self._pairs(_divisors(self.settings))))
+        others = [one for one in self._pairs(_divisors(self.settings)) if _is_described(one)]
+        best = search.preferred([one for one in others if one.peak <= self.plan.limit / _unequal_rows()], self.plan)
         if best is None or pair.seconds < MUCH_FASTER * best.seconds:
             return ""
         return (
-            f"micro batch {pair.micro} is kept, as it was given: --{MICRO} {best.micro} --effective_batch_size "
-            f"{self.settings.effective_batch_size} would be about {pair.seconds / best.seconds:.1f} times as fast by "
-            "estimate, with the same steps"
+            f"micro batch {pair.setting.micro} is kept, as it was given: --{MICRO} {best.setting.micro} "
+            f"--effective_batch_size {self.settings.effective_batch_size} would be about "
+            f"{pair.seconds / best.seconds:.1f} times as fast by estimate, with the same steps"
         )
+
+
+def _checkpointing(one: Candidate) -> Checkpointing:
+    return Checkpointing(one.setting.every, one.setting.selective, one.setting.activation_offload)
+
+
+def _unequal_rows() -> float:
+    """Return how many times the memory of equal rows those of different lengths may hold."""
+    return 1 if allocator.expandable_segments() else gpu_memory.UNEQUAL_ROWS
+
+
+def _is_described(candidate: Candidate) -> bool:
+    """Return whether the closed forms may start a job; a mixture of experts is simulated at any stage."""
+    return not candidate.shape.experts and candidates.is_described(candidate)
 
 
 def _words(flags: dict) -> str:
     return ", ".join(f"{name} {str(value).lower()}" for name, value in flags.items())
-
-
-def _least_memory_of_the_fastest(pairs: list[Pair]) -> Pair | None:
-    """Return of the pairs that are about as fast as the fastest the one with the least memory; None without any."""
-    least = min((pair.seconds for pair in pairs), default=0.0)
-    return min((p for p in pairs if p.seconds <= NEARLY * least), key=lambda p: (p.job.peak, p.seconds), default=None)
-
-
-def described(settings, shape: formulas.Shape) -> bool:
-    """Return whether the closed forms describe a job: of a kit's recipe, dense, without whole attention matrices."""
-    is_described = not shape.experts and settings.attn_implementation != "eager"
-    return is_described and program.if_not_of_kit(settings.recipe) is None
 
 
 def covers(settings) -> bool:

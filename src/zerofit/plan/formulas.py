@@ -72,16 +72,6 @@ def shape(config, net, frozen_bytes: float = 2.0, bits: int = 16) -> Shape:
     """
     from zerofit.model.mixtures import adapted
 
-    found = of_modules(config, net, layers_of, adapted.added_weights(net), bits)
-    return replace(found, frozen_bytes=frozen_bytes, adapted=adapted.in_words(net))
-
-
-def of_modules(config, net, layers_in, added_to: int, bits: int = 16) -> Shape:
-    """Return the Shape of a model, or of an outline of one (answer/outline.py); importable without torch.
-
-    Args: layers_in: returns its layers, from it and their number; added_to: weights to which the product of an
-        adapter's A and B is added; bits: as of `shape`.
-    """
     text = config.get_text_config()
     # the configuration of each layer where they differ (Gemma 4): the whole one refuses what differs
     configs = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
@@ -96,7 +86,7 @@ def of_modules(config, net, layers_in, added_to: int, bits: int = 16) -> Shape:
     layers = first("num_hidden_layers", "n_layer", default=1)
     kv_heads = first("num_key_value_heads", default=heads)
     head_dim = first("head_dim", default=hidden // heads)
-    modules = layers_in(net, layers)
+    modules = layers_of(net, layers)
     return Shape(
         trainable=sum(n for n, trained in sizes if trained),
         frozen=sum(n for n, trained in sizes if not trained),
@@ -111,9 +101,11 @@ def of_modules(config, net, layers_in, added_to: int, bits: int = 16) -> Shape:
         experts=of_experts.count(config),
         idle=of_experts.idle(net, config),
         embedding=hidden * text.vocab_size,
-        adapted_experts=added_to // layers,
+        adapted_experts=adapted.added_weights(net) // layers,
         by_layer=tuple(sum(p.numel() for p in layer.parameters()) for layer in modules),
         work=work.of_model(net, config, modules, heads=heads, kv_heads=kv_heads, head_dim=head_dim, bits=bits),
+        frozen_bytes=frozen_bytes,
+        adapted=adapted.in_words(net),
         cut=not getattr(text, "num_kv_shared_layers", 0),  # counted from the last layer: keys of earlier ones
     )
 
@@ -208,15 +200,6 @@ class Setting:
         return min(self.ranks, self.node)
 
 
-def sensible(zero: int, offload: str, ranks: int, is_named: bool, precision: str = "bf16") -> bool:
-    """Return whether a plan tries a stage with an offload. is_named: the user has named the stage."""
-    if (offload == "all" and zero != 3) or (offload != "none" and zero == 0):
-        return False
-    if ranks == 1 and zero in (1, 2, 3) and offload == "none" and not is_named:
-        return precision != "fp32" and zero == 1  # one rank: 16-bit weights with a master, nothing else to shard
-    return True
-
-
 def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, float], dict[str, float]]:
     """Return bytes by part at the loss, and while the last checkpointed layer is recomputed.
 
@@ -249,7 +232,7 @@ def activations(s: Shape, setting: Setting, fused: bool) -> tuple[dict[str, floa
     if setting.selective:
         adapted = 4 * s.hidden + 2 * q + 4 * k + 4 * intermediate if s.frozen else 0
         products = 4 * s.hidden + 4 * q + 4 * k + 4 * heads + 4 * intermediate + adapted
-    recomputed = math.ceil(s.layers / setting.every) if setting.every else 0
+    recomputed = _recomputed(s, setting)
     state = (4 if setting.fp32_weights else 2) * s.hidden
     stored = products + (0 if setting.activation_offload else state)
     kept = (recomputed * stored + (s.layers - recomputed) * layer) * setting.in_flight
@@ -369,8 +352,20 @@ def _work(s: Shape, setting: Setting, weight: float) -> float:
     bucket = 2.0 * _bucket(s, setting)
     if setting.zero < 3:
         return bucket
-    # Parameters reused within 1e9 numbers stay gathered (stage3_max_reuse_distance).
-    return min(2.0 * s.parameters, 2.0 * s.vocabulary * s.hidden + 1e9) + bucket
+    # Parameters reused within 1e9 numbers stay gathered (stage3_max_reuse_distance), and autograd keeps those of fused
+    # experts until their backward: DeepSpeed's function that gathers them again is one of linear layers.
+    kept = 0.0 if s.frozen else 2.0 * _experts(s) * (1 - _recomputed(s, setting) / s.layers)
+    return min(2.0 * s.parameters, 2.0 * s.vocabulary * s.hidden + 1e9 + kept) + bucket
+
+
+def _experts(s: Shape) -> float:
+    """Return the weights of all experts of a mixture."""
+    return sum(product.weights for product in s.work.products if product.experts) if s.work else 0.0
+
+
+def _recomputed(s: Shape, setting: Setting) -> int:
+    """Return how many layers are checkpointed."""
+    return math.ceil(s.layers / setting.every) if setting.every else 0
 
 
 def _bucket(s: Shape, setting: Setting) -> float:
@@ -414,7 +409,7 @@ def exchanges(s: Shape, setting: Setting) -> list[Collective]:
 
     The backward of a layer sends as much as its forward, and so does recomputation.
     """
-    recomputed = math.ceil(s.layers / setting.every) if setting.every else 0
+    recomputed = _recomputed(s, setting)
     passes = (2 * s.layers + recomputed) * setting.accumulation
     found = []
     for way, size in setting.groups:
@@ -508,7 +503,7 @@ def offloaded_inputs(s: Shape, setting: Setting) -> float:
     if not setting.activation_offload or not setting.every:
         return 0.0
     each = (4 if setting.fp32_weights else 2) * s.hidden * setting.tokens
-    return float(math.ceil(s.layers / setting.every) * allocator.pinned_bytes(each))
+    return float(_recomputed(s, setting) * allocator.pinned_bytes(each))
 
 
 def host_of_a_rank(s: Shape, setting: Setting) -> float:

@@ -1,6 +1,10 @@
 """Say how much of a GPU's memory is left for tensors, and what torch's allocator holds beyond them."""
 
+import functools
+import json
 import re
+from dataclasses import dataclass
+from pathlib import Path
 
 from zerofit.base import allocator
 from zerofit.base.hardware import GIB, NOBODY_ELSE_BYTES, Gpu
@@ -46,8 +50,6 @@ SINCE_HOPPER = (
 
 FRAGMENTATION = 0.03  # of the allocated bytes: what the allocator loses to fragmentation where it is not simulated
 
-FORMULA_MARGIN = 0.1  # added to the bytes of the closed forms
-
 # Added to the simulated bytes of compiled layers that are recomputed: a graph releases what it keeps at its end only.
 # Measured on a CPU: up to 11 % (docs/kernels.md, tests/model/test_compiled.py); without recomputation they keep less.
 COMPILED_MARGIN = 0.12
@@ -60,9 +62,27 @@ MARGIN = 0.01  # of a GPU's memory: the largest error of allocated bytes in benc
 UNEQUAL_ROWS = 1.9
 
 
-def with_margin(by_formula: float, gpu: Gpu | None) -> int:
-    """Return the allocated bytes that the closed forms stand for, with their margin. gpu: None for a CPU."""
-    return int(by_formula * (1 + FORMULA_MARGIN)) + workspace_bytes(gpu)
+MARGINS = Path(__file__).with_name("margins.json")  # written by benchmarks/published.py --margins
+
+
+@dataclass(frozen=True)
+class Margin:
+    """How many times the bytes of their closed form jobs need."""
+
+    low: float  # nineteen of twenty need more
+    high: float  # nineteen of twenty need less
+    reserved: float  # what torch's allocator holds on a GPU with room, in the median
+
+
+@functools.cache
+def _margins() -> dict[str, Margin]:
+    known = json.loads(MARGINS.read_text(encoding="utf-8"))["kinds"]
+    return {kind: Margin(entry["low"], entry["high"], entry["reserved"]) for kind, entry in known.items()}
+
+
+def margin() -> Margin:
+    """Return the measured margin of the closed forms, by the segments of torch's allocator."""
+    return _margins()["expandable segments" if allocator.expandable_segments() else "usual segments"]
 
 
 def workspace_bytes(gpu: Gpu | None) -> int:
@@ -112,10 +132,12 @@ def room(gpu: Gpu, ranks: int) -> int:
 def beyond_allocated(answer: dict | None, allocated: int) -> dict[str, int]:
     """Return the bytes that torch's allocator holds above the allocated peak.
 
-    Args: answer: of a simulation, None: there is none.
+    Args: answer: of a simulation, None: there is none, and the closed form's margin has them.
     Returns: {"reserved": on the planned GPU, "least": on a full one, where it returns unused segments}.
     """
-    replayed = (answer or {}).get("allocator")
+    if answer is None:
+        return {"reserved": 0, "least": 0}
+    replayed = answer.get("allocator")
     if not replayed:
         return dict.fromkeys(("reserved", "least"), int(FRAGMENTATION * allocated))
     return {name: replayed[name] - replayed["allocated"] for name in ("reserved", "least")}

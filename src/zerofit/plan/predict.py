@@ -298,33 +298,40 @@ def place_of(settings) -> tuple[hardware.Gpu, int, dict[str, int]]:
     return gpu, total, gpu_memory.outside_allocator(gpu, ranks, local_ranks)
 
 
-def predict(settings, seconds: float | None = None, waits: bool = True, by: str = "") -> dict | None:
+def predict(settings, seconds: float | None = None) -> dict | None:
     """Return the predicted memory of the job; None on a CPU without --memory_limit, and for a pipeline on a CPU.
 
-    Args: seconds: how long to wait for the simulation, None: until it ends; waits: wait longer for an answer that only
-        a simulation may give; by: why the closed forms are enough, "": they are not.
-    Returns: {"peak_bytes", "limit_bytes", "phase", "peak", "step_seconds" (an estimate; None on a CPU and for a
-        pipeline), "stage" (of a pipeline), ...}; bytes on a CPU are those of a CPU run. If the simulation of a GPU
-        fails, the closed forms are used and "by" holds the reason; also if it takes more than `seconds`, but only if
-        the job fits by them. On a CPU it is waited for.
+    Args: seconds: how long to wait for the simulation, None: until it ends.
+    Returns: as `as_plan`; bytes on a CPU are those of a CPU run. If the simulation of a GPU fails, the closed forms are
+        used; also if it takes more than `seconds`, but only if the job fits by them. On a CPU it is waited for.
     Raises: SimulationFailed on a CPU, which the closed forms do not cover; UserError for the user's mistakes.
     """
     cpu, is_pipeline = settings.use_cpu, settings.ranks_that_split("layers") > 1
     if cpu and (not settings.memory_limit or is_pipeline):
         return None
     gpu, total, outside = (None, int(settings.memory_limit * GIB), {}) if cpu else place_of(settings)
-    limit, began = total - sum(outside.values()), time.perf_counter()
+    began = time.perf_counter()
     candidate = candidates.of_settings(settings, gpu)
     if is_pipeline:
         candidate.failed = "no simulation covers pipelines"
-    elif by:
-        candidate.failed = by
     else:
-        _simulate(candidate, limit, seconds, waits)
+        ask_first_rank(candidate, total - sum(outside.values()), seconds)
     if cpu and candidate.failed:
         raise simulate.SimulationFailed(candidate.failed)
+    return as_plan(candidate, total, outside) | {"seconds": round(time.perf_counter() - began, 1)}
+
+
+def as_plan(candidate: Candidate, total: int, outside: dict[str, int]) -> dict:
+    """Return what run.json and the report keep of a prediction. total: bytes of the GPU; outside: as `place_of`.
+
+    Returns: {"peak_bytes", "limit_bytes", "phase", "peak", "step_seconds" (an estimate; None on a CPU and for a
+        pipeline), "stage" (of a pipeline), "by" (why the closed forms decide, where they do), ...}.
+    """
+    limit = total - sum(outside.values())
     parts = {part: int(size) for part, size in candidate.formula.items()}
     answer = candidate.answer or {"total": {"backward": sum(parts.values())}, "peak": {"backward": parts}, "host": 0}
+    gpu, stage = candidate.gpu, candidate.stage
+    by = candidate.failed or ("" if candidate.answer else candidates.ENOUGH)
     return {
         "peak_bytes": candidate.allocated,
         "limit_bytes": limit - candidate.unused["least"],
@@ -334,18 +341,18 @@ def predict(settings, seconds: float | None = None, waits: bool = True, by: str 
         "peak": answer["peak"],
         "host": answer["host"],
         "gpu": gpu.device_name if gpu else "cpu",
-        "step_seconds": None if cpu or is_pipeline else candidate.seconds,
-        "seconds": round(time.perf_counter() - began, 1),
-        **({"stage": candidate.stage} if is_pipeline else {}),
-        **({"by": candidate.failed} if candidate.failed else {}),
+        "step_seconds": None if gpu is None or stage is not None else candidate.seconds,
+        **({"stage": stage} if stage is not None else {}),
+        **({"by": by} if by else {}),
     }
 
 
-def _simulate(candidate: Candidate, limit: int, seconds: float | None, waits: bool) -> None:
+def ask_first_rank(candidate: Candidate, limit: int, seconds: float | None, waits: bool = True) -> None:
     """Store the answer of rank 0 in the candidate, with all layers where unused segments decide.
 
     A launch is refused by a simulation only, and there are no closed forms of a CPU: these simulations are waited for.
     Without `waits` none is, and without the simulation of all layers there is no answer.
+    Args: limit: bytes of torch's allocator; seconds: how long to wait, None: until it ends.
     """
     began = time.perf_counter()
     if waits and (candidate.gpu is None or candidate.allocated > limit):

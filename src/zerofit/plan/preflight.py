@@ -10,7 +10,7 @@ from zerofit.job import job, memory_figure
 from zerofit.job.request import Request
 from zerofit.job.settings import Settings
 from zerofit.model import gradient_checkpointing
-from zerofit.plan import candidates, gpu_memory, predict, search, simulate
+from zerofit.plan import candidates, gpu_memory, planner, predict, simulate
 from zerofit.plan.answer import answer_text
 
 CHECK_SECONDS = 18  # that a launch waits for the simulation; the whole check then takes less than 20
@@ -53,16 +53,16 @@ def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
 def report(plan: dict, settings) -> None:
     """Print whether the job of a prediction fits. Raises: NothingFits as `check`."""
     peak, limit, stage = plan["peak_bytes"], plan["limit_bytes"], plan.get("stage")
+    margin = gpu_memory.margin().high - 1
     rank = "rank" if stage is None else f"rank of stage {stage}, the fullest"
     size = f"{peak / GIB:.2f} of {limit / GIB:.2f} GiB a {rank}, highest in the {plan['phase']} phase"
     fits = "fits" if peak <= limit else "does not fit"
     if stage is not None:
-        margin = f"a margin of {candidates.FORMULA_MARGIN:.0%} is in it"
-        print(f"plan: {fits} by formula ({plan['by']}; {margin}): {size}", flush=True)
+        print(f"plan: {fits} by formula ({plan['by']}; a margin of {margin:.0%} is in it): {size}", flush=True)
     elif plan.get("by") == candidates.ENOUGH:
-        print(f"plan: {fits} by formula, with a margin of {candidates.FORMULA_MARGIN:.0%}: {size}", flush=True)
+        print(f"plan: {fits} by formula, with a margin of {margin:.0%}: {size}", flush=True)
     elif "by" in plan:
-        print(f"plan: {candidates.ESTIMATE.format(plan['by'])}\nplan: {fits} by formula: {size}", flush=True)
+        print(f"plan: {candidates.ESTIMATE.format(plan['by'], margin)}\nplan: {fits} by formula: {size}", flush=True)
     elif peak > limit and not settings.ignore_plan:
         raise candidates.NothingFits(
             f"this job does not fit: {size}; `make plan` with the same "
@@ -130,12 +130,12 @@ def chosen_request(request: Request, ranks: int, node: int = gpu_memory.GPUS_OF_
         raise UserError(defaults.NO_DATA)
 
     gpu, asked = hardware.find("detect", min(ranks, node)), request.values.keys()
-    plan = search.search(
+    plan = planner.plan_of(
         candidates.methods_to_try("", request.recipe, request.flags()),
         request,
         ranks,
         gpu,
-        progress=search.Progress(lambda text: print(text, flush=True)),
+        progress=planner.Progress(lambda text: print(text, flush=True)),
         host_limit=psutil.virtual_memory().total,
         node=node,
     )

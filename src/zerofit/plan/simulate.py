@@ -148,8 +148,6 @@ DONE = "simulation-done"  # a line after the answers to one list of questions
 
 _ready: list[subprocess.Popen] = []  # processes that import, or have imported, the libraries and wait for questions
 
-_meanwhile: list[Callable[[], None]] = []  # what to do while answers are waited for
-
 _reused = False  # whether to keep a process for the next questions
 
 
@@ -157,11 +155,6 @@ def prestart() -> None:
     """Start the process for the next questions, so that its imports, which take seconds, run in parallel."""
     if not _ready:
         _ready.append(_start(fake=True, cuda=False))
-
-
-def while_waiting(work: Callable[[], None]) -> None:
-    """Have work that is needed later done when simulations are next waited for: this process is idle then."""
-    _meanwhile[:] = [work]
 
 
 @contextlib.contextmanager
@@ -224,8 +217,6 @@ def _ask(
         with contextlib.suppress(BrokenPipeError):  # the process has ended; its stderr holds the reason
             process.stdin.write(text + "\n")
             process.stdin.flush()
-        while _meanwhile:
-            _meanwhile.pop()()
         reader.join(None if seconds is None else max(0.0, seconds))
         if reader.is_alive():
             return None

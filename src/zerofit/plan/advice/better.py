@@ -1,6 +1,5 @@
 """Find what would pay beside the chosen setting: a larger effective batch, fewer GPUs."""
 
-from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
 from zerofit.base.errors import UserError
@@ -10,12 +9,15 @@ from zerofit.job.request import Request
 from zerofit.plan import candidates, gpu_memory
 from zerofit.plan.advice import accepted, cost
 from zerofit.plan.candidate import Candidate, Plan
+from zerofit.plan.search import fits, preferred
 
 FACTORS = (2, 4, 8)  # of the effective batch that are tried
 
 PAYS = 1.2  # times the tokens per second from which a larger effective batch is worth a line
 
 NEARLY_ALL = 0.9  # of the most that a larger batch gains: a smaller one that gains as much is named
+
+MANY_TOKENS = 4_000_000  # of a step: what models of 7 to 70 billion parameters were pre-trained with
 
 LEAST_STEPS = 30  # of a run; with fewer it learns in too few steps for a larger batch
 
@@ -29,13 +31,15 @@ class Advice:
     text: str
     request: Request
     ranks: int
+    faster: Candidate | None = None  # on fewer GPUs the job takes less time, so this is what to run
 
 
 def advices(plan: Plan, request: Request) -> list[Advice]:
     """Return the lines on what would pay, each of a job that the kit accepts; request: as the user gave it."""
     if plan.chosen is None or plan.chosen.setting.pp > 1:
         return []
-    found = [_larger_batch(plan), _fewer_gpus(plan, request)]
+    fewer = _fewer_gpus(plan, request)
+    found = [fewer] if fewer and fewer.faster else [fewer, _larger_batch(plan), _smaller_batch(plan, request)]
     return [one for one in found if one and accepted.accepts(one.request, one.ranks, plan.gpu)]
 
 
@@ -53,8 +57,8 @@ def _larger_batch(plan: Plan) -> Advice | None:
         steps = plan.run.steps_of(replace(chosen, setting=replace(chosen.setting, micro=chosen.setting.micro * factor)))
         if plan.run.steps is None and steps is not None and steps < LEAST_STEPS:
             break
-        fit = [one for one in _with_batch(plan, settings, factor) if one.peak <= plan.limit]
-        best |= {factor: max(fit, key=lambda one: one.tokens_per_second)} if fit else {}
+        fit = [one for one in _with_batch(plan, settings, factor) if fits(one, plan)]
+        best |= {factor: preferred(fit, plan)} if fit else {}
     gains = {factor: one.tokens_per_second / chosen.tokens_per_second for factor, one in best.items()}
     most = max(gains.values(), default=0.0)
     if most < PAYS:
@@ -69,16 +73,26 @@ def _larger_batch(plan: Plan) -> Advice | None:
     return Advice(text, one.request, plan.ranks)
 
 
-def _with_batch(plan: Plan, settings, factor: int) -> Iterator[Candidate]:
-    """Yield the chosen setting with `factor` times its effective batch, in each micro batch that divides it."""
+def _with_batch(plan: Plan, settings, factor: int) -> list[Candidate]:
+    """Return the chosen setting with `factor` times its effective batch, in each micro batch that divides it."""
     chosen = plan.chosen
     assert chosen is not None
-    rows, s = chosen.setting.micro * chosen.setting.accumulation * factor, chosen.setting
-    for micro in candidates.divisors(rows):
-        setting = replace(s, micro=micro, tokens=s.tokens // s.micro * micro, accumulation=rows // micro)
-        batch = {"per_device_train_batch_size": micro, "effective_batch_size": chosen.rows_of_a_step * factor}
-        request = chosen.request.put(**batch)
-        yield candidates.with_formulas(request, setting, chosen.shape, settings, plan.gpu)
+    s = chosen.setting
+    larger = replace(chosen, setting=replace(s, accumulation=s.accumulation * factor))
+    return candidates.varied(larger, settings, candidates.divisors(larger.setting.micro * larger.setting.accumulation))
+
+
+def _smaller_batch(plan: Plan, request: Request) -> Advice | None:
+    """Return a smaller effective batch where the default's steps train more tokens than those of pre-training."""
+    chosen = plan.chosen
+    assert chosen is not None
+    rows, tokens = chosen.rows_of_a_step, chosen.rows_of_a_step * chosen.row_length
+    least = chosen.setting.ranks // chosen.setting.ranks_per_row
+    fewer = max(least, MANY_TOKENS // chosen.row_length // least * least)
+    if tokens <= MANY_TOKENS or fewer >= rows or request.get("effective_batch_size") is not None:
+        return None
+    text = f"a step trains {tokens / 1e6:.1f} million tokens: --effective_batch_size {fewer} makes more steps of them"
+    return Advice(text, chosen.request.drop("per_device_train_batch_size").put(effective_batch_size=fewer), plan.ranks)
 
 
 # --- fewer GPUs ---
@@ -93,15 +107,13 @@ def _fewer_gpus(plan: Plan, request: Request) -> Advice | None:
     same = {"effective_batch_size": chosen.rows_of_a_step}
     if "offload" not in request.values:
         same["offload"] = "none"
-    if request.get("sp_size") is None and "sp_size" in resolve.resolve(chosen.request, plan.ranks, plan.gpu).values:
-        same["sp_size"] = chosen.setting.sp
     try:
         tried = candidates.candidates(chosen.method, request.put(**same), half, plan.gpu, node=plan.node)
     except UserError:
         return None
     limit = plan.limit + sum(plan.allowance.values())
     limit -= sum(gpu_memory.outside_allocator(plan.gpu, half, plan.node).values())
-    one = next((one for one in tried if one.peak <= limit), None)
+    one = preferred([one for one in tried if one.peak <= limit], plan)
     times = one.seconds / chosen.seconds if one else 0.0
     if one is None or times / 2 > CHEAPER:
         return None
@@ -109,9 +121,9 @@ def _fewer_gpus(plan: Plan, request: Request) -> Advice | None:
     if plan.run.price is not None:
         now, then = (cost.of(each, plan.run)["dollars"] for each in (chosen, one))
         saved = "" if now is None else f", ${cost.rounded(then)} instead of ${cost.rounded(now)}"
-    longer = f"{times:.1f} times as long" if times >= 1.05 else "as long"
+    longer = "as long" if abs(times - 1) < 0.05 else f"{times:.1f} times as long"
     text = f"fewer GPUs: {half} instead of {plan.ranks} take {longer}, with {1 - times / 2:.0%} fewer GPU hours{saved}"
-    return Advice(text, one.request, half)
+    return Advice(text, one.request, half, one if times < 0.95 else None)
 
 
 def _waits_for_others(chosen: Candidate, plan: Plan) -> bool:

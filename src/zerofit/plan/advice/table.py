@@ -19,9 +19,9 @@ def lines(plan: Plan) -> list[str]:
     rows += [(name, candidate, hint) for name, (candidate, hint) in plan.instead.items()]
     priced = any(cost.of(one, plan.run)["hours"] is not None for _, one, _ in rows if one) if plan.run else False
     money = ("dollars" if plan.run.price else "GPU hours",) if priced else ()
-    head = ("methods", "a step", "tokens/s", "GPU GiB", "host GiB", *money, "setting (~: by formula + 10%)")
+    head = ("methods", "a step", "tokens/s", "GPU GiB", "host GiB", *money, "setting (~: by formula + margin)")
     cells = [head, *(_cells(name, one, plan, priced) for name, one, _ in rows)]
-    return ["", *_aligned(cells), *_hints(plan, cells), *methods.rule(plan)]
+    return [*_aligned(cells), *_hints(plan, cells), *methods.rule(plan)]
 
 
 def _cells(name: str, one: Candidate | None, plan: Plan, priced: bool) -> tuple[str, ...]:

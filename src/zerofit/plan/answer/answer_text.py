@@ -26,51 +26,55 @@ LARGE_CHECKPOINT = 100 * GIB  # above it a plan warns about the disk
 
 REJECTED = "the smallest of each kind (about: by formula)"
 
-SHOWN = 6  # rejected settings on the terminal; plan.md has all
-
-# Of `facts`; plan.md has all.
-IN_TERMINAL = ("host memory", "disk of a node", "disk", "adapts", "time", "cost", "batch")
-
 
 def text(plan: Plan) -> str:
-    """Return the plan as text for the terminal."""
+    """Return the plan as text for the terminal: what fits, where its memory goes, how long, what else, the command."""
     best = plan.chosen or plan.nearest
-    lines = ["", candidates.ESTIMATE.format(best.failed)] if best and best.failed else [""]
-    lines += _gpu(plan)
+    failed = best.failed if best else ""
+    lines = ["", candidates.ESTIMATE.format(failed, gpu_memory.margin().high - 1)] if failed else [""]
+    lines.append(_gpus(plan))
     if plan.chosen:
-        lines += ["", f"chosen: {plan.chosen.label}", f"  {'GPU memory':<14}{_gpu_memory(plan.chosen, plan)}"]
-        known = facts(plan.chosen, plan)
-        lines += [f"  {name:<14}{known[name]}" for name in IN_TERMINAL if name in known]
-    rejected = rejected_ideas(plan)
-    if rejected:
-        lines += ["", f"rejected, {REJECTED}:", *(f"  {line}" for line in rejected[:SHOWN])]
-    if len(rejected) > SHOWN:
-        lines += [f"  {len(rejected) - SHOWN} more in plan.md"]
+        lines += [f"chosen: {plan.chosen.label}", f"  {'GPU memory':<14}{_gpu_memory(plan.chosen, plan)}"]
+        lines += [f"  {name:<14}{value}" for name, value in _briefly(plan.chosen, plan).items()]
     lines += table.lines(plan)
     if plan.chosen:
-        lines += ["", *_warnings(plan.chosen, plan), *(one.text for one in plan.advices), _run_it(plan)]
+        lines += [*_warnings(plan.chosen, plan), *(one.text for one in plan.advices), *_run_it(plan)]
     return "\n".join(lines)
 
 
-def _run_it(plan: Plan) -> str:
+def _briefly(candidate: Candidate, plan: Plan) -> dict[str, str]:
+    """Return of `facts` what a person needs: host memory and disk where they are used, the time, the cost of a run."""
+    known = facts(candidate, plan)
+    names = ["host memory"] * (candidate.host_of_a_node >= GIB / 2) + ["disk of a node", "time"]
+    names += ["cost"] * bool(plan.run and plan.run.steps_of(candidate))
+    return {name: known[name] for name in names if name in known}
+
+
+def _run_it(plan: Plan) -> list[str]:
+    """Return the command, and above it that of fewer GPUs where they take less time."""
     others = " (and NODE_RANK=1, 2, ... on the other nodes)" if plan.nodes > 1 else ""
-    return f"run it: {run_line.of(plan.chosen)}{others}"
+    command = f"{run_line.of(plan.chosen)}{others}"
+    for advice in plan.advices:
+        if advice.faster:
+            return [f"on all {plan.ranks} GPUs: {command}", f"run it: {run_line.of(advice.faster)}"]
+    return [f"run it: {command}"]
 
 
-def _gpu(plan: Plan) -> list[str]:
-    """Return lines on the GPUs and what of their memory is not the allocator's."""
+def _gpus(plan: Plan) -> str:
     gpus = candidates.gpus_as_text(plan.ranks, plan.node)
+    kept = "" if plan.margin else "; nothing is kept free for the error of plans: only so a setting fits"
+    return f"{gpus} x {plan.gpu.device_name}, {plan.gpu.memory_gib:.1f} GiB each{kept}"
+
+
+def _gpu(plan: Plan) -> str:
+    """Return a sentence on what of a GPU's memory is torch's allocator's, and what is not."""
     parts = [f"{name} {size / GIB:.2f}" for name, size in plan.allowance.items() if size > 0.005 * GIB]
     kept = (
         f"kept free for the error of plans {plan.margin / GIB:.2f} ({gpu_memory.MARGIN:.0%})"
         if plan.margin
         else "nothing is kept free for the error of plans: only so a setting fits; see docs/planning.md"
     )
-    return [
-        f"{gpus} x {plan.gpu.device_name}: {plan.gpu.memory_gib:.1f} GiB each, {plan.limit / GIB:.1f} GiB for torch's "
-        "allocator",
-        f"  the rest: {', '.join([*parts, kept])}",
-    ]
+    return f"{plan.limit / GIB:.1f} GiB for torch's allocator; {', '.join([*parts, kept])}"
 
 
 def _gpu_memory(candidate: Candidate, plan: Plan) -> str:
@@ -78,7 +82,7 @@ def _gpu_memory(candidate: Candidate, plan: Plan) -> str:
     size = figures(candidate, plan)
     phase, parts = _highest(candidate)
     return (
-        f"{size['least'] / GIB:.1f} of {_gpu_bytes(plan) / GIB:.1f} GiB ({_source(candidate)}); nvidia-smi will show "
+        f"{size['least'] / GIB:.1f} of {plan.gpu_bytes / GIB:.1f} GiB ({_source(candidate)}); nvidia-smi will show "
         f"{size['nvidia_smi'] / GIB:.1f}\n{'':16}highest {phase}: {_by_size(parts)}"
     )
 
@@ -87,10 +91,6 @@ def _by_size(parts: dict[str, float]) -> str:
     """Return the parts of 0.1 GiB and more as text, the largest first."""
     shown = sorted(((part, size) for part, size in parts.items() if size >= 0.05 * GIB), key=lambda pair: -pair[1])
     return ", ".join(f"{part} {size / GIB:.1f}" for part, size in shown) or "less than 0.1 each"
-
-
-def _gpu_bytes(plan: Plan) -> int:
-    return plan.limit + plan.margin + sum(plan.allowance.values())
 
 
 def _highest(candidate: Candidate) -> tuple[str, dict[str, float]]:
@@ -123,7 +123,7 @@ def _three_figures(candidate: Candidate, plan: Plan) -> list[str]:
         f"peak of a GPU, {_source(candidate)}:",
         f"  allocated   {size['allocated']:>6} GiB (torch.cuda.max_memory_allocated)",
         f"  reserved    {size['reserved']:>6} GiB (torch.cuda.max_memory_reserved: with unused parts of segments)",
-        f"  nvidia-smi  {size['nvidia_smi']:>6} of {_gpu_bytes(plan) / GIB:.1f} GiB; on a fuller GPU {size['least']} "
+        f"  nvidia-smi  {size['nvidia_smi']:>6} of {plan.gpu_bytes / GIB:.1f} GiB; on a fuller GPU {size['least']} "
         "would do",
     ]
 
@@ -169,8 +169,6 @@ def _states(candidate: Candidate) -> tuple:
 def _size_of(candidate: Candidate, plan: Plan) -> str:
     if plan.host_is_short(candidate):
         return f"{candidate.host_of_a_node / GIB:.0f} of {plan.host_there / GIB:.0f} GiB of a node's host memory"
-    if candidate.is_passed_over(plan.limit):
-        return f"not simulated: settings like it needed more than the formula's, here {candidate.peak / GIB:,.1f} GiB"
     about, too_much = "" if candidate.answer else "about ", max(candidate.peak - plan.limit, 0.05 * GIB)
     return f"{about}{candidate.peak / GIB:,.1f} GiB, {too_much / GIB:,.1f} too much"
 
@@ -201,9 +199,9 @@ def _disk_helps(candidate: Candidate) -> bool:
 
 
 def _warnings(candidate: Candidate, plan: Plan) -> list[str]:
-    """Return warnings of too little disk or host memory; else []."""
+    """Return warnings of too little disk or host memory, and of a base that is barely packed; else []."""
     host, disk = host_memory(candidate, plan), disk_space(candidate, plan)
-    lines = []
+    lines = _barely_packed(candidate)
     if host["there_bytes"] is not None and host["training_bytes"] + host["saving_bytes"] > host["there_bytes"]:
         lines.append("warning: while it saves, the first node needs more host memory than there is")
     on_disk = disk["needed_bytes"]
@@ -217,6 +215,18 @@ def _warnings(candidate: Candidate, plan: Plan) -> list[str]:
     if not accepted.accepts(candidate.request, plan.ranks, plan.gpu, save_only_model=True):
         only = ""
     return [*lines, f"warning: checkpoints take {on_disk / GIB:,.0f} GiB: {short}{only}"]
+
+
+def _barely_packed(candidate: Candidate) -> list[str]:
+    """Return a warning where packing leaves most of a base as it is; else []."""
+    bits = next((p.bits for p in candidate.shape.work.products if p.bits < 16), 0) if candidate.shape.work else 0
+    packed = (2 - candidate.shape.frozen_bytes) / (2 - formulas.PACKED_BYTES[bits]) if bits else 1.0
+    if packed >= 0.5:
+        return []
+    return [
+        f"warning: --load_in_{bits}bit packs {packed:.0%} of the base: fused experts stay in 16 bits, so it saves "
+        "little beside LoRA"
+    ]
 
 
 def host_memory(candidate: Candidate, plan: Plan) -> dict[str, int | None]:
@@ -238,7 +248,7 @@ def disk_space(candidate: Candidate, plan: Plan) -> dict[str, float | int | None
 
 def _source(candidate: Candidate) -> str:
     if candidate.answer is None:
-        return f"by formula with a margin of {candidates.FORMULA_MARGIN:.0%}" + (
+        return f"by formula with a margin of {gpu_memory.margin().high - 1:.0%}" + (
             "" if candidate.failed else ", not simulated"
         )
     layers = candidate.answer.get("extended_from_layers")
@@ -260,9 +270,11 @@ def facts(candidate: Candidate, plan: Plan) -> dict[str, str]:
     else:
         result["host memory"] = _host(candidate, plan)
     result |= {
+        "a GPU's memory": _gpu(plan),
         "disk": _disk(candidate, plan),
         "time": f"{cost.rounded(candidate.seconds)} s a step, {cost.rounded(candidate.tokens_per_second)} tokens/s "
-        f"({cost.rounded(candidate.tokens_per_second / plan.ranks)} a GPU), an estimate ({_error(candidate)})",
+        f"({cost.rounded(candidate.tokens_per_second / plan.ranks)} a GPU), an estimate",
+        "error of the time": _error(candidate),
         **({"cost": cost.text(candidate, plan.run)} if plan.run else {}),
         "batch": f"{_count(setting.micro, 'row')} x {_count(setting.accumulation, 'step')} x {_data_ranks(setting)}, "
         f"{setting.tokens:,} tokens a micro batch on a GPU",
@@ -380,6 +392,9 @@ def nothing_fits(plan: Plan) -> str:
         do = disk if _disk_helps(nearest) else "more nodes share it"
         return f"nothing fits: {nearest.label} fits the GPU but needs {need}; {do}{_instead(plan)}."
     do = f"{plan.would_do} GPUs would do by formula" if plan.would_do else "no number of these GPUs up to 4096 would do"
+    if plan.packs_too_much:
+        whole = nearest.shape.frozen_bytes * nearest.shape.frozen
+        do = f"each GPU packs the whole base as it loads, {whole / GIB:.1f} GiB, whatever their number"
     shorter = (
         f", {'and' if plan.would_do else 'but'} --max_length {plan.longest} would on these" if plan.longest else ""
     )
@@ -391,7 +406,11 @@ def nothing_fits(plan: Plan) -> str:
 
 def _instead(plan: Plan) -> str:
     """Return a clause on the adapters that would fit, or on how to try them."""
-    if fit := [f"{name} ({hint})" for name, (candidate, hint) in plan.instead.items() if candidate]:
+    if fit := [
+        name if name.startswith("without") else f"{name} ({hint})"
+        for name, (candidate, hint) in plan.instead.items()
+        if candidate
+    ]:
         return f"; {' and '.join(fit)} would fit by formula"
     method = candidates.method_of(plan.nearest.method)
     smaller = [] if method.takes_adapters else [candidates.method_of(name).title for name in method.recipe.smaller]
@@ -430,8 +449,7 @@ def _markdown(plan: Plan) -> str:
     offers = [candidate for candidate, _ in plan.instead.values() if candidate]
     if offers:
         parts += ["## Instead", _block("\n".join(run_line.of(candidate) for candidate in offers))]
-    if plan.notes:
-        parts += ["## Search", _block("\n".join([*plan.notes, f"{plan.seconds:.0f} s"]))]
+    parts += ["## Search", _block("\n".join([*plan.notes, f"{plan.seconds:.0f} s"]))]
     return "\n\n".join(parts) + "\n"
 
 
