@@ -1,14 +1,14 @@
 """Measure the cost of a plan, and the error of measuring few layers instead of all.
 
-    python benchmarks/plan_cost.py            # about 12 minutes on 2 cores: every case also with all of its layers
-    python benchmarks/plan_cost.py --fast     # the seconds alone, about 4
-    python benchmarks/plan_cost.py --plans    # the plans alone, about 2; nothing is written
+    python benchmarks/plan_cost.py            # about 20 minutes on 2 cores: every case also with all of its layers
+    python benchmarks/plan_cost.py --fast     # without these; nothing is written
+    python benchmarks/plan_cost.py --plans    # the plans alone, about 8 minutes; nothing is written
 
 Each case runs in a fresh process without cached answers: the seconds that the check adds to a launch that waits for its
 end (its process imports while the launcher reads model and tokenizer code; a launch waits for 18 s and then uses the
 closed forms), the seconds of the whole process, the two depths it measured, and how far the extended peak is from that
-of the whole model; and searches (PLANS): seconds until the first answer and until the end, of
-processor time too, and the largest process's memory. Writes benchmarks/results/plan-cost.{json,md}.
+of the whole model. Each plan (PLANS) runs with an empty cache, on idle cores and beside BUSY processes that compute:
+seconds until it ends, of processor time too, and what it simulated. Writes benchmarks/results/plan-cost.{json,md}.
 """
 
 import argparse
@@ -20,7 +20,6 @@ import sys
 import tempfile
 import time
 
-import first_answers
 from machine import ROOT, describe, facts, save, versions
 
 CONFIGS = ROOT / "tests" / "configs"
@@ -35,10 +34,21 @@ CASES = [  # (model, recipe, flags), 8 GPUs
     ("qwen3-8b", "lora", f"--zero 3 {ON} --gradient_checkpointing_every 2"),
     ("mistral-7b", "lora", f"--load_in_4bit true --zero 3 {ON}"),
 ]
-PLANS = {  # (model, GPUs, method)
-    "8B on 8 x H100": ("llama3.1-8b", 8, "sft"), "70B on 64 x H100": ("llama3.1-70b", 64, "sft"),
-    "LoRA of 8B on 8 x H100": ("llama3.1-8b", 8, "lora"), "QLoRA of 70B on 8 x H100": ("llama3.1-70b", 8, "qlora"),
-}  # fmt: skip
+PLANS = {  # job: (model, GPUs, method)
+    "8B, all weights, 8 GPUs": ("llama3.1-8b", 8, "sft"),
+    "8B, LoRA, 1 GPU": ("llama3.1-8b", 1, "lora"),
+    "8B, DPO, 8 GPUs": ("llama3.1-8b", 8, "dpo"),
+    "8B, METHOD=auto, 1 GPU": ("llama3.1-8b", 1, "auto"),
+    "70B, all weights, 64 GPUs": ("llama3.1-70b", 64, "sft"),
+    "70B, QLoRA, 8 GPUs": ("llama3.1-70b", 8, "qlora"),
+    "mixture of 30B, all weights, 8 GPUs": ("qwen3-moe-30b", 8, "sft"),
+    "mixture of 30B, LoRA, 8 GPUs": ("qwen3-moe-30b", 8, "lora"),
+    "Phi-3 mini, QLoRA, 1 GPU": ("phi3-mini", 1, "qlora"),
+    "Pythia 1B, all weights, 1 GPU": ("pythia-1b", 1, "sft"),
+}
+
+BUSY = 4  # processes that compute beside a plan
+
 CHECK = """
 import json, sys, time
 from zerofit.base import hardware
@@ -107,18 +117,38 @@ def measure(fast: bool) -> list[dict]:
 
 
 def plan(model: str, gpus: int, method: str) -> dict:
-    """Return {"first_seconds", "seconds", "cpu_seconds", "largest_process_bytes"} of a plan with an empty cache."""
-    began, before, first = time.perf_counter(), _cpu_seconds(), None
-    with tempfile.TemporaryDirectory() as folder:
-        process = first_answers.start(folder, model, gpus, method)
-        for line in process.stdout:
-            if line.startswith("first answer") and first is None:
-                first = time.perf_counter() - began
-        if process.wait():
-            raise SystemExit(f"the plan of {model} failed with exit code {process.returncode}")
-    peak = resource.getrusage(resource.RUSAGE_CHILDREN).ru_maxrss * 1024
-    return {"first_seconds": first and round(first, 1), "seconds": round(time.perf_counter() - began, 1),
-            "cpu_seconds": round(_cpu_seconds() - before, 1), "largest_process_bytes": peak}  # fmt: skip
+    """Return {"seconds", "cpu_seconds", "simulated", "chosen"} of a plan for H100s with an empty cache."""
+    began, before = time.perf_counter(), _cpu_seconds()
+    with tempfile.TemporaryDirectory(ignore_cleanup_errors=True) as folder:
+        env = os.environ | {"ZEROFIT_CACHE": folder, "PYTHONPATH": str(ROOT / "src")}
+        done = subprocess.run(
+            [sys.executable, "-m", "zerofit", "plan", "--gpu_type", "h100-80g", "--gpus", str(gpus), "--method", method,
+             "--model", str(CONFIGS / model), "--output_dir", folder], capture_output=True, text=True, env=env,
+            cwd=folder)  # fmt: skip
+    if done.returncode:
+        raise SystemExit(f"the plan of {model}, {method}, failed:\n{done.stderr[-3000:]}")
+    seconds, lines = time.perf_counter() - began, done.stdout.splitlines()
+    return {
+        "seconds": round(seconds, 1), "cpu_seconds": round(_cpu_seconds() - before, 1),
+        "simulated": sum(line.endswith("(by simulation)") for line in lines),
+        "chosen": next(line for line in lines if line.startswith("chosen: ")).removeprefix("chosen: "),
+    }  # fmt: skip
+
+
+def plans() -> dict[str, dict]:
+    """Return {job: {"idle", "busy": as `plan`}}."""
+    found: dict[str, dict] = {job: {} for job in PLANS}
+    for state in ("idle", "busy"):
+        busy = [subprocess.Popen([sys.executable, "-c", "while True: pass"]) for _ in range(BUSY * (state == "busy"))]
+        try:
+            for job, asked in PLANS.items():
+                found[job][state] = plan(*asked)
+                print(job, state, found[job][state], flush=True)
+        finally:
+            for process in busy:
+                process.kill()
+                process.wait()
+    return found
 
 
 def _cpu_seconds() -> float:
@@ -144,12 +174,14 @@ def markdown(rows: list[dict], plans: dict, about: list[str]) -> list[str]:
 
 
 def said(plans: dict) -> list[str]:
-    return [
-        f"`zerofit plan` for {job}: first answer after {found['first_seconds'] or 0:.1f} s, the exact one after "
-        f"{found['seconds']:.0f} s ({found['cpu_seconds']:.0f} s of processor time), largest process so far "
-        f"{found['largest_process_bytes'] / 1e9:.2f} GB."
-        for job, found in plans.items()
+    """Return the table of the plans."""
+    rows = [
+        f"| {job} | {one['idle']['seconds']:.1f} | {one['busy']['seconds']:.1f} | {one['idle']['cpu_seconds']:.1f} | "
+        f"{one['idle']['simulated']} | {one['idle']['chosen']} |"
+        for job, one in plans.items()
     ]
+    head = f"| `zerofit plan`, H100s | s, two idle cores | s, beside {BUSY} busy processes | s of processor time |"
+    return [f"{head} simulated | chosen |", "|---|---|---|---|---|---|", *rows]
 
 
 def main() -> None:
@@ -158,16 +190,16 @@ def main() -> None:
     parser.add_argument("--plans", action="store_true", help="only the plans; nothing is written")
     given = parser.parse_args()
     machine = facts()
-    plans = {job: plan(*of) for job, of in PLANS.items()}
-    print("\n".join(said(plans)), flush=True)
+    found = plans()
+    print("\n".join(said(found)), flush=True)
     if given.plans:
         return
     rows = measure(given.fast)
-    lines = markdown(rows, plans, describe(machine, {"zerofit": versions()}))
+    lines = markdown(rows, found, describe(machine, {"zerofit": versions()}))
     if given.fast:
         print("\n".join(lines))
     else:
-        save("plan-cost", lines, {"machine": machine, "cases": rows, "plans": plans})
+        save("plan-cost", lines, {"machine": machine, "cases": rows, "plans": found})
 
 
 if __name__ == "__main__":

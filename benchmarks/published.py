@@ -187,7 +187,7 @@ def _simulated(point: dict, candidate, gpu, hooks: tuple[str, ...] = ()) -> dict
 
 # --- the margin of the closed forms ---
 
-SAMPLE = 4  # every how many-th point, in the order of the file, is also simulated with expandable segments
+SAMPLE = 2  # every how many-th point, in the order of the file, is also simulated with expandable segments
 
 
 def with_expandable_segments(point: dict) -> dict[str, int]:
@@ -204,7 +204,7 @@ def margins(plans: dict[str, dict]) -> dict:
 
     Of jobs that the closed forms may decide about (candidates.is_described). low and high leave out a twentieth each.
     """
-    needed: dict[str, list[tuple[float, float]]] = {"usual segments": [], "expandable segments": []}
+    needed: dict[str, list[tuple[float, float]]] = {}
     for point in points():
         planned = plans.get(point["id"])
         if not planned or "failed" in planned:
@@ -214,12 +214,14 @@ def margins(plans: dict[str, dict]) -> dict:
         if not candidates.is_described(candidate):
             continue
         outside = sum(gpu_memory.outside_allocator(gpu, ranks, node_of(point)).values())
-        form, usual = candidate.by_formula, not _expandable(point)
-        if usual:
-            needed["usual segments"].append(((planned["least"] - outside) / form, planned["reserved"] / form))
+        form, stage = candidate.by_formula, "stage 3" if candidate.setting.zero == 3 else "below stage 3"
+        if not _expandable(point):
+            times = (planned["least"] - outside) / form, planned["reserved"] / form
+            needed.setdefault(f"usual segments, {stage}", []).append(times)
         if with_segments := planned.get("expandable"):
-            needed["expandable segments"].append((with_segments["least"] / form, with_segments["reserved"] / form))
-    return {kind: _margin(found) for kind, found in needed.items()}
+            times = with_segments["least"] / form, with_segments["reserved"] / form
+            needed.setdefault(f"expandable segments, {stage}", []).append(times)
+    return {kind: _margin(found) for kind, found in sorted(needed.items())}
 
 
 def _margin(found: list[tuple[float, float]]) -> dict[str, float]:

@@ -26,12 +26,19 @@ GIB = 2**30
 SIMULATE, PRESTART = simulate.run_all, simulate.prestart  # which most tests here go without
 H100, RTX4090 = hardware.GPUS["h100-80g"], hardware.GPUS["rtx4090-24g"]
 
-# Sizes of models that tests/configs has not.
-PHI_4 = {"hidden_size": 5120, "num_hidden_layers": 40, "intermediate_size": 17920, "num_attention_heads": 40,
-         "num_key_value_heads": 10, "vocab_size": 100352, "pad_token_id": 0}  # fmt: skip
-GEMMA_2_9B = {"hidden_size": 3584, "num_hidden_layers": 42, "intermediate_size": 14336, "num_attention_heads": 16,
-              "num_key_value_heads": 8, "head_dim": 256, "vocab_size": 256000}  # fmt: skip
-OF_TYPE = {"phi-4": ("phi3", PHI_4), "gemma-2-9b": ("gemma2", GEMMA_2_9B)}
+# Sizes of models that tests/configs has not: (model type, values of its configuration).
+SIZES = ("hidden_size", "num_hidden_layers", "intermediate_size", "num_attention_heads", "num_key_value_heads",
+         "head_dim", "vocab_size")  # fmt: skip
+OF_TYPE = {
+    "phi-4": ("phi3", (5120, 40, 17920, 40, 10, 128, 100352), {"pad_token_id": 0}),
+    "gemma-2-9b": ("gemma2", (3584, 42, 14336, 16, 8, 256, 256000), {}),
+    "qwen2.5-3b": ("qwen2", (2048, 36, 11008, 16, 2, 128, 151936), {"tie_word_embeddings": True}),
+    "qwen3-14b": ("qwen3", (5120, 40, 17408, 40, 8, 128, 151936), {"tie_word_embeddings": False}),
+    "qwen3-32b": ("qwen3", (5120, 64, 25600, 64, 8, 128, 151936), {"tie_word_embeddings": False}),
+    "llama2-7b": ("llama", (4096, 32, 11008, 32, 32, 128, 32000), {}),
+    "gpt-oss-120b": ("gpt_oss", (2880, 36, 2880, 64, 8, 64, 201088), {"num_local_experts": 128,
+                                                                      "num_experts_per_tok": 4}),
+}  # fmt: skip
 
 
 @pytest.fixture(autouse=True)
@@ -50,26 +57,39 @@ class Question:
     gpu: str
     gpus: int
     flags: str = ""
+    node_gbs: float | None = None
 
     def plan(self, folder, more: str = "", disk_limit: int | None = None, **run):
         """Return the plan, with all that the command adds to the search."""
         model = CONFIGS / self.model
         if self.model in OF_TYPE:
-            kind, sizes = OF_TYPE[self.model]
+            kind, sizes, more_sizes = OF_TYPE[self.model]
             model = folder / self.model
-            AutoConfig.for_model(kind, **sizes).save_pretrained(model)
+            AutoConfig.for_model(kind, **dict(zip(SIZES, sizes, strict=True)), **more_sizes).save_pretrained(model)
         names = candidates.methods_to_try(self.method, "sft", [])
         words = ["--model", str(model), *self.flags.split(), *more.split()]
         request = parse.request(candidates.recipe_of(names[-1]), words)
-        plan = planner.plan_of(names, request, self.gpus, hardware.find(self.gpu), node=8, disk_limit=disk_limit)
+        gpu = hardware.find(self.gpu)
+        gpu = dataclasses.replace(gpu, node_gbs=self.node_gbs or gpu.node_gbs)
+        plan = planner.plan_of(names, request, self.gpus, gpu, node=8, disk_limit=disk_limit)
         plan.run = cost.Run(**run)
-        plan.instead |= instead.adapters(plan, names, request)
-        plan.instead |= instead.pipelines(plan, names, request)
+        plan.instead |= instead.offers(plan, names, request)
         plan.advices = better.advices(plan, request)
         return plan
 
 
+# The 22 questions of practitioners, and rows that only groups of GPUs hold.
 QUESTIONS = {
+    "8b-lora-4090-4k": Question("lora", "llama3.1-8b", "rtx4090-24g", 1, "--max_length 4096 --lora_r 16"),
+    "32b-8xh200": Question("sft", "qwen3-32b", "h200-141g", 8),
+    "moe-120b-lora-8xb200": Question("lora", "gpt-oss-120b", "b200-180g", 8),
+    "14b-dpo-lora-2xa100": Question("dpo", "qwen3-14b", "a100-80g", 2, "--adapter lora"),
+    "1b-12g": Question("sft", "llama3.2-1b", "rtx3060-12g", 1),
+    "7b-pure-bf16-4x4090": Question("sft", "llama2-7b", "rtx4090-24g", 4, "--pure_bf16 true"),
+    "70b-qlora-2xa6000": Question("qlora", "llama3.1-70b", "a6000-48g", 2),
+    "moe-30b-qlora-h100": Question("qlora", "qwen3-moe-30b", "h100-80g", 1),
+    "3b-128k-8xh100": Question("sft", "qwen2.5-3b", "h100-80g", 8, "--max_length 131072"),
+    "8b-two-slow-nodes": Question("sft", "llama3.1-8b", "a100-80g", 16, node_gbs=0.4),
     "8b-4xa100-40g": Question("sft", "llama3.1-8b", "a100-40g", 4),
     "70b-qlora-2x4090": Question("qlora", "llama3.1-70b", "rtx4090-24g", 2),
     "moe-lora-8xh100": Question("lora", "qwen3-moe-30b", "h100-80g", 8),
@@ -80,7 +100,7 @@ QUESTIONS = {
     "phi4-auto-4090": Question("auto", "phi-4", "rtx4090-24g", 1),
     "0.5b-8g": Question("sft", "qwen2.5-0.5b", "rtx4060-8g", 1),
     "gpt2-t4": Question("sft", "gpt2", "t4-16g", 1, "--max_length 1024"),
-    "500k-1xh100": Question("sft", "llama3.1-8b", "h100-80g", 1, "--max_length 500000 --effective_batch_size 1"),
+    "500k-1xh100": Question("sft", "llama3.1-8b", "h100-80g", 1, "--max_length 500000"),
     "1m-8xh100": Question("sft", "llama3.1-8b", "h100-80g", 8, "--max_length 1048576 --effective_batch_size 1"),
     "3.7m-8xh100": Question("sft", "llama3.1-8b", "h100-80g", 8, "--max_length 3700000 --effective_batch_size 1"),
     "15m-32xh100": Question("sft", "llama3.1-8b", "h100-80g", 32, "--max_length 15000000 --effective_batch_size 1"),
@@ -92,35 +112,97 @@ def rate(plan, title: str) -> float:
     return plan.instead[title][0].tokens_per_second / plan.chosen.tokens_per_second
 
 
+def is_plain(plan) -> bool:
+    """Whether nothing is copied to host memory and each GPU has rows of its own."""
+    s = plan.chosen.setting
+    return s.offload == "none" and not s.activation_offload and not s.groups
+
+
+def expect_lora_8b(plan):
+    """Nobody would offload the optimizer of an adapter of 80 MB."""
+    assert is_plain(plan) and plan.chosen.setting.zero in (0, 1) and plan.chosen.setting.every
+
+
+def expect_32b(plan):
+    assert is_plain(plan) and plan.chosen.setting.zero == 3
+
+
+def expect_moe_120b(plan):
+    """The base does not fit a GPU; which experts have adapters is said."""
+    assert is_plain(plan) and plan.chosen.setting.zero == 3
+    assert "adapts" in answer_text.facts(plan.chosen, plan)
+
+
+def expect_dpo_14b(plan):
+    assert is_plain(plan) and plan.share(plan.chosen) <= 0.95
+
+
+def expect_1b(plan):
+    """16 bytes a parameter do not fit: the optimizer is in host memory; LoRA, which needs none, is beside it."""
+    assert plan.chosen.setting.offload == "optimizer" and rate(plan, "LoRA") > 1.1
+
+
+def expect_pure_bf16(plan):
+    """Only with inputs in host memory, or not at all: then AdamW with its states in host memory is named."""
+    if plan.chosen:
+        assert plan.chosen.setting.activation_offload and plan.chosen.request.get("pure_bf16")
+    else:
+        one, _ = plan.instead["without --pure_bf16"]
+        assert one.setting.offload == "optimizer" and "without --pure_bf16" in answer_text.nothing_fits(plan)
+
+
+def expect_70b_qlora_a6000(plan):
+    """Without 80 GiB of host memory, at a few percent of the speed."""
+    assert is_plain(plan) and plan.chosen.setting.zero == 3
+
+
+def expect_packed_moe(plan):
+    """4 bits leave fused experts as they are: this is said, and adapters of the attention are offered."""
+    assert re.search(r"--load_in_4bit packs \d% of the base", answer_text.text(plan))
+    one, hint = plan.instead["QLoRA of the attention"]
+    assert one.tokens_per_second > plan.chosen.tokens_per_second and "--lora_target_modules" in hint
+
+
+def expect_128k(plan):
+    """ZeRO-3 is as fast as ZeRO-1 here, with 10 GiB less; 4 million tokens a step are questioned."""
+    assert is_plain(plan) and plan.chosen.setting.zero == 3 and plan.share(plan.chosen) < 0.8
+    assert any("million tokens" in one.text for one in plan.advices)
+
+
+def expect_one_node(plan):
+    """The faster place is the recommended one."""
+    (fewer,) = plan.advices
+    assert fewer.faster and fewer.faster.seconds < plan.chosen.seconds / 2 and fewer.ranks == 8
+    run_it = answer_text.text(plan).splitlines()[-1]
+    assert run_it.startswith("run it: make sft GPUS=8 MODEL=") and "NODES" not in run_it
+    assert "8 instead of 16 take 0." in fewer.text
+
+
 def expect_8b(plan):
-    """All weights with the optimizer in 135 GiB of host memory; LoRA at about twice the speed is said."""
-    assert plan.chosen.setting.zero in (2, 3) and plan.chosen.setting.offload == "optimizer"
-    assert 130 < plan.chosen.host_of_a_node / GIB < 200 and 1.2 < rate(plan, "LoRA") < 4
-
-
-def expect_8b_exactly(plan):
-    """By simulation all is on the GPUs, which the closed forms' margin of 10 % does not allow; that is faster."""
-    assert (plan.chosen.setting.zero, plan.chosen.setting.offload, plan.chosen.setting.micro) == (3, "none", 4)
-    assert plan.chosen.host_of_a_node < 20 * GIB and 1.2 < rate(plan, "LoRA") < 4
+    """By formula all weights with the optimizer in 135 GiB of host memory; LoRA at about twice the speed is said."""
+    assert plan.chosen.setting.zero in (2, 3) and plan.chosen.setting.offload in ("none", "optimizer")
+    assert 1.2 < rate(plan, "LoRA") < 4
 
 
 def expect_70b_qlora(plan):
-    """Each rank loads the whole packed base, 36 GiB: no number of 24-GB cards would do, and no offload is advised."""
+    """Each rank loads the whole packed base, 39 GiB: no number of 24-GB cards would do, and no offload is advised."""
     assert plan.chosen is None and plan.would_do is None
+    assert "packs the whole base as it loads, 39.0 GiB" in answer_text.nothing_fits(plan)
     assert "offload all" not in answer_text.text(plan) and "--offload_path" not in answer_text.text(plan)
 
 
 def expect_moe(plan):
     assert plan.chosen.setting.offload == "none" and plan.chosen.method == "lora"
+    assert rate(plan, "LoRA of the attention") > 1
 
 
 def expect_dpo(plan):
     assert plan.chosen.setting.offload == "optimizer" and rate(plan, "LoRA") > 1.15
-    assert plan.instead["LoRA"][1] == "--adapter lora"
+    assert plan.instead["LoRA"][1] == "--adapter lora" and plan.share(plan.chosen) < 0.9
 
 
 def expect_32k(plan):
-    assert plan.chosen.setting.offload == "none" and plan.chosen.setting.sp == 1
+    assert is_plain(plan) and plan.share(plan.chosen) < 0.8
 
 
 def expect_gemma(plan):
@@ -128,17 +210,8 @@ def expect_gemma(plan):
 
 
 def expect_70b(plan):
-    """ZeRO-3 without offload; the 25 GiB that one row of a GPU leaves free are named as a larger batch."""
-    assert plan.chosen.setting.zero == 3 and plan.chosen.setting.offload == "none"
-    (larger,) = [one for one in plan.advices if one.text.startswith("a larger batch: ")]
-    assert larger.request.get("effective_batch_size") >= 64 and larger.request.get("per_device_train_batch_size") > 1
-
-
-def expect_70b_exactly(plan):
-    """Selective checkpointing fills the GPUs with one row each, so no larger batch is named."""
-    assert plan.chosen.setting.zero == 3 and plan.chosen.setting.selective and plan.chosen.setting.offload == "none"
-    assert plan.chosen.peak > 0.9 * plan.limit
-    assert not [one for one in plan.advices if one.text.startswith("a larger batch: ")]
+    """ZeRO-3 without offload."""
+    assert plan.chosen.setting.zero == 3 and is_plain(plan)
 
 
 def expect_phi4(plan):
@@ -166,7 +239,22 @@ def expect_tiles(plan, sp: int = 1):
     assert "--tiled_mlp auto" in command and "--activation_offload true" in command
 
 
+def expect_500k(plan):
+    expect_tiles(plan)
+    assert any("16.0 million tokens" in one.text for one in plan.advices)
+
+
 EXPECTED = {
+    "8b-lora-4090-4k": expect_lora_8b,
+    "32b-8xh200": expect_32b,
+    "moe-120b-lora-8xb200": expect_moe_120b,
+    "14b-dpo-lora-2xa100": expect_dpo_14b,
+    "1b-12g": expect_1b,
+    "7b-pure-bf16-4x4090": expect_pure_bf16,
+    "70b-qlora-2xa6000": expect_70b_qlora_a6000,
+    "moe-30b-qlora-h100": expect_packed_moe,
+    "3b-128k-8xh100": expect_128k,
+    "8b-two-slow-nodes": expect_one_node,
     "8b-4xa100-40g": expect_8b,
     "70b-qlora-2x4090": expect_70b_qlora,
     "moe-lora-8xh100": expect_moe,
@@ -177,34 +265,35 @@ EXPECTED = {
     "phi4-auto-4090": expect_phi4,
     "0.5b-8g": expect_small,
     "gpt2-t4": expect_gpt2,
-    "500k-1xh100": expect_tiles,
+    "500k-1xh100": expect_500k,
     "1m-8xh100": lambda plan: plan.chosen.setting.sp == 8 or pytest.fail(plan.chosen.label),
     "3.7m-8xh100": lambda plan: expect_tiles(plan, 8),
     "15m-32xh100": lambda plan: expect_tiles(plan, 32),
 }
 
 
-EXACTLY = EXPECTED | {"8b-4xa100-40g": expect_8b_exactly, "70b-4x8xh100": expect_70b_exactly}
+@pytest.fixture
+def expandable(monkeypatch):
+    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as every job gets
 
 
 @pytest.mark.slow
 @pytest.mark.timeout(900)
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_the_exact_answer_is_an_experts(name, tmp_path, monkeypatch):
-    """With the simulations that decide: 10 s to 3 minutes each on two cores."""
+def test_the_answer_with_its_simulations_is_an_experts(name, expandable, tmp_path, monkeypatch):
+    """With the simulations that decide: 2 s to 2 minutes each on two cores."""
     monkeypatch.setattr(simulate, "run_all", SIMULATE)
     monkeypatch.setattr(simulate, "prestart", PRESTART)
-    monkeypatch.setenv("PYTORCH_ALLOC_CONF", "expandable_segments:True")  # as every job gets
     monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path / "cache"))
     with simulate.reused():
         plan = QUESTIONS[name].plan(tmp_path)
-    assert plan.chosen is None or plan.chosen.answer
-    EXACTLY[name](plan)
+    assert plan.chosen is None or not plan.chosen.failed
+    EXPECTED[name](plan)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", QUESTIONS)
-def test_the_answer_is_an_experts(name, tmp_path):
+def test_the_answer_by_formula_is_an_experts(name, expandable, tmp_path):
     plan = QUESTIONS[name].plan(tmp_path)
     EXPECTED[name](plan)
     assert_accepted(plan)
@@ -227,7 +316,7 @@ def test_the_answer_is_an_experts(name, tmp_path):
         ("gpt2-t4", "--per_device_train_batch_size 8"),
     ],
 )
-def test_the_answer_to_a_narrow_question_is_an_experts(name, more, tmp_path):
+def test_the_answer_to_a_narrow_question_is_an_experts(name, more, expandable, tmp_path):
     plan = QUESTIONS[name].plan(tmp_path, more)
     EXPECTED[name](plan)
     assert_accepted(plan)
@@ -333,7 +422,8 @@ def test_auto_leaves_out_what_the_disk_does_not_hold(tmp_path):
     for disk, takes in ((300, "sft"), (200, "lora")):
         plan = asked.plan(tmp_path, disk_limit=disk * GIB)
         assert plan.chosen.method == takes
-        assert f"disk          {'224 GiB' if takes == 'sft' else '1.2 GiB'} in runs/" in answer_text.text(plan)
+        disk = answer_text.facts(plan.chosen, plan)["disk"]
+        assert disk.startswith(f"{'224 GiB' if takes == 'sft' else '1.2 GiB'} in runs/")
     assert "full fine-tuning needs 224 GiB of disk" in methods.rule(plan)[0]
     only_model = asked.plan(tmp_path, "--save_only_model true", disk_limit=50 * GIB)
     assert only_model.chosen.method == "sft"  # 15 GiB each
@@ -379,15 +469,15 @@ def test_a_larger_batch_and_fewer_gpus_are_named_where_they_pay():
     request = parse.request("sft", flags)
     plan = planner.plan_of(["sft"], request, 16, gpu, node=8)
     plan.run = cost.Run(rows=100_000, price=3.0)
-    larger, fewer = better.advices(plan, request)
+    larger, fewer = better._larger_batch(plan), better._fewer_gpus(plan, request)
+    assert better.advices(plan, request) == [fewer]  # which is faster: a larger batch on all is beside the point
     batch = int(re.search(r"--effective_batch_size (\d+) instead of 16 ", larger.text)[1])
     asked = parse.request("sft", [*flags, "--effective_batch_size", str(batch)])
     best = min(candidates.candidates("sft", asked, 16, gpu), key=lambda one: one.seconds)
     times = best.tokens_per_second / plan.chosen.tokens_per_second
     assert times >= better.PAYS and f" trains {times:.1f} times as many tokens a second" in larger.text
-    assert fewer.ranks == 8 and fewer.text.startswith("fewer GPUs: 8 instead of 16 take ")
-    half = candidates.candidates("sft", request, 8, gpu)[0]
-    less = 1 - half.seconds * 8 / plan.chosen.seconds / 16
+    assert fewer.ranks == 8 and fewer.text.startswith("fewer GPUs: 8 instead of 16 take 0.")
+    less = 1 - fewer.faster.seconds * 8 / plan.chosen.seconds / 16
     assert f"with {less:.0%} fewer GPU hours, $" in fewer.text and less >= 0.25
     few_rows = dataclasses.replace(plan, run=cost.Run(rows=16 * 40))
     assert [one.text[:5] for one in better.advices(few_rows, request)] == ["fewer"]  # 20 steps would be too few

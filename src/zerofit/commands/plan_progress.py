@@ -83,7 +83,7 @@ def first_answer(candidate: Candidate | None, plan: Plan) -> str:
     if candidate is None:
         return "by formula none of these settings fits; the simulation, which decides, follows"
     size = f"about {candidate.peak / GIB:.1f} of {plan.limit / GIB:.1f} GiB"
-    margin = f"{gpu_memory.margin().high - 1:.0%}"
+    margin = f"{gpu_memory.margin(candidate.setting.zero).high - 1:.0%}"
     return f"by formula, with a margin of {margin}: {candidate.label}, {size}; a simulation of what is near follows"
 
 

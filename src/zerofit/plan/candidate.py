@@ -59,7 +59,7 @@ class Candidate:
         if self.answer:
             more = gpu_memory.COMPILED_MARGIN if self.has_compiled_graphs else 0.0
             return int((1 + more) * max(self.answer["total"].values())) + self.workspace
-        return int(gpu_memory.margin().high * sum(self.formula.values())) + self.workspace
+        return int(gpu_memory.margin(self.setting.zero).high * sum(self.formula.values())) + self.workspace
 
     @property
     def has_compiled_graphs(self) -> bool:
@@ -75,7 +75,7 @@ class Candidate:
     def reserved(self) -> int:
         """Return the bytes that torch's allocator holds at its peak; by the closed forms those of the median job."""
         if self.answer is None:
-            return int(gpu_memory.margin().reserved * self.by_formula)
+            return int(gpu_memory.margin(self.setting.zero).reserved * self.by_formula)
         return self.allocated + self.unused["reserved"]
 
     @property

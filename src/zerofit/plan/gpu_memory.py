@@ -80,9 +80,10 @@ def _margins() -> dict[str, Margin]:
     return {kind: Margin(entry["low"], entry["high"], entry["reserved"]) for kind, entry in known.items()}
 
 
-def margin() -> Margin:
-    """Return the measured margin of the closed forms, by the segments of torch's allocator."""
-    return _margins()["expandable segments" if allocator.expandable_segments() else "usual segments"]
+def margin(zero: int) -> Margin:
+    """Return the measured margin of the closed forms, by the segments of torch's allocator and the stage."""
+    segments = "expandable" if allocator.expandable_segments() else "usual"
+    return _margins()[f"{segments} segments, {'stage 3' if zero == 3 else 'below stage 3'}"]
 
 
 def workspace_bytes(gpu: Gpu | None) -> int:

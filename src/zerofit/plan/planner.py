@@ -9,7 +9,7 @@ from zerofit.job.request import FLAG, Request
 from zerofit.plan import candidates, gpu_memory, predict, simulate
 from zerofit.plan.advice import long_rows, methods
 from zerofit.plan.candidate import Candidate, Plan, changed
-from zerofit.plan.search import fits, preferred, search
+from zerofit.plan.search import FAILED, fits, preferred, search
 
 
 class Progress:
@@ -82,6 +82,7 @@ class _Search:
     def __init__(self, plan: Plan, request: Request, progress: Progress, exact: bool):
         self.plan, self.request, self.progress, self.exact = plan, request, progress, exact
         self.by_formula: Candidate | None = None
+        self.failures = 0
 
     def method(self, name: str) -> None:
         """Search the method, then with smaller optimizer states, until a setting fits."""
@@ -145,7 +146,8 @@ class _Search:
         job, gpus = f"{name} {changed(change)}".rstrip(), candidates.gpus_as_text(plan.ranks, plan.node)
         self.progress.note(f"{len(tried)} settings of {job} on {gpus} x {plan.gpu.device_name}")
         self.by_formula = preferred([one for one in tried if fits(one, plan)], plan)
-        plan.chosen = search(tried, plan, self.ask, exact=self.exact, is_described=_is_described) or before
+        found = search(tried, plan, self.ask, exact=self.exact, is_described=self.is_described)
+        plan.chosen = found or before
         slower = plan.chosen.seconds if plan.chosen else float("inf")
         plan.rejected += [
             (one, why_not(one, plan)) for one in tried if one.seconds < slower and not fits(one, plan)
@@ -154,6 +156,10 @@ class _Search:
             plan.nearest = min([*tried, *([plan.nearest] if plan.nearest else [])], key=lambda one: one.peak)
         else:
             plan.nearest = None
+
+    def is_described(self, candidate: Candidate) -> bool:
+        """Return whether a closed form may decide; where simulations fail, nothing else does."""
+        return self.failures >= FAILED or bool(candidate.failed) or candidates.is_described(candidate)
 
     def ask(self, candidate: Candidate) -> None:
         """Simulate a candidate and report its peak."""
@@ -164,16 +170,12 @@ class _Search:
         predict.ask(candidate, self.plan.limit)
         how = "by simulation"
         if candidate.failed:
-            how = f"by formula, + {gpu_memory.margin().high - 1:.0%}: the exact check failed"
+            self.failures += 1
+            how = f"by formula, + {gpu_memory.margin(candidate.setting.zero).high - 1:.0%}: the exact check failed"
         self.progress.say(f"  {candidate.label}: {candidate.peak / GIB:.1f} GiB ({how})")
 
 
 WORTH_A_KERNEL = 1 / 0.97  # times as fast, by estimate, as a setting without them: Liger's kernels are tried from here
-
-
-def _is_described(candidate: Candidate) -> bool:
-    """Return whether a closed form may decide: not for mixtures at stage 3, unless their simulation has failed."""
-    return bool(candidate.failed) or candidates.is_described(candidate)
 
 
 def _smaller_states(name: str, request: Request) -> list[tuple]:
@@ -191,7 +193,7 @@ def why_not(candidate: Candidate, plan: Plan) -> str:
     """Return why a candidate was not chosen."""
     if plan.host_is_short(candidate):
         return f"host memory {candidate.host_of_a_node / GIB:.0f} GiB a node > {plan.host_there / GIB:.0f}"
-    how = "" if candidate.answer else f" (by formula, + {gpu_memory.margin().high - 1:.0%})"
+    how = "" if candidate.answer else f" (by formula, + {gpu_memory.margin(candidate.setting.zero).high - 1:.0%})"
     return f"{candidate.peak / GIB:.1f} GiB > {plan.limit / GIB:.1f}{how}"
 
 

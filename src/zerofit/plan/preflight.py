@@ -53,7 +53,7 @@ def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
 def report(plan: dict, settings) -> None:
     """Print whether the job of a prediction fits. Raises: NothingFits as `check`."""
     peak, limit, stage = plan["peak_bytes"], plan["limit_bytes"], plan.get("stage")
-    margin = gpu_memory.margin().high - 1
+    margin = gpu_memory.margin(settings.zero).high - 1
     rank = "rank" if stage is None else f"rank of stage {stage}, the fullest"
     size = f"{peak / GIB:.2f} of {limit / GIB:.2f} GiB a {rank}, highest in the {plan['phase']} phase"
     fits = "fits" if peak <= limit else "does not fit"

@@ -128,7 +128,7 @@ def _bounds(one: Candidate, simulated: list[Candidate]) -> tuple[float, float]:
     """
     if one.answer:
         return one.peak, one.peak
-    least, most = gpu_memory.margin().low * one.by_formula, float(one.peak)
+    least, most = gpu_memory.margin(one.setting.zero).low * one.by_formula, float(one.peak)
     alike = [other for other in simulated if other.answer and _kind(other) == _kind(one)]
     if alike and not one.failed:
         nearest = min(alike, key=lambda other: abs(other.setting.tokens - one.setting.tokens))

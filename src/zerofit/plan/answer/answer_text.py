@@ -31,7 +31,7 @@ def text(plan: Plan) -> str:
     """Return the plan as text for the terminal: what fits, where its memory goes, how long, what else, the command."""
     best = plan.chosen or plan.nearest
     failed = best.failed if best else ""
-    lines = ["", candidates.ESTIMATE.format(failed, gpu_memory.margin().high - 1)] if failed else [""]
+    lines = ["", candidates.ESTIMATE.format(failed, _margin(best))] if failed else [""]
     lines.append(_gpus(plan))
     if plan.chosen:
         lines += [f"chosen: {plan.chosen.label}", f"  {'GPU memory':<14}{_gpu_memory(plan.chosen, plan)}"]
@@ -246,11 +246,13 @@ def disk_space(candidate: Candidate, plan: Plan) -> dict[str, float | int | None
     }
 
 
+def _margin(candidate: Candidate) -> float:
+    return gpu_memory.margin(candidate.setting.zero).high - 1
+
+
 def _source(candidate: Candidate) -> str:
     if candidate.answer is None:
-        return f"by formula with a margin of {gpu_memory.margin().high - 1:.0%}" + (
-            "" if candidate.failed else ", not simulated"
-        )
+        return f"by formula with a margin of {_margin(candidate):.0%}" + ("" if candidate.failed else ", not simulated")
     layers = candidate.answer.get("extended_from_layers")
     more = f", + {gpu_memory.COMPILED_MARGIN:.0%} for compiled layers" if candidate.has_compiled_graphs else ""
     return "by simulation" + (f", extended from {layers[0]} and {layers[1]} layers" if layers else "") + more

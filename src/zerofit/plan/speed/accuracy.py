@@ -12,6 +12,8 @@ FILE = Path(__file__).with_name("accuracy.json")  # written by benchmarks/publis
 
 FEW = 3  # points of a kind of job below which those on all GPUs count
 
+PROGRAMS = "FSDP and Hugging Face trainers"  # programs with fused kernels reach more (docs/speed.md)
+
 KINDS = ("full fine-tuning", "adapters", "adapters on a packed base", "mixtures of experts")
 
 
@@ -32,7 +34,7 @@ def chip_of(name: str | None) -> str:
 
 @functools.cache
 def points() -> list[dict]:
-    """Return the published speeds by which no rate was set: [{"chip", "kind", "error"}]."""
+    """Return the published speeds of FSDP and Hugging Face trainers: [{"chip", "kind", "error"}]."""
     return json.loads(FILE.read_text(encoding="utf-8"))["points"] if FILE.exists() else []
 
 
@@ -42,9 +44,9 @@ def band(gpu: Gpu, shape: Shape) -> str:
     of_kind = [p for p in points() if p["kind"] == kind]
     alike = [p for p in of_kind if p["chip"] == chip]
     if len(alike) >= FEW:
-        return f"{_range(alike)} at {len(alike)} published runs: {kind} on {chip.upper()}"
+        return f"{_range(alike)} at {len(alike)} published runs of {PROGRAMS}: {kind} on {chip.upper()}"
     few = "few" if any(p["chip"] == chip for p in points()) else "no"
-    others = f"{_range(of_kind)} at {len(of_kind)} runs of {kind} on any"
+    others = f"{_range(of_kind)} at {len(of_kind)} runs of {kind} by {PROGRAMS} on any"
     return f"{few} published runs like it on this GPU were compared; {others}"
 
 
