@@ -47,6 +47,7 @@ MAY_CHANGE = {
 # batch, optimizer, precision and the split over ranks by their own checks). Every other difference is reported.
 DO_NOT_MATTER = set("""
     batch_eval_metrics bf16 config debug deepspeed disable_tqdm effective_batch_size fp16 greater_is_better
+    early_stopping_patience early_stopping_threshold
     hang_timeout ignore_plan ignore_resume_mismatch load_best_model_at_end local_rank metric_for_best_model num_samples
     max_restarts max_tokens_per_sample on_oom optim output_dir plan prediction_loss_only preset project push_to_hub
     certificate report_to resume_from_checkpoint run_name show shuffle_seed skip_memory_metrics canary

@@ -155,6 +155,14 @@ class RunArguments:
         False,
         "Resume even if model, data, seed or effective batch differ from the checkpoint. Each difference is printed.",
     )
+    early_stopping_patience: Annotated[int | None, FROM_1] = flag(
+        None,
+        "End the run after this many evaluations in a row whose --metric_for_best_model (default loss) is no better. "
+        "--load_best_model_at_end true makes final/ the best one.",
+    )
+    early_stopping_threshold: Annotated[float, FROM_0] = flag(
+        0.0, "An evaluation is better only if it is better by more than this (--early_stopping_patience)."
+    )
     on_nan: Literal["stop", "skip"] = flag(
         "stop",
         "Skip, report and save (for `zerofit replay`) each step with a non-finite loss or gradient. stop:"

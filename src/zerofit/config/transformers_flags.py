@@ -107,6 +107,11 @@ def resolve(settings) -> None:
 def _check_best_metric(settings, given: dict[str, Any]) -> None:
     """Refuse a --metric_for_best_model that is not computed; for the others, lower is better."""
     metrics, name = settings.objective.metrics, given.get("metric_for_best_model")  # also refuses an unknown objective
+    if settings.early_stopping_patience is not None:
+        _check_early_stopping(settings)
+        if name is None:
+            name = (settings.recipe.score or metrics)[0]
+            decide(settings, "metric_for_best_model", name, "--early_stopping_patience goes by it")
     if name is None:
         return
     score = [f"eval_{known}" for known in settings.recipe.score or metrics]
@@ -116,6 +121,15 @@ def _check_best_metric(settings, given: dict[str, Any]) -> None:
         )
     if given.get("greater_is_better") is None:  # transformers' default is true for what does not end in "loss"
         decide(settings, "greater_is_better", False)
+
+
+def _check_early_stopping(settings) -> None:
+    """Refuse early stopping where nothing is evaluated."""
+    if settings.eval_strategy == "no" or not (settings.eval_data or settings.eval_fraction):
+        raise UserError(
+            "--early_stopping_patience: the run has no evaluations to go by; name rows with --eval_data or "
+            "--eval_fraction, and leave out --eval_strategy no."
+        )
 
 
 def check_trackers(names: str | list[str] | None) -> None:

@@ -272,6 +272,8 @@ KIT = Kit(
         "hub_strategy": Key("hub_strategy"),
         "load_best_model_at_end": Key("load_best_model_at_end", asked=True),
         "metric_for_best_model": Key("metric_for_best_model"),
+        "early_stopping_patience": Key("early_stopping_patience"),
+        "lora_model_dir": Key("initial_adapter", asked=True, only="lora adapter"),
         "greater_is_better": Key("greater_is_better"),
     },
     rules=(
@@ -299,9 +301,8 @@ KIT = Kit(
             "streaming_multipack_buffer_size batch_flattening eval_batch_size eval_sequence_len min_sample_len "
             "max_prompt_len"
         ),
-        "merge the adapter into its base first, and give the merged folder as model": "lora_model_dir",
         "resume with zerofit resume, or resume_from_checkpoint": "resume_from_checkpoint",
-        "a run stops by itself only on NaN; there is no early stopping": "early_stopping_patience loss_watchdog_*",
+        "a run stops by itself on NaN and by early_stopping_patience": "loss_watchdog_*",
         "evaluation computes the loss": (
             "eval_table_size eval_max_new_tokens do_bench_eval do_causal_lm_eval eval_causal_lm_metrics "
             "generate_samples num_generation_samples generation_* accelerator_config"

@@ -85,7 +85,7 @@ class Names:
 
 TEXTS = frozenset(
     "model model_revision output_dir run_name data eval_data data_config data_split columns chat_template "
-    "new_tokens lora_target_modules lora_target_parameters modules_to_save hub_model_id "
+    "initial_adapter new_tokens lora_target_modules lora_target_parameters modules_to_save hub_model_id "
     "hub_revision metric_for_best_model attn_implementation".split()
 )  # not numbers
 

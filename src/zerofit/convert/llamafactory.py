@@ -178,6 +178,7 @@ KIT = Kit(
         "enable_liger_kernel": Key("use_liger_kernel", asked=True, on_gpu=True),
         "disable_gradient_checkpointing": Key("gradient_checkpointing", values={True: False}, asked=True),
         "add_tokens": Key("new_tokens", read=words),
+        "early_stopping_steps": Key("early_stopping_patience"),
         "use_unsloth_gc": Key("activation_offload", asked=True),
         "disable_shuffling": Key("train_sampling_strategy", values={False: None, True: "sequential"}),
     },
@@ -223,7 +224,7 @@ KIT = Kit(
         "no optimizer or method of this kind": (
             "use_badam badam_* use_adam_mini use_llama_pro freeze_trainable_* freeze_extra_modules "
             "asft_alpha eaft_alpha use_kt kt_* use_hyper_parallel hyper_parallel_args "
-            "ld_alpha pref_bco_weight early_stopping_steps shift_attn mixture_of_depths enable_qat qat_* fake_quant_*"
+            "ld_alpha pref_bco_weight shift_attn mixture_of_depths enable_qat qat_* fake_quant_*"
         ),
         "images, videos and audios are not trained": (
             "image_* video_* freeze_vision_tower media_dir crop_to_patches freeze_multi_modal_projector "

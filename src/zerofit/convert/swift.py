@@ -123,6 +123,15 @@ def _training(done: Conversion) -> None:
         shared.evaluation(done, has_rows)
 
 
+def _adapters(done: Conversion) -> None:
+    """Convert the adapter that the training continues."""
+    folders = words(done.take("adapters") or [])
+    if len(folders) == 1:
+        done.put("initial_adapter", folders[0], "adapters")
+    elif folders:
+        done.lose("adapters", "one adapter is continued; merge those before it (swift export --merge_lora)")
+
+
 def _length(done: Conversion) -> None:
     length = number(done.take("max_length"))
     whole = done.take("packing_length")
@@ -210,6 +219,7 @@ KIT = Kit(
              "the same, effective_batch_size, eval_fraction, sp_size, tp_size, optim", _training,
              "default: 16 rows a step, or more"),
         Rule("torch_dtype template", "bf16, chat_template", _template),
+        Rule("adapters", "initial_adapter", _adapters, "one; several are merged first (swift export --merge_lora)"),
         *shared.RULES,
         Shared("attn_impl", "attn_implementation", shared.attention),
         Rule(shared.SAME, "the same"),
@@ -218,8 +228,8 @@ KIT = Kit(
         "rows of swift/self-cognition have these names as {{NAME}}: write them into the file": (
             "model_name model_author"
         ),
-        "merge the adapter into its base first (swift export --merge_lora), and give the merged folder as model": (
-            "adapters resume_only_model ref_model ref_adapters"
+        "the reference is the model before training; zerofit resume continues a run": (
+            "resume_only_model ref_model ref_adapters"
         ),
         "images, videos and audios are not trained": (
             "freeze_vit freeze_aligner freeze_llm max_pixels vit_* aligner_lr"

@@ -305,10 +305,10 @@ class Reporter(TrainerCallback):
         if "skipped_steps" in logs:
             fields.append(f"skipped steps {logs['skipped_steps']}")
         steps_done = state.global_step - self.first_step
+        at_most = "at most " * (self.trainer.settings.early_stopping_patience is not None)
         seconds_left = (time.perf_counter() - self.began) / max(1, steps_done) * (state.max_steps - state.global_step)
-        return "  ".join(
-            [*fields, f"ETA {int(seconds_left) // 3600}:{int(seconds_left) // 60 % 60:02}:{int(seconds_left) % 60:02}"]
-        )
+        clock = f"{int(seconds_left) // 3600}:{int(seconds_left) // 60 % 60:02}:{int(seconds_left) % 60:02}"
+        return "  ".join([*fields, f"ETA {at_most}{clock}"])
 
 
 def model_sentence(settings, trainable: int, total: int) -> str:

@@ -44,7 +44,7 @@ from zerofit.model.load import count_parameters
 from zerofit.model.weights import converted
 from zerofit.optim import build, paged, registry, sophia
 from zerofit.parallel import sequence_parallel
-from zerofit.train import memory_tracker, nan_guard, progress
+from zerofit.train import early_stopping, memory_tracker, nan_guard, progress
 
 
 class Arguments(TrainingArguments):
@@ -142,6 +142,8 @@ class ZerofitTrainer(Trainer):
         self.tracker.attach(self)
         self.reporter, self.certificate = progress.Reporter(self), recorder.Recorder(self)
         self.add_callback(self.reporter)
+        if stopping := early_stopping.callback(settings):
+            self.add_callback(stopping)
         self.uploads = Uploads(settings.upload_to, Path(arguments.output_dir)) if settings.upload_to else None
         if self.uploads:
             self.add_callback(self.uploads)
@@ -212,7 +214,8 @@ class ZerofitTrainer(Trainer):
     @override
     def _finalize_training(self, *args, **kwargs):
         self.publish_checkpoint()
-        if self.reporter.stopping:  # a resumed run starts from its last checkpoint: load no other, and delete none
+        # A resumed run starts from the last checkpoint, which transformers deletes beside a better one.
+        if self.reporter.stopping or not self.args.load_best_model_at_end:
             self.state.best_model_checkpoint = None
         return super()._finalize_training(*args, **kwargs)
 

@@ -81,8 +81,9 @@ def text(candidate: Candidate, run: Run) -> str:
         dollars = "" if run.price is None else f", ${rounded(each * run.price)}"
         return f"{rounded(each)} GPU hours for a billion tokens{dollars}; --rows=N prices a run"
     dollars = "" if run.price is None else f", ${rounded(price['dollars'])} at ${run.price:g} a GPU hour"
+    at_most = "at most " * (candidate.request.get("early_stopping_patience") is not None)
     return (
-        f"{price['steps']:,} step{'s' * (price['steps'] > 1)} in {duration(price['hours'])}: "
+        f"{at_most}{price['steps']:,} step{'s' * (price['steps'] > 1)} in {duration(price['hours'])}: "
         f"{rounded(price['gpu_hours'])} GPU hours{dollars}"
     )
 
