@@ -29,7 +29,7 @@ from zerofit.model.weights import complete
 from zerofit.parallel import sequence_parallel
 from zerofit.plan import choice, preflight
 from zerofit.report import live
-from zerofit.train import deepspeed_ops, memory_report, network_check, trial
+from zerofit.train import deepspeed_ops, memory_report, network_check, trackers, trial
 
 CHECKS = "ZEROFIT_PLAN"  # environment variable; 0: rank 0 of a recipe that is started by hand does not check if it fits
 
@@ -167,6 +167,7 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
         more |= {"program": started.program, "resumed": settings.resumed, "started_by": settings.started_by}
         job.write(folder / job.FILE, started)
         run_folder.write_run(settings, started.command, {"data": facts} | more | earlier)
+        trackers.start(settings.report_to, folder)
         if not (rank_status.folder() or trial.is_canary() or trial.is_batch_search()):  # else the supervisor does
             live.Page(folder)
 

@@ -124,3 +124,64 @@ def test_trackio(tmp_path):
         numbers |= {(metric, entry["train/global_step"]): value for metric, value in entry.items()}
     check(run, numbers, json.loads(config))
     assert re.match("my-run", logged[0][0])
+
+
+# --- one curve after a resume ---
+
+
+def resumed(tmp_path, tracker, **env):
+    """A run of three steps that is continued from its second step to the fifth, in the same folder."""
+    if importlib.util.find_spec(tracker) is None:
+        pytest.skip(f"pip install {tracker}")
+    words = [*FLAGS, "--report_to", tracker, "--output_dir", str(tmp_path / "my-run"), "--save_strategy", "steps",
+             "--save_steps", "1", "--save_total_limit", "5"]  # fmt: skip
+    on = ["--resume_from_checkpoint", str(tmp_path / "my-run" / "checkpoint-2"), "--max_steps", "5"]
+    for more in ([], on):
+        done = recipe_process("lora", *words, *more, cwd=tmp_path, HOME=str(tmp_path), **env)
+        assert done.returncode == 0, done.stderr[-4000:]
+    return Run(tmp_path / "my-run")
+
+
+def test_tensorboard_has_one_curve_after_a_resume(tmp_path):
+    run = resumed(tmp_path, "tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    folders = {file.parent for file in run.folder.rglob("events.out.tfevents.*")}
+    assert folders == {run.folder / "runs"}
+    events = EventAccumulator(str(run.folder / "runs"), size_guidance={"scalars": 0}).Reload()
+    points = [(event.step, event.value) for event in events.Scalars("train/loss")]
+    assert [step for step, _ in points] == [1, 2, 3, 4, 5]  # step 3 once: that of the second start
+    assert [value for _, value in points] == pytest.approx(run.losses, rel=1e-6)
+
+
+def test_wandb_has_one_run_after_a_resume(tmp_path):
+    run = resumed(tmp_path, "wandb", WANDB_MODE="offline", WANDB_SILENT="true")
+    from wandb.proto import wandb_internal_pb2
+
+    ids = set()
+    files = list((tmp_path / "wandb").glob("offline-run-*/*.wandb"))
+    for file in files:
+        for record in map(wandb_internal_pb2.Record.FromString, wandb_records(file.read_bytes())):
+            if record.HasField("run"):
+                ids.add(record.run.run_id)
+    assert len(files) == 2 and ids == {run.json("run.json")["trackers"]["wandb"]}
+
+
+def test_mlflow_has_one_run_after_a_resume(tmp_path):
+    run = resumed(tmp_path, "mlflow", MLFLOW_TRACKING_URI=f"sqlite:///{tmp_path / 'mlflow.db'}")
+    from mlflow.tracking import MlflowClient
+
+    client = MlflowClient(f"sqlite:///{tmp_path / 'mlflow.db'}")
+    (tracked,) = client.search_runs(["0"])
+    assert tracked.info.run_id == run.json("run.json")["trackers"]["mlflow"]
+    assert max(point.step for point in client.get_metric_history(tracked.info.run_id, "loss")) == 5
+
+
+def test_trackio_has_one_run_after_a_resume(tmp_path):
+    resumed(tmp_path, "trackio", TRACKIO_DIR=str(tmp_path / "trackio"), HF_HUB_OFFLINE="1")
+    import sqlite3
+
+    (file,) = (tmp_path / "trackio").glob("*.db")
+    with sqlite3.connect(file) as database:
+        names = {name for (name,) in database.execute("SELECT run_name FROM metrics")}
+    assert names == {"my-run"}

@@ -6,17 +6,20 @@ from typing import Any
 
 from zerofit.job import run_folder
 
+TRACKERS = "trackers"  # of run.json: {tracker: the id that it has of the run}
+
 FACTS = ("started", "typed", "command", "world_size", "device")  # of run.json, that each stretch has its own of
 
 
 def kept(folder: Path, resumed_at: int) -> dict[str, Any]:
     """Return what the run.json of a run that goes on takes over from the one before.
 
-    Args: resumed_at: the step of the checkpoint; 0: the run begins again, and keeps nothing.
+    Args: resumed_at: the step of the checkpoint; 0: the run begins again, and keeps the ids of its trackers alone.
     """
-    before = run_folder.read_json(folder / "run.json") if resumed_at else {}
-    if not before:
-        return {}
+    before = run_folder.read_json(folder / "run.json")
+    ids = {TRACKERS: before[TRACKERS]} if TRACKERS in before else {}
+    if not before or not resumed_at:
+        return ids
     earlier = [stretch for stretch in _listed(before) if stretch.get("from_step", 0) < resumed_at]
     for stretch in earlier[-1:]:
         stretch["to_step"] = min(stretch.get("to_step", resumed_at), resumed_at)
@@ -26,7 +29,7 @@ def kept(folder: Path, resumed_at: int) -> dict[str, Any]:
     last |= {name: arguments.get(name, {}).get("value") for name in ("zero", "offload")}
     if begun < resumed_at:
         earlier.append(last)
-    return {"stretches": earlier} | ({"before": before["before"]} if "before" in before else {})
+    return ids | {"stretches": earlier} | ({"before": before["before"]} if "before" in before else {})
 
 
 def beginning(folder: Path) -> dict[str, Any]:

@@ -22,7 +22,7 @@ from zerofit.model import generation, patches, quantization
 from zerofit.model.experimental import compiled
 from zerofit.model.load import count_parameters
 from zerofit.optim import build
-from zerofit.train import memory_report, memory_tracker, stop, trial
+from zerofit.train import memory_report, memory_tracker, stop, trackers, trial
 
 SHOWN = ("perplexity", "kl", "rewards/margins", "rewards/accuracies", "preference_accuracy")  # in step lines, if there
 
@@ -141,6 +141,8 @@ class Reporter(TrainerCallback):
         if distributed.size() > 1:
             self._judge_ranks()
         trainer.seed_this_rank()  # a resumed run loads the saved RNG states after this
+        if args.process_index == 0:
+            trackers.remember(args.report_to, Path(args.output_dir))
         self.began, self.first_step = time.perf_counter(), state.global_step
         self.judged = state.global_step
         if args.process_index == 0 and wants_bar(trainer.settings):

@@ -23,7 +23,7 @@ from zerofit.base.errors import DiskFull, Stopped, UserError, first_line
 from zerofit.base.paths import write_text
 from zerofit.certificate import recorder, rows
 from zerofit.checkpoint import background, pickles, reshard, resumable, save
-from zerofit.checkpoint.facts import read_facts
+from zerofit.checkpoint.facts import read_facts, step_of
 from zerofit.checkpoint.upload import Uploads
 from zerofit.config import resolve
 from zerofit.data import end_tokens, streaming
@@ -44,7 +44,7 @@ from zerofit.model.load import count_parameters
 from zerofit.model.weights import converted
 from zerofit.optim import build, paged, registry, sophia
 from zerofit.parallel import sequence_parallel
-from zerofit.train import early_stopping, memory_tracker, nan_guard, progress
+from zerofit.train import early_stopping, memory_tracker, nan_guard, progress, trackers
 
 
 class Arguments(TrainingArguments):
@@ -172,6 +172,8 @@ class ZerofitTrainer(Trainer):
             for what a recipe of one's own sets and nothing would call (check_hooks).
         """
         self.check_hooks()
+        if resumed := self.settings.resume_from_checkpoint:
+            trackers.forget_later_steps(self, step_of(Path(resumed)))
         self.train_started = time.perf_counter()
         try:
             output = super().train(*args, **kwargs)
