@@ -141,10 +141,10 @@ def _blocked(trainer, run: Path, kind: str) -> float:
     from zerofit.base import distributed
 
     settings = trainer.settings
-    settings.thaw()
+    settings.unseal()
     whole = kind in ("plain", "weights")
     settings.values.update(save_in_background=kind == "background", save_model_in_checkpoints=whole)
-    settings.freeze()
+    settings.seal()
     trainer.saving_to = run / "plain" if kind == "plain" else None
     began = time.perf_counter()
     if kind == "plain":

@@ -128,7 +128,7 @@ def test_a_conflict_of_a_technique_names_both_arguments_cause_and_fix():
     settings = resolve.resolve_settings("sft", [*BASE, "--optim", "sgd"], 1)
     refuse_conflicts(dummy([]), settings)  # its flag is not there: off
     settings = settings.replace()
-    settings.thaw()
+    settings.unseal()
     settings.values["dummy_parts"] = 2
     with pytest.raises(UserError) as caught:
         refuse_conflicts(dummy([]), settings)

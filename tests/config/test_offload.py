@@ -321,7 +321,7 @@ def test_what_depends_on_the_size(libaio, disk, monkeypatch, ratio):
     net = torch.nn.Sequential(torch.nn.Linear(100, 400, bias=False), torch.nn.Linear(400, 10, bias=False))
     net[1].weight.requires_grad = False
     found = parse("--offload", "all", "--offload_path", str(disk), "--bf16", "true")
-    found.thaw()
+    found.unseal()
     wanted = 16 * 40000 + 2 * 44000  # both ranks are on this node
     usage = namedtuple("usage", "total used free")
     monkeypatch.setattr(nvme.shutil, "disk_usage", lambda _: usage(0, 0, wanted - 1))
@@ -335,7 +335,7 @@ def test_what_depends_on_the_size(libaio, disk, monkeypatch, ratio):
     with pytest.raises(UserError, match="buffer_size is 19999, but the shard"):
         offload.check_sizes(found, net)
     found = parse(*ratio)
-    found.thaw()
+    found.unseal()
     offload.check_sizes(found, net)
     assert found.deepspeed["zero_optimization"]["sub_group_size"] == 1000
 

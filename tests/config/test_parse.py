@@ -34,7 +34,8 @@ def test_the_kits_own_flags_are_frozen():
             memory_limit plan ignore_plan gpu_type gpus show gradient_checkpointing_every gradient_checkpointing_policy
             activation_offload memory_report certificate save_every_minutes
             save_in_background save_model_in_checkpoints node_local_storage upload_to
-            ignore_resume_mismatch on_nan max_nan_steps max_tokens_per_sample num_samples
+            ignore_resume_mismatch early_stopping_patience early_stopping_threshold
+            on_nan max_nan_steps max_tokens_per_sample num_samples
         """,
         "SupervisionArguments": """
             on_oom canary max_restarts hang_timeout
@@ -53,7 +54,8 @@ def test_the_kits_own_flags_are_frozen():
             fused_loss tiled_mlp compile_layers whole_layers fp8
         """,
         "OptimizerArguments": """
-            pure_bf16 lr_scaling lr_scaling_base_batch_size
+            pure_bf16 freeze train_only embedding_learning_rate head_learning_rate lr_scaling
+            lr_scaling_base_batch_size
         """,
         "PreferenceArguments": """
             beta loss_type label_smoothing rpo_alpha simpo_gamma desirable_weight undesirable_weight

@@ -55,7 +55,7 @@ def test_the_exceptions_are_written_and_an_unknown_name_is_refused(settings):
     assert other.output_dir == settings.output_dir and other.deepspeed == settings.deepspeed
     with pytest.raises(FrozenInstanceError):
         other.deepspeed["zero_optimization"]["stage"] = 3
-    other.thaw()
+    other.unseal()
     with pytest.raises(AttributeError, match="leraning_rate is no argument of recipes"):
         other.leraning_rate = 1.0
 
@@ -67,14 +67,14 @@ def test_every_exception_has_a_writer():
         assert re.search(rf"settings\.{name}(, settings\.\w+)? \+?= ", text), name
 
 
-def test_only_the_list_thaws_settings():
-    thawing = {
+def test_only_the_list_unseals_settings():
+    unsealing = {
         str(file.relative_to(SRC))
         for file in SRC.rglob("*.py")
         for node in ast.walk(ast.parse(file.read_text()))
-        if isinstance(node, ast.Attribute) and node.attr == "thaw"
+        if isinstance(node, ast.Attribute) and node.attr == "unseal"
     }
-    assert thawing == {"config/resolve.py", "job/settings.py"}
+    assert unsealing == {"config/resolve.py", "job/settings.py"}
 
 
 def test_another_job_is_a_copy(settings):
@@ -103,7 +103,7 @@ def test_the_model_is_resolved_once(settings):
 def test_an_argument_is_set_in_one_way():
     """By `decide`, which records where the value comes from; values and source are written in settings.py alone."""
     found = resolve.resolve_settings("sft", [], 1)
-    found.thaw()
+    found.unseal()
     with pytest.raises(FrozenInstanceError, match="max_length: an argument is decided"):
         found.max_length = 3
     decide(found, "max_length", 3, source="a test")

@@ -257,7 +257,7 @@ def test_architectures_that_the_attention_cannot_serve_raise(kind):
 def settings(*flags):
     """Settings that only attention.resolve_for_model is missing in."""
     found = resolve.resolve_settings("sft", ["--data", str(TINY / "train.jsonl"), "--model", "m", *flags], 1)
-    found.thaw()
+    found.unseal()
     return found
 
 
@@ -599,7 +599,7 @@ def test_a_class_without_sdpa_gets_eager():
 def test_a_gpu_is_told_of_flex_attention_where_the_class_has_it(kind, has_flex):
     """tests/model/test_flex.py has the proof that it follows on."""
     found = resolve.resolve_settings("sft", ["--data", "none", "--model", "m"], 1, hardware.GPUS["h100-80g"])
-    found.thaw()
+    found.unseal()
     attention.resolve_for_model(found, AutoConfig.for_model(kind))
     (line,) = (line for line in found.decisions if line.startswith("attn_implementation eager: "))
     assert ("; flex_attention, which holds no scores of S x S tokens, follows" in line) is has_flex

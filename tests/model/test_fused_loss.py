@@ -412,7 +412,7 @@ def test_a_router_loss_whose_coefficient_is_not_known_is_refused():
 def parsed(*flags, recipe="sft"):
     """Settings without fused_loss.resolve and the resolvers after it."""
     found = resolve.resolve_settings(recipe, list(flags), 1, arguments_only=True)
-    found.thaw()
+    found.unseal()
     return found
 
 

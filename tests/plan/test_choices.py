@@ -164,8 +164,8 @@ def expect_packed_moe(plan):
 
 
 def expect_128k(plan):
-    """ZeRO-3 is as fast as ZeRO-1 here, with 10 GiB less; 4 million tokens a step are questioned."""
-    assert is_plain(plan) and plan.chosen.setting.zero == 3 and plan.share(plan.chosen) < 0.8
+    """A higher stage is as fast as ZeRO-1 here, with less memory; 4 million tokens a step are questioned."""
+    assert is_plain(plan) and plan.chosen.setting.zero in (2, 3) and plan.share(plan.chosen) < 0.8
     assert any("million tokens" in one.text for one in plan.advices)
 
 

@@ -22,6 +22,10 @@ SHAPE = (
     "use_dora",
     "num_virtual_tokens",
     "modules_to_save",
+    "freeze",
+    "train_only",
+    "embedding_learning_rate",
+    "head_learning_rate",
 )
 
 MEANING = ("lora_alpha", "use_rslora", "init_lora_weights", "load_in_4bit", "load_in_8bit", "beta", "loss_type",
@@ -113,7 +117,9 @@ def check(settings, known: dict, where: str) -> None:
     was, now = known.get("settings", {}), record(settings)
     other_names = [name for name in was if name in now and was[name] != now[name]]
     for name in (name for name in SHAPE if name in other_names):
-        raise UserError(f"{where}: {_sentence(name, was[name], now[name])}; its weights fit no other adapter.")
+        raise UserError(
+            f"{where}: {_sentence(name, was[name], now[name])}; its weights and optimizer states fit no other."
+        )
     for sentence in _refusals(settings, known, other_names, was, now):
         if not settings.ignore_resume_mismatch:
             raise UserError(f"{where}: {sentence} (add --ignore_resume_mismatch true to resume anyway).")

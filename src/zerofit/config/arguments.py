@@ -317,6 +317,18 @@ class OptimizerArguments:
     pure_bf16: bool = flag(
         False, "Keep weights, gradients and optimizer states in bf16, without an fp32 master copy (docs/optimizers.md)."
     )
+    freeze: list[str] | None = flag(
+        None,
+        "Weights that do not train: names of modules or weights, or regular expressions of whole names "
+        "(embed_tokens, layers.0, '.*norm.*').",
+    )
+    train_only: list[str] | None = flag(None, "The only weights that train, named as for --freeze.")
+    embedding_learning_rate: Annotated[float | None, FROM_0] = flag(
+        None, "Learning rate of the input embeddings, with the same schedule (default --learning_rate)."
+    )
+    head_learning_rate: Annotated[float | None, FROM_0] = flag(
+        None, "Learning rate of the head, with the same schedule (default --learning_rate)."
+    )
     lr_scaling: Literal["none", "linear", "sqrt"] = flag(
         "none", "Multiply the learning rate by effective batch / base batch (linear) or by its square root (sqrt)."
     )

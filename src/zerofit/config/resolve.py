@@ -18,6 +18,7 @@ from zerofit.model import (
     adapters,
     attention,
     experts,
+    freezing,
     fused_lora,
     fused_loss,
     gradient_checkpointing,
@@ -31,7 +32,7 @@ from zerofit.model.image_text import towers
 from zerofit.model.kernels import liger, linear_attention
 from zerofit.model.tried import classes
 from zerofit.objective import preference_losses
-from zerofit.optim import registry
+from zerofit.optim import learning_rates, registry
 from zerofit.parallel import ways, whole_layers
 
 
@@ -87,7 +88,7 @@ def resolve(asked: Request, world_size: int, gpu=None, arguments_only: bool = Fa
         refuse_conflicts(technique, settings)
         technique.resolve(settings)
     settings.decisions.extend(_dropped(dropped))
-    settings.freeze()
+    settings.seal()
     return settings
 
 
@@ -101,11 +102,11 @@ def resolve_for_model(settings: Settings, config=None) -> None:
         return
     config = load.load_config(settings) if config is None else config
     load.check_kind(settings, config)
-    settings.thaw()
+    settings.unseal()
     for technique in techniques_of(settings):
         technique.resolve_for_model(settings, config)
     settings.knows_model = True
-    settings.freeze()
+    settings.seal()
 
 
 def change(settings: Settings, asked: Request) -> None:
@@ -119,12 +120,12 @@ def change(settings: Settings, asked: Request) -> None:
     for one in (before, after):
         resolve_for_model(one)
     added = [sentence for sentence in settings.decisions if sentence not in before.decisions]
-    settings.thaw()
+    settings.unseal()
     for name, value in after.values.items():
         if (value, after.source[name]) != (before.values[name], before.source[name]):
             decide(settings, name, value, source=after.source[name])
     settings.deepspeed, settings.request, settings.decisions = after.deepspeed, asked, [*after.decisions, *added]
-    settings.freeze()
+    settings.seal()
 
 
 # --- hooks that are too short for a module of their own ---
@@ -240,6 +241,8 @@ TECHNIQUES = (
         example="--save_in_background true",
         conflicts=(Conflict("zero", (0,), "only DeepSpeed's states are written by a thread", "use --zero 1, 2 or 3"),),
     ),
+    *freezing.TECHNIQUES,
+    *learning_rates.TECHNIQUES,
     *quantization.TECHNIQUES,
     *attention.TECHNIQUES,  # decide the attention too
     flash_3.TECHNIQUE,

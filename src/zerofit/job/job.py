@@ -130,7 +130,7 @@ def read(file: Path, recipe: Recipe | None = None) -> Job:
     settings = Settings(recipe, *_values(content["arguments"]), content["world_size"], request=request)
     settings.decisions = [Decision(*entry) for entry in content["decisions"]]
     settings.deepspeed, settings.knows_model = _typed(content["deepspeed"]), content["knows_model"]
-    settings.freeze()
+    settings.seal()
     said, trial = _typed(content["facts"]), _typed(content["trial"])
     return Job(request, settings, content["program"], content["command"], said, trial, content["zerofit"])
 

@@ -150,12 +150,12 @@ class Settings(_Arguments):
         else:
             raise AttributeError(f"{name} is no argument of recipes/{self.recipe}.py")
 
-    def freeze(self) -> None:
+    def seal(self) -> None:
         """Refuse changes from now on, but for those of AFTER_RESOLVING."""
         self.__dict__.update({name: _frozen(self.__dict__[name]) for name in ("values", "source", "deepspeed")})
         self.__dict__["frozen"] = True
 
-    def thaw(self) -> None:
+    def unseal(self) -> None:
         """Allow changes again; for config/resolve.py alone."""
         self.__dict__.update({name: copy.deepcopy(self.__dict__[name]) for name in ("values", "source", "deepspeed")})
         self.__dict__["frozen"] = False
@@ -163,13 +163,13 @@ class Settings(_Arguments):
     def replace(self, **changes) -> "Settings":
         """Return the settings of a job that differs from this one in some arguments or fields, e.g. a simulated one."""
         other = copy.copy(self)
-        other.thaw()
+        other.unseal()
         other.decisions, other.checks = list(self.decisions), list(self.checks)
         for name, value in changes.items():
             where = other.__dict__ if name in other.__dict__ else other.values
             where[name] = value
         if self.frozen:
-            other.freeze()
+            other.seal()
         return other
 
     @property

@@ -19,7 +19,7 @@ from zerofit.base import hub
 from zerofit.base.errors import UserError, first_line, in_one_line
 from zerofit.data.chat_templates import arguments, built_in
 from zerofit.job.settings import Check, Decision
-from zerofit.model import adapters, attention, fused_loss, generation, patches, quantization, tiled_mlp
+from zerofit.model import adapters, attention, freezing, fused_loss, generation, patches, quantization, tiled_mlp
 from zerofit.model.image_text import classes, towers
 from zerofit.model.kernels import linear_attention
 from zerofit.model.mixtures import weights as mixtures
@@ -320,6 +320,7 @@ def check_model(settings, config=None):
         fused_loss.install(settings, model)
         fused_loss.router_loss(model)
         tiled_mlp.install(settings, model)
+        freezing.install(settings, model)
     except ImportError as error:
         raise UserError(f"--model {settings.model}: {in_one_line(error)}.") from None
     except ValueError as error:

@@ -19,11 +19,12 @@ LEAVES = "zero_optimization.leaf_module"
 def largest(settings, tokens: int) -> int:
     """Return up to how many numbers a dense layer has that is exchanged whole; 0: none is.
 
-    Not for an adapter: DeepSpeed 0.19.8 fails an assertion of stage3.py on leaf modules with frozen weights under
-    gradient checkpointing. Where parameters are in host memory, that of a GPU is short.
+    Not for an adapter or frozen weights: DeepSpeed 0.19.8 fails an assertion of stage3.py on leaf modules that have
+    some, under gradient checkpointing. Where parameters are in host memory, that of a GPU is short.
     Args: settings: resolved, also without their model; tokens: of a micro batch on one rank.
     """
-    if settings.zero != 3 or settings.trains_adapter or not settings.whole_layers:
+    is_partly_frozen = settings.trains_adapter or settings.freeze or settings.train_only
+    if settings.zero != 3 or is_partly_frozen or not settings.whole_layers:
         return 0
     return buffers.whole_layers_up_to(tokens, settings.world_size, settings.offload)
 

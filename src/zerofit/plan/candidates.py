@@ -16,7 +16,7 @@ from zerofit.job.batch_size import divisors
 from zerofit.job.recipe import BUNDLED_MODEL, Recipe
 from zerofit.job.request import FLAG, Request
 from zerofit.job.settings import as_typed
-from zerofit.model import attention, gradient_checkpointing, load, quantization, tiled_mlp
+from zerofit.model import attention, freezing, gradient_checkpointing, load, quantization, tiled_mlp
 from zerofit.model.kernels import liger
 from zerofit.parallel import whole_layers
 from zerofit.plan import formulas, gpu_memory
@@ -239,6 +239,7 @@ def is_described(candidate: Candidate) -> bool:
     """
     shape, request = candidate.shape, candidate.request
     is_known = candidate.setting.zero != 3 or not (shape.experts or request.get("pure_bf16"))
+    is_known = is_known and not any(request.get(flag) for flag in freezing.FLAGS)  # forms are of all weights or a LoRA
     return is_known and not shape.scores and program.if_not_of_kit(request.recipe) is None
 
 

@@ -42,9 +42,9 @@ from zerofit.model import adapters, attention, fused_loss, generation, patches
 from zerofit.model.kernels import linear_attention
 from zerofit.model.load import count_parameters
 from zerofit.model.weights import converted
-from zerofit.optim import build, paged, registry, sophia
+from zerofit.optim import build, learning_rates, paged, registry, sophia
 from zerofit.parallel import sequence_parallel
-from zerofit.train import early_stopping, memory_tracker, nan_guard, progress, trackers
+from zerofit.train import memory_tracker, nan_guard, progress, stop, trackers
 
 
 class Arguments(TrainingArguments):
@@ -142,7 +142,7 @@ class ZerofitTrainer(Trainer):
         self.tracker.attach(self)
         self.reporter, self.certificate = progress.Reporter(self), recorder.Recorder(self)
         self.add_callback(self.reporter)
-        if stopping := early_stopping.callback(settings):
+        if stopping := stop.early(settings):
             self.add_callback(stopping)
         self.uploads = Uploads(settings.upload_to, Path(arguments.output_dir)) if settings.upload_to else None
         if self.uploads:
@@ -352,13 +352,16 @@ class ZerofitTrainer(Trainer):
             super()._push_from_checkpoint(checkpoint_folder)
 
     def create_optimizer(self, model=None):
-        if self.optimizer is None and self.settings.values.get("loraplus_lr_ratio") is not None:
+        is_new = self.optimizer is None
+        if is_new and self.settings.values.get("loraplus_lr_ratio") is not None:
             self.optimizer = adapters.loraplus_optimizer(self)
         elif self.optimizer is None:
             self.optimizer = build.own_optimizer(self, self.model if model is None else model)
             build.share_noise(self.settings, super().create_optimizer(model))
             if getattr(self.optimizer, "is_paged", False):
                 self.add_callback(paged.PageStates(self.optimizer))
+        if is_new:
+            learning_rates.apply(self.optimizer, self.settings, self.model)
         return self.optimizer
 
     def create_scheduler(self, num_training_steps, optimizer=None):
