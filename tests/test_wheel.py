@@ -73,6 +73,18 @@ def test_the_wheel_holds_what_a_project_is_made_of(installed):
         (["sft", *SHORT, "--zero", "3", "--gpus", "2"], {"recipe": "sft", "world_size": 2, "zero": "3"}),
         (["lora", *SHORT, "--lora_r", "4"], {"recipe": "lora", "world_size": 1, "zero": "0"}),
         (["dpo", *SHORT], {"recipe": "dpo", "world_size": 1, "zero": "0"}),
+        # the first command with a model and rows of one's own, as uvx runs it
+        (
+            [
+                "lora",
+                "--model",
+                str(ROOT / "examples" / "tiny" / "model"),
+                "--data",
+                str(ROOT / "examples" / "tiny" / "train.jsonl"),
+                *SHORT,
+            ],
+            {"recipe": "lora", "world_size": 1, "zero": "0"},
+        ),
     ],
 )
 def test_a_recipe_runs_in_any_folder(installed, tmp_path, words, expected):

@@ -35,7 +35,7 @@ def test_the_kits_own_flags_are_frozen():
             activation_offload memory_report certificate save_every_minutes
             save_in_background save_model_in_checkpoints node_local_storage upload_to
             ignore_resume_mismatch early_stopping_patience early_stopping_threshold
-            on_nan max_nan_steps max_tokens_per_sample num_samples
+            on_nan max_nan_steps max_tokens_per_sample eval_generation_rows num_samples
         """,
         "SupervisionArguments": """
             on_oom canary max_restarts hang_timeout

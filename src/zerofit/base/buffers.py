@@ -1,4 +1,4 @@
-"""Sizes of buffers of the kit and of DeepSpeed, which a plan's first answer counts before it imports any library."""
+"""Sizes of buffers of the kit and of DeepSpeed, which plans count too."""
 
 import sys
 

@@ -1,4 +1,4 @@
-"""Show a plan's search while it runs: the first answer by formula, then a line for each simulated setting."""
+"""Show a plan's search while it runs: the answer by formula, then a line for each simulated setting."""
 
 import shutil
 import sys

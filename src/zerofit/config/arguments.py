@@ -170,6 +170,11 @@ class RunArguments:
     )
     max_nan_steps: Annotated[int, FROM_1] = flag(3, "Number of non-finite steps in a row that end the run.")
     max_tokens_per_sample: Annotated[int, FROM_1] = flag(48, "Most new tokens of a generated sample.")
+    eval_generation_rows: Annotated[int, FROM_0] = flag(
+        0,
+        "Answer this many eval rows in each evaluation and compare letter for letter, as eval_exact_match; answers "
+        "have at most --max_tokens_per_sample tokens.",
+    )
     num_samples: Annotated[int, FROM_0] = flag(
         3,
         "Number of samples generated from eval rows (without any, training rows) before training (not at "

@@ -3,13 +3,16 @@
 import copy
 import math
 import tempfile
+import time
 from pathlib import Path
 
 import torch
 from transformers import PreTrainedTokenizerBase
 
 from zerofit.base import distributed
+from zerofit.base.errors import UserError
 from zerofit.data import conversations, end_tokens
+from zerofit.job.technique import AllBut, Conflict, Technique
 from zerofit.model import attention
 
 
@@ -114,9 +117,12 @@ def answers(trainer, rows: list[dict], max_new_tokens: int, batch: int = 64) -> 
     return [texts[j] for j in range(len(rows))]
 
 
-def exact_match(trainer) -> float:
-    """Return the share of evaluation rows whose greedy answer equals the expected one, letter for letter."""
-    rows = list(trainer.eval_tokens.dataset)
+def exact_match(trainer, rows: list[dict] | None = None) -> float:
+    """Return the share of rows whose greedy answer equals the expected one, letter for letter. Collective.
+
+    Args: rows: default: all evaluation rows. An answer may be as long as the longest expected one and its end.
+    """
+    rows = list(trainer.eval_tokens.dataset) if rows is None else rows
     expected = [prompt_and_answer(row)[1] for row in rows]
     texts = answers(trainer, rows, max_new_tokens=max(map(len, expected)) + 1)
     decode = trainer.processing_class.decode
@@ -124,6 +130,51 @@ def exact_match(trainer) -> float:
         text == decode(answer, skip_special_tokens=True).strip() for text, answer in zip(texts, expected, strict=True)
     ]
     return sum(matches) / len(matches)
+
+
+def exact_match_of_some(trainer) -> dict[str, float]:
+    """Return {"exact_match"} of --eval_generation_rows; {} without. Collective.
+
+    Of the first evaluation rows whose expected answer has at most --max_tokens_per_sample tokens.
+    """
+    settings, first = trainer.settings, trainer.args.process_index == 0
+    if not settings.eval_generation_rows:
+        return {}
+    rows, most = [], settings.max_tokens_per_sample
+    for row in trainer.eval_tokens.dataset:
+        if len(rows) < settings.eval_generation_rows and len(prompt_and_answer(row)[1]) <= most:
+            rows.append(row)
+    began = time.perf_counter()
+    share = exact_match(trainer, rows) if rows else float("nan")
+    if first and not trainer.tells_generation:
+        trainer.tells_generation = True
+        print(
+            f"exact match: of {len(rows)} of {len(trainer.eval_tokens)} eval rows, with answers of up to {most} "
+            f"tokens, {time.perf_counter() - began:.1f} s an evaluation",
+            flush=True,
+        )
+    return {"exact_match": share}
+
+
+def _resolve(settings) -> None:
+    """Refuse --eval_generation_rows where there are no answers to compare. Raises: UserError."""
+    if not settings.eval_generation_rows:
+        return
+    if settings.objective.score_name != "exact match":
+        raise UserError("--eval_generation_rows: answers are compared in supervised fine-tuning only; leave it out.")
+    if not (settings.eval_data or settings.eval_fraction):
+        raise UserError(
+            "--eval_generation_rows: there are no rows to answer; name them with --eval_data or --eval_fraction."
+        )
+
+
+TECHNIQUE = Technique(
+    name="answers while training",
+    flag="eval_generation_rows",
+    example="--eval_generation_rows 2 --eval_fraction 0.2",
+    conflicts=(Conflict("pp_size", AllBut(1), "the stages of a pipeline generate nothing", "leave it out"),),
+    resolve=_resolve,
+)
 
 
 def samples(trainer, count: int) -> list[tuple[str, str, str]]:

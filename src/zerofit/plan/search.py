@@ -114,7 +114,7 @@ def _sorted_out(space: list[Candidate], simulated: list[Candidate], plan: Plan, 
         if plan.host_is_short(one):
             continue
         least, most = _bounds(one, simulated)
-        if most <= plan.limit and (one.answer or is_described(one)):
+        if max(most, one.peak) <= plan.limit and (one.answer or is_described(one)):
             fit.append(one)
         elif _is_open(one) and least <= plan.limit:
             near.append(one)

@@ -24,7 +24,8 @@ from zerofit.model.load import count_parameters
 from zerofit.optim import build
 from zerofit.train import memory_report, memory_tracker, stop, trackers, trial
 
-SHOWN = ("perplexity", "kl", "rewards/margins", "rewards/accuracies", "preference_accuracy")  # in step lines, if there
+# Shown in step lines, if there.
+SHOWN = ("perplexity", "exact_match", "kl", "rewards/margins", "rewards/accuracies", "preference_accuracy")
 
 
 class ThroughputMeter:

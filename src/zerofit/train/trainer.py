@@ -96,6 +96,7 @@ class ZerofitTrainer(Trainer):
 
     def __init__(self, settings, net, tokenizer, arguments, train_set, eval_set):
         self.settings, self.tokens, self.eval_tokens = settings, train_set, eval_set
+        self.tells_generation = False  # whether the time of --eval_generation_rows was said
         self.ends, tokenizer = generation.stop_at_ends(net, tokenizer, train_set.statistics.get("ends", []))
         self.clock = progress.ThroughputMeter(settings, net)
         self.shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in net.named_parameters()}
@@ -613,7 +614,8 @@ class ZerofitTrainer(Trainer):
         with self.objective.evaluating(dataloader):
             with self.tracker.during("eval"):
                 total = self._evaluation_total(dataloader)
-            metrics = {f"{metric_key_prefix}_{name}": value for name, value in self.evaluation_metrics(total).items()}
+            found = self.evaluation_metrics(total) | generation.exact_match_of_some(self)
+            metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
         return EvalLoopOutput(
             predictions=None, label_ids=None, metrics=metrics, num_samples=len(self.eval_tokens or ())
         )
