@@ -23,6 +23,7 @@ def test_it_is_kept_without_outputs():
         assert cell["cell_type"] == "markdown" or ast.parse("".join(cell["source"]))
 
 
+@pytest.mark.slow
 @pytest.mark.timeout(600)
 def test_it_runs(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)

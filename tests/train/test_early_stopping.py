@@ -66,3 +66,14 @@ def test_the_loss_decides_unless_another_metric_is_named():
     settings = resolve.resolve_settings("sft", [*words, "--early_stopping_patience", "2"], 1)
     assert (settings.metric_for_best_model, settings.greater_is_better) == ("loss", False)
     assert settings.source["metric_for_best_model"] == "decided"
+
+
+def test_a_schedule_warms_up_stays_and_decays(tmp_path):
+    """warmup_stable_decay of transformers, as docs/training.md has it, at each stage on two ranks."""
+    more = ["--lr_scheduler_type", "warmup_stable_decay", "--warmup_steps", "2", "--learning_rate", "1e-3",
+            "--lr_scheduler_kwargs", '{"num_decay_steps": 3}', "--max_steps", "8", "--eval_strategy", "no",
+            "--save_strategy", "no"]  # fmt: skip
+    for zero, run in run_world(2, {zero: case(zero, *more) for zero in ("0", "2", "3")}, tmp_path).items():
+        rates = [line["learning_rate"] for line in run.metrics if "learning_rate" in line]
+        assert len(rates) == 8 and rates[0] < 1e-3 and rates[2:5] == [1e-3] * 3 and rates[5:] == sorted(rates[5:])[::-1]
+        assert rates[-1] < 5e-4, zero

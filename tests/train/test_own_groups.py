@@ -59,6 +59,8 @@ def runs(tmp_path_factory):
         cases[f"freeze-{zero}"] = case(zero, "--freeze", "embed_tokens", "layers.0", ".*norm.*")
         cases[f"only-{zero}"] = case(zero, "--train_only", r".*self_attn\.[qv]_proj")
         cases[f"rates-{zero}"] = case(zero, *RATES)
+    saved = ["--modules_to_save", "embed_tokens", "lm_head", "--lora_target_modules", "q_proj"]
+    cases["lora-2"] = "lora", [*FLAGS, "--model", untied(), "--zero", "2", *saved, *RATES]
     found = run_world(2, cases, folder)
     on = {}
     for name in ("freeze-3", "rates-3", "only-2"):
@@ -81,6 +83,14 @@ def test_embeddings_and_head_have_their_own_rates(runs, zero):
     sizes = moved(runs[f"rates-{zero}"])
     assert sizes["model.embed_tokens.weight"] == 0
     assert 4e-3 < sizes["lm_head.weight"] < 1.1e-2 and 8e-4 < sizes["model.layers.0.mlp.up_proj.weight"] < 2.2e-3
+
+
+def test_modules_beside_an_adapter_have_them_too(runs):
+    before, after = weights(Path(untied())), load_file(runs["lora-2"].folder / "final" / "adapter_model.safetensors")
+    (embeddings,) = (value for name, value in after.items() if "embed_tokens" in name)
+    (head,) = (value for name, value in after.items() if "lm_head" in name)
+    assert torch.equal(embeddings.float(), before["model.embed_tokens.weight"].float())
+    assert 4e-3 < (head.float() - before["lm_head.weight"].float()).abs().max() < 1.1e-2
 
 
 @pytest.mark.parametrize("kind", ["freeze", "only", "rates"])

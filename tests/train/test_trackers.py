@@ -6,7 +6,7 @@ import re
 import struct
 
 import pytest
-from conftest import TINY, Run, recipe_process
+from conftest import TINY, Run, recipe_process, run_world
 
 FLAGS = ["--data", str(TINY / "train.jsonl"), "--eval_data", str(TINY / "eval.jsonl"), "--max_samples", "32",
          "--effective_batch_size", "8", "--max_steps", "3", "--logging_steps", "1", "--num_samples", "0",
@@ -152,6 +152,24 @@ def test_tensorboard_has_one_curve_after_a_resume(tmp_path):
     points = [(event.step, event.value) for event in events.Scalars("train/loss")]
     assert [step for step, _ in points] == [1, 2, 3, 4, 5]  # step 3 once: that of the second start
     assert [value for _, value in points] == pytest.approx(run.losses, rel=1e-6)
+
+
+def test_two_ranks_have_one_curve_at_each_stage(tmp_path):
+    pytest.importorskip("tensorboard")
+    from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
+
+    words = [*FLAGS, "--report_to", "tensorboard", "--save_strategy", "steps", "--save_steps", "1"]
+    words += ["--save_total_limit", "5", "--per_device_train_batch_size", "4"]
+    run_world(2, {zero: ("lora", [*words, "--zero", zero]) for zero in ("0", "2", "3")}, tmp_path)
+    on = {
+        zero: ("lora", [*words, "--zero", zero, "--max_steps", "4", "--resume_from_checkpoint",
+                        str(tmp_path / zero / "checkpoint-2")])
+        for zero in ("0", "2", "3")
+    }  # fmt: skip
+    for zero, run in run_world(2, on, tmp_path).items():
+        assert run.json("result.json")["world_size"] == 2
+        events = EventAccumulator(str(tmp_path / zero / "runs"), size_guidance={"scalars": 0}).Reload()
+        assert [event.step for event in events.Scalars("train/loss")] == [1, 2, 3, 4], zero
 
 
 def test_wandb_has_one_run_after_a_resume(tmp_path):

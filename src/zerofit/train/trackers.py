@@ -22,6 +22,9 @@ VARIABLES = {
 LOGS = "runs"  # of the run folder, where transformers has tensorboard's files
 
 
+_set: dict[str, str] = {}  # variables that an earlier run of this process has set
+
+
 def start(report_to: str | Iterable[str] | None, folder: Path) -> None:
     """Give the trackers of this process the ids of the run in the folder, and keep new ones. Call on rank 0.
 
@@ -31,13 +34,14 @@ def start(report_to: str | Iterable[str] | None, folder: Path) -> None:
     kept = run_folder.read_json(folder / "run.json").get(TRACKERS) or {}
     for name in VARIABLES if "all" in names else names:
         variable, more = VARIABLES.get(name, ("", {}))
-        if not variable or variable in os.environ:
+        is_the_users = os.environ.get(variable) not in (None, _set.get(variable))
+        if not variable or is_the_users:
             continue
         made = {"wandb": uuid.uuid4().hex, "comet_ml": uuid.uuid4().hex, "tensorboard": LOGS}
         if (own := kept.get(name) or made.get(name)) is None:
             continue
         kept[name] = own
-        os.environ[variable] = str(folder / own) if name == "tensorboard" else own
+        os.environ[variable] = _set[variable] = str(folder / own) if name == "tensorboard" else own
         for other, value in more.items():
             os.environ.setdefault(other, value)
     if kept:
