@@ -12,9 +12,11 @@ from conftest import TINY, run_world, two_layers
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModelForCausalLM
 
+from zerofit.base import hardware
 from zerofit.base.errors import UserError
-from zerofit.config import resolve
+from zerofit.config import parse, resolve
 from zerofit.model import freezing, load
+from zerofit.plan import candidates, simulate
 
 FLAGS = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "16", "--num_samples", "0", "--effective_batch_size", "8",
@@ -158,3 +160,20 @@ def test_a_tied_weight_is_one(tmp_path):
     settings = resolve.resolve_settings("sft", [*words, *rates], 1)
     with pytest.raises(UserError, match="are one tied weight"):
         resolve.install(settings, load.check_model(settings))
+
+
+@pytest.mark.slow
+def test_a_plan_simulates_what_trains():
+    """Its optimizer is that of the weights that train; a closed form, which is of all or a LoRA, never decides."""
+    found = {}
+    for more in ([], ["--train_only", "self_attn"]):
+        words = ["--model", untied(), "--data", "none", "--max_length", "64", "--zero", "1", *more]
+        request = parse.request("sft", words)
+        (answer,) = simulate.run_all([simulate.Question(request, 1, gpu=hardware.GPUS["h100-80g"])])
+        assert not isinstance(answer, Exception), answer
+        found[len(more)] = answer
+        one, *_ = candidates.candidates("sft", request, 1, hardware.GPUS["h100-80g"])
+        assert candidates.is_described(one) is (not more)
+    attention = sum(value.numel() for name, value in weights(Path(untied())).items() if "self_attn" in name)
+    assert found[2]["trainable"] == attention < found[0]["trainable"] == found[0]["parameters"]
+    assert found[2]["peak"]["step"]["optimizer"] < found[0]["peak"]["step"]["optimizer"] / 4
