@@ -617,7 +617,7 @@ def test_what_may_change_is_said(runs):
 
 @pytest.mark.bad_input
 @pytest.mark.parametrize(("more", "says"), [
-    (["--lora_r", "8"], "was saved with lora_r 16, this run has 8; use --lora_r 16; its weights fit no other adapter"),
+    (["--lora_r", "8"], "was saved with lora_r 16, this run has 8; use --lora_r 16; its weights"),
     (["--lora_target_modules", "q_proj", "v_proj"], "lora_target_modules all-linear, this run has q_proj v_proj"),
 ])  # fmt: skip
 def test_another_adapter_is_refused(runs, more, says):
@@ -722,6 +722,7 @@ def test_a_run_that_was_told_to_stop_keeps_its_last_checkpoint(stopping, monkeyp
     trainer = object.__new__(ZerofitTrainer)
     trainer.state = SimpleNamespace(best_model_checkpoint="run/checkpoint-2")
     trainer.reporter, trainer.unpublished = SimpleNamespace(stopping=stopping), None
+    trainer.args = SimpleNamespace(load_best_model_at_end=True)
     trainer._finalize_training(None, 8, 0.0)
     assert seen == [None if stopping else "run/checkpoint-2"]
 

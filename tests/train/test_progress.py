@@ -71,7 +71,9 @@ def test_paths_into_the_current_folder_are_shortened(monkeypatch, tmp_path):
 
 @pytest.mark.parametrize(("ranks", "shown"), [(1, "2,000 tok/s  peak"), (2, "2,000 tok/s (1,000 per rank)  peak")])
 def test_the_speed_of_a_rank_is_shown_where_there_are_several(ranks, shown):
-    trainer = SimpleNamespace(settings=SimpleNamespace(world_size=ranks, save_every_minutes=0))
+    trainer = SimpleNamespace(
+        settings=SimpleNamespace(world_size=ranks, save_every_minutes=0, early_stopping_patience=None)
+    )
     logs = {"loss": 1.0, "learning_rate": 0.1, "tokens_per_second": 2000, "tokens_per_second_per_gpu": 2000 / ranks,
             "peak_memory_bytes": 2**30}  # fmt: skip
     assert shown in progress.Reporter(trainer)._line(SimpleNamespace(global_step=1, max_steps=2), logs)

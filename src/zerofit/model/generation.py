@@ -171,8 +171,11 @@ def _resolve(settings) -> None:
 TECHNIQUE = Technique(
     name="answers while training",
     flag="eval_generation_rows",
-    example="--eval_generation_rows 2 --eval_fraction 0.2",
-    conflicts=(Conflict("pp_size", AllBut(1), "the stages of a pipeline generate nothing", "leave it out"),),
+    example="--eval_generation_rows 2 --eval_data examples/tiny/eval.jsonl",
+    conflicts=(
+        Conflict("pp_size", AllBut(1), "the stages of a pipeline generate nothing", "leave it out"),
+        Conflict("loss_type", AllBut(), "answers are compared in supervised fine-tuning only", "leave it out"),
+    ),
     resolve=_resolve,
 )
 
