@@ -145,6 +145,8 @@ class _Search:
         """Return the chosen pair."""
         only = len(self.pairs) == 1  # the job is as it is
         plan = self.plan if only else replace(self.plan, limit=int(self.plan.limit / _unequal_rows()))
+        sure = [one for one in self.pairs if _is_described(one) and search.fits(one, plan)]
+        self.sure = search.preferred(sure, plan) or self.own
         pair = search.search(
             self.pairs, plan, self._ask, first=self.earlier, is_described=_is_described,
             has_time=lambda: not only,
@@ -163,7 +165,7 @@ class _Search:
 
     def _ask(self, pair: Candidate) -> None:
         """Simulate a pair, as long as the run would gain by it."""
-        gain = (self.steps or 0) * (self.own.seconds - pair.seconds)
+        gain = (self.steps or 0) * (self.sure.seconds - pair.seconds)
         patience = min(PATIENCE, self.settings.ddp_timeout / 2)  # other ranks may be waiting for this one
         self.seconds = max(self.seconds, min(patience, gain))
         predict.ask_first_rank(pair, self.plan.limit + self.plan.margin, self._left(), waits=False)

@@ -51,11 +51,12 @@ def check(config, file: Path, place: str) -> None:
     if not isinstance(getattr(config, "architectures", None) or [], list):
         raise UserError(f"{place}: config.json: architectures {config.architectures} must be a list of names.")
     text = config.get_text_config(decoder=True)  # of an encoder-decoder model, which is refused by its class
-    layers, heads, shared = (
-        getattr(text, name, None) for name in ("num_hidden_layers", "num_attention_heads", "num_key_value_heads")
-    )
+    layers = getattr(text, "num_hidden_layers", None)
     if isinstance(layers, int) and layers < 1:
         raise UserError(f"{place}: config.json: num_hidden_layers {layers}: such a model has no layers to train.")
+    if getattr(text, "is_heterogeneous", False):
+        return  # each layer has numbers of heads of its own, and the whole one refuses to name any
+    heads, shared = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
         raise UserError(f"{place}: config.json: {heads} attention heads cannot share {shared} heads of keys evenly.")
 
@@ -63,6 +64,8 @@ def check(config, file: Path, place: str) -> None:
 def _numbers(values: dict):
     """Yield (key, number) of a configuration and of those inside of it."""
     for key, value in values.items():
+        if not isinstance(key, str):  # a map between numbers, as Aria's of patches
+            continue
         if isinstance(value, dict):
             yield from _numbers(value)
         elif isinstance(value, int | float) and not isinstance(value, bool):
