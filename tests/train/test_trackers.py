@@ -15,10 +15,15 @@ FLAGS = ["--data", str(TINY / "train.jsonl"), "--eval_data", str(TINY / "eval.js
 pytestmark = pytest.mark.slow
 
 
-def trained(tmp_path, tracker, **env):
-    """A LoRA run with a tracker, whose files are below tmp_path; skip where its package is not installed."""
+def needs(tracker):
+    """Skip where the tracker's package, which no extra of the kit provides, is not installed."""
     if importlib.util.find_spec(tracker) is None:
         pytest.skip(f"pip install {tracker}")
+
+
+def trained(tmp_path, tracker, **env):
+    """A LoRA run with a tracker, whose files are below tmp_path; skip where its package is not installed."""
+    needs(tracker)
     words = [*FLAGS, "--report_to", tracker, "--output_dir", str(tmp_path / "my-run"), "--hub_token", "hf_secret"]
     done = recipe_process("lora", *words, cwd=tmp_path, HOME=str(tmp_path), **env)
     assert done.returncode == 0, done.stderr[-4000:]
@@ -131,8 +136,7 @@ def test_trackio(tmp_path):
 
 def resumed(tmp_path, tracker, **env):
     """A run of three steps that is continued from its second step to the fifth, in the same folder."""
-    if importlib.util.find_spec(tracker) is None:
-        pytest.skip(f"pip install {tracker}")
+    needs(tracker)
     words = [*FLAGS, "--report_to", tracker, "--output_dir", str(tmp_path / "my-run"), "--save_strategy", "steps",
              "--save_steps", "1", "--save_total_limit", "5"]  # fmt: skip
     on = ["--resume_from_checkpoint", str(tmp_path / "my-run" / "checkpoint-2"), "--max_steps", "5"]
@@ -155,7 +159,7 @@ def test_tensorboard_has_one_curve_after_a_resume(tmp_path):
 
 
 def test_two_ranks_have_one_curve_at_each_stage(tmp_path):
-    pytest.importorskip("tensorboard")
+    needs("tensorboard")
     from tensorboard.backend.event_processing.event_accumulator import EventAccumulator
 
     words = [*FLAGS, "--report_to", "tensorboard", "--save_strategy", "steps", "--save_steps", "1"]

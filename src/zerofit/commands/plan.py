@@ -48,7 +48,7 @@ def main(argv: list[str]) -> None:
     if folder.exists() and not folder.is_dir():
         raise UserError(f"--output_dir {folder}: is a file; name a folder.")
     plan = _search(args, flags, ranks)
-    plan.seconds = time.time() - psutil.Process().create_time()  # what was waited for, with the imports
+    plan.seconds = time.time() - psutil.Process().create_time()
     print(_for_this_terminal(answer_text.text(plan)))
     try:
         answer_text.write(plan, folder)

@@ -55,34 +55,27 @@ _OF_ADAPTERS = {
     "init_lora_weights": AllBut("true"), "load_in_4bit": (True,), "load_in_8bit": (True,),
 }  # fmt: skip
 
-_WHY = "an adapter's base is frozen, and --lora_target_modules names what is adapted"
-
-
 _NO_ADAPTERS = tuple(
-    Conflict(name, values, _WHY, "leave it out, or use recipes/sft.py") for name, values in _OF_ADAPTERS.items()
+    Conflict(
+        name,
+        values,
+        "an adapter's base is frozen, and --lora_target_modules names what is adapted",
+        "leave it out, or use recipes/sft.py",
+    )
+    for name, values in _OF_ADAPTERS.items()
 )
 
 
-def _technique(flag: str, others: tuple[Conflict, ...]) -> Technique:
-    return Technique(
-        name=f"--{flag}",
-        flag=flag,
-        example=f"--{flag} embed_tokens",
-        conflicts=(
-            *(
-                Conflict(name, values, _WHY, "leave it out, or use recipes/sft.py")
-                for name, values in _OF_ADAPTERS.items()
-            ),
-            Conflict(
-                "pp_size", AllBut(1), "the stages of a pipeline are cut by the weights that train", "leave it out"
-            ),
-            *others,
-        ),
-        install=install if flag == FLAGS[-1] else lambda *_: None,
-    )
+def _technique(flag: str, *others: Conflict) -> Technique:
+    stages = Conflict(
+        "pp_size", AllBut(1), "the stages of a pipeline are cut by the weights that train", "leave it out"
+    )  # fmt: skip
+    conflicts = (*_NO_ADAPTERS, stages, *others)
+    return Technique(name=f"--{flag}", flag=flag, example=f"--{flag} embed_tokens", conflicts=conflicts)
 
 
 TECHNIQUES = (
-    _technique("freeze", (Conflict("train_only", AllBut(), "one says what the other leaves", "use one of the two"),)),
-    _technique("train_only", ()),
+    _technique("freeze", Conflict("train_only", AllBut(), "one says what the other leaves", "use one of the two")),
+    _technique("train_only"),
+    Technique(name="frozen weights", install=install),
 )

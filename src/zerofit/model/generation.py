@@ -4,6 +4,7 @@ import copy
 import math
 import tempfile
 import time
+from itertools import islice
 from pathlib import Path
 
 import torch
@@ -140,10 +141,9 @@ def exact_match_of_some(trainer) -> dict[str, float]:
     settings, first = trainer.settings, trainer.args.process_index == 0
     if not settings.eval_generation_rows:
         return {}
-    rows, most = [], settings.max_tokens_per_sample
-    for row in trainer.eval_tokens.dataset:
-        if len(rows) < settings.eval_generation_rows and len(prompt_and_answer(row)[1]) <= most:
-            rows.append(row)
+    most = settings.max_tokens_per_sample
+    short = (row for row in trainer.eval_tokens.dataset if len(prompt_and_answer(row)[1]) <= most)
+    rows = list(islice(short, settings.eval_generation_rows))
     began = time.perf_counter()
     share = exact_match(trainer, rows) if rows else float("nan")
     if first and not trainer.tells_generation:

@@ -7,22 +7,28 @@ from zerofit.job.technique import Conflict, Technique
 FLAGS = ("embedding_learning_rate", "head_learning_rate")
 
 
+# Flag: transformers' method that returns the module, what it is called in sentences, and its usual name.
+MODULES = {
+    FLAGS[0]: ("get_input_embeddings", "the embeddings do", "embed_tokens"),
+    FLAGS[1]: ("get_output_embeddings", "the head does", "lm_head"),
+}
+
+
 def of_model(settings, model) -> dict[int, float]:
     """Return {id of a trained weight: its learning rate} of the embeddings and the head; {} without the flags.
 
     Raises: UserError where such a weight does not train, and for two rates of one tied weight.
     """
-    modules = dict(zip(FLAGS, (model.get_input_embeddings(), model.get_output_embeddings()), strict=True))
     found: dict[int, float] = {}
-    for flag, module in modules.items():
+    for flag, (method, what, name) in MODULES.items():
         if (rate := settings.values.get(flag)) is None:
             continue
+        module = getattr(model, method)()
         trained = [p for p in module.parameters() if p.requires_grad] if module is not None else []
-        what = "embeddings" if flag == FLAGS[0] else "head"
         if not trained:
             raise UserError(
-                f"--{flag}: the {what} do{'es' * (what == 'head')} not train in this job; leave it out, or add "
-                f"--modules_to_save {'embed_tokens' if flag == FLAGS[0] else 'lm_head'} (or --new_tokens)."
+                f"--{flag}: {what} not train in this job; leave it out, or add --modules_to_save {name} "
+                "(or --new_tokens)."
             )
         if any(found.get(id(p), rate) != rate for p in trained):
             raise UserError(f"--{flag}: embeddings and head of this model are one tied weight; give one of the rates.")
@@ -32,7 +38,7 @@ def of_model(settings, model) -> dict[int, float]:
 
 def apply(optimizer, settings, model) -> None:
     """Move embeddings and head out of an optimizer's groups into groups with their own rates, before its first step."""
-    if not (rates := of_model(settings, model) if any(settings.values.get(f) is not None for f in FLAGS) else {}):
+    if not (rates := of_model(settings, model)):
         return
     groups = []
     for group in optimizer.param_groups:
@@ -52,27 +58,14 @@ def _resolve(settings) -> None:
             raise UserError(f"--{flag} with the optimizer {own} of the DeepSpeed JSON: leave one of the two out.")
 
 
-def _install(settings, model) -> None:
-    """Refuse flags for weights that do not train, before any are loaded onto a GPU."""
-    if any(settings.values.get(flag) is not None for flag in FLAGS):
-        of_model(settings, model)
+def _technique(flag: str, name: str) -> Technique:
+    stages = Conflict("pp_size", None, "the stages of a pipeline have groups of their own", "leave it out")
+    return Technique(name=name, flag=flag, example=f"--{flag} 1e-5", conflicts=(stages,))
 
-
-_OF_STAGES = Conflict("pp_size", None, "the stages of a pipeline have groups of their own", "leave it out")
 
 TECHNIQUES = (
-    Technique(
-        name="a rate of the embeddings",
-        flag=FLAGS[0],
-        example="--embedding_learning_rate 1e-5",
-        conflicts=(_OF_STAGES,),
-        resolve=_resolve,
-    ),
-    Technique(
-        name="a rate of the head",
-        flag=FLAGS[1],
-        example="--head_learning_rate 1e-5",
-        conflicts=(_OF_STAGES,),
-        install=_install,
-    ),
+    _technique(FLAGS[0], "a rate of the embeddings"),
+    _technique(FLAGS[1], "a rate of the head"),
+    # of_model refuses weights that do not train, before the optimizer is made
+    Technique(name="own learning rates", resolve=_resolve, install=of_model),
 )

@@ -159,7 +159,7 @@ class Plan:
     run: Any = None  # advice.cost.Run: how much the job trains, and what a GPU costs
     rows: str = ""  # a sentence on the length of the rows
     notes: list[str] = field(default_factory=list)  # the lines that the search has shown
-    seconds: float = 0.0  # that the search took
+    seconds: float = 0.0  # that were waited for, with the imports
 
     @property
     def nodes(self) -> int:

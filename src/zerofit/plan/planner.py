@@ -1,6 +1,5 @@
 """Plan a job: find the fastest setting that fits among those that the user leaves open, and what would fit instead."""
 
-import time
 from collections.abc import Callable
 
 from zerofit.base.errors import UserError
@@ -49,7 +48,6 @@ def plan_of(
         free for checkpoints, which decide between methods only. exact: simulate the chosen setting in any case.
     Raises: UserError for the user's mistakes.
     """
-    began = time.perf_counter()
     outside = gpu_memory.outside_allocator(gpu, ranks, node)
     settings = candidates.first_settings(names[0], request, ranks, gpu, node)
     total = int((settings.memory_limit or gpu.memory_gib) * GIB)
@@ -68,7 +66,6 @@ def plan_of(
             if not plan.packs_too_much:
                 plan.would_do = _gpus_that_would_do(names[-1], request, plan)
             plan.longest = _longest_that_fits(names[-1], request, plan)
-    plan.seconds = time.perf_counter() - began
     return plan
 
 

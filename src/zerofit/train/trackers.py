@@ -21,7 +21,6 @@ VARIABLES = {
 
 LOGS = "runs"  # of the run folder, where transformers has tensorboard's files
 
-
 _set: dict[str, str] = {}  # variables that an earlier run of this process has set
 
 
@@ -60,11 +59,11 @@ def remember(report_to: Iterable[str], folder: Path) -> None:
 
 
 def forget_later_steps(trainer, step: int) -> None:
-    """Have tensorboard leave out what an earlier start has logged after this step. Call before training."""
+    """Have tensorboard leave out what an earlier start has logged after this step. Call on rank 0."""
     from transformers.integrations import TensorBoardCallback
 
     for callback in trainer.callback_handler.callbacks:
-        if isinstance(callback, TensorBoardCallback) and callback.logging_dir and trainer.args.process_index == 0:
+        if isinstance(callback, TensorBoardCallback) and callback.logging_dir:
             from torch.utils.tensorboard import SummaryWriter
 
             callback.tb_writer = SummaryWriter(log_dir=callback.logging_dir, purge_step=step + 1)

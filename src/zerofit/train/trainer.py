@@ -173,7 +173,7 @@ class ZerofitTrainer(Trainer):
             for what a recipe of one's own sets and nothing would call (check_hooks).
         """
         self.check_hooks()
-        if resumed := self.settings.resume_from_checkpoint:
+        if (resumed := self.settings.resume_from_checkpoint) and self.args.process_index == 0:
             trackers.forget_later_steps(self, step_of(Path(resumed)))
         self.train_started = time.perf_counter()
         try:
