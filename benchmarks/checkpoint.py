@@ -157,7 +157,7 @@ def _blocked(trainer, run: Path, kind: str) -> float:
     blocked = time.perf_counter() - began
     if kind != "background":
         return blocked
-    trainer.unpublished.writing.wait()
+    trainer.pending_checkpoint.writing.wait()
     distributed.barrier()
     began = time.perf_counter()
     trainer.publish_checkpoint()

@@ -64,9 +64,9 @@ settings = resolve.resolve_settings(given["recipe"], given["flags"], 8, hardware
 settings = settings.replace(ignore_plan=True, use_cpu=False)
 preflight.prestart(settings)
   # what the launcher does meanwhile
-doctor.raise_or_warn(doctor.installation())
+doctor.raise_or_warn(doctor.check_installation())
 resolve.resolve_for_model(settings)
-doctor.raise_or_warn(doctor.of_job(settings, check_model(settings)))
+doctor.raise_or_warn(doctor.check_job(settings, check_model(settings)))
 asked = predict.answer_of
 def answer_of(*a, **k):
     found = asked(*a, **k)

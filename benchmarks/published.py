@@ -61,7 +61,7 @@ SIMULATION = 2
 
 LARGE = 0.10  # errors above this need a reason
 
-# Points that were set to class C after their errors were seen (docs/notes/planning_accuracy.md): swift-* have rows of
+# Points that were set to class C after their errors were seen (benchmarks/published/README.md): swift-* have rows of
 # different lengths, the others code that zerofit has not. A row of the result counts them as what they were.
 MOVED = ("swift-", "fit-full-llama3-bs4", "swiftex-full-7b-z3x4-16k-sp4")
 

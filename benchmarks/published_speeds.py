@@ -2,7 +2,7 @@
 
     python benchmarks/published_speeds.py            # the half by which rates may be set; nothing is written
     python benchmarks/published_speeds.py --write    # both halves: results/published-speeds.json, and the page
-                                                     # docs/notes/published-speeds.md
+                                                     # benchmarks/results/published-speeds.md
     python benchmarks/published_speeds.py --page     # page and summary again, from the points of the stored result
 
 published/job_speeds.csv has runs with the flags of `zerofit plan` that stand for them, published/multi_node.csv runs of
@@ -32,7 +32,7 @@ from zerofit.plan.speed.work import Product
 ROOT = Path(__file__).resolve().parents[1]
 DATA = ROOT / "benchmarks" / "published"
 RESULT = ROOT / "benchmarks" / "results" / "published-speeds.json"
-PAGE = ROOT / "docs" / "notes" / "published-speeds.md"
+PAGE = ROOT / "benchmarks" / "results" / "published-speeds.md"
 
 # What the publications ran with, where zerofit's default is another: peft's own LoRA, transformers' own modules.
 AS_PUBLISHED = {"sft": ["--use_liger_kernel", "false", "--whole_layers", "false"],
@@ -273,7 +273,7 @@ def summary(points: list[dict]) -> dict:
 
 
 def page(points: list[dict]) -> str:
-    """Return docs/notes/published-speeds.md."""
+    """Return benchmarks/results/published-speeds.md."""
     by_half = summary(points)
     lines = [ABOUT.format(runs=len(points), flash=FLASH_1, **_ids(points)), "## Result", ""]
     lines += ["| half | jobs | n | median size | median | within 20 % | range |", "|---|---|---|---|---|---|---|"]
@@ -345,7 +345,7 @@ def write(points: list[dict]) -> None:
     kept = [{"chip": accuracy.chip_of(p["gpu"]), "kind": p["kind"], "error": round(p["error"], 3)}
             for p in counted(points) if AS_MODULES not in p["note"]]  # fmt: skip
     lines = ",\n".join(f"  {json.dumps(p)}" for p in kept)
-    about = "both halves of docs/notes/published-speeds.md, as the kit would run them"
+    about = "both halves of benchmarks/results/published-speeds.md, as the kit would run them"
     accuracy.FILE.write_text(f'{{\n "about": "{about}",\n "points": [\n{lines}\n ]\n}}\n')
     PAGE.write_text(page(points))
 

@@ -7,7 +7,7 @@ python benchmarks/reliability.py --kinds bad_input injection  # two kinds only
 Runs the tests that are marked fault, bad_input, injection or oracle. A test that tries several things reports their
 number with record_property("cases", n); an oracle its largest difference with record_property("relative_difference",
 x). The exit code is 1 if anything failed.
---write puts the sums into docs/reliability.md and a row for each file into docs/notes/reliability.md.
+--write puts the sums into docs/reliability.md and a row for each file into benchmarks/results/reliability.md.
 """
 
 import argparse
@@ -20,7 +20,7 @@ import machine
 import pytest
 
 PAGE = machine.ROOT / "docs" / "reliability.md"
-DETAILS = machine.ROOT / "docs" / "notes" / "reliability.md"
+DETAILS = machine.ROOT / "benchmarks" / "results" / "reliability.md"
 BEGIN, END = "<!-- written by benchmarks/reliability.py: begin -->", "<!-- end -->"
 KINDS = {"fault": "faults", "bad_input": "bad inputs", "injection": "injections", "oracle": "oracles"}
 HEADS = ("tried", "held", "failed", "not run here", "largest relative difference")

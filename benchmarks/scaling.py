@@ -21,7 +21,7 @@ from pathlib import Path
 
 from machine import ROOT, describe, facts, save, versions
 
-from zerofit.base import buffers, hardware
+from zerofit.base import hardware, limits
 from zerofit.commands import plan as plan_command
 from zerofit.config import parse, resolve
 from zerofit.model import fused_loss
@@ -127,7 +127,7 @@ def measure(gpu, answers: dict) -> list[dict]:
 
 
 def _setting(zero: int, hpz: int, ranks: int, accumulation: int = 1, micro: int = MICRO) -> formulas.Setting:
-    whole = buffers.ANY if zero == 3 and ranks > buffers.WHOLE_ABOVE else 0
+    whole = limits.ANY_SIZE if zero == 3 and ranks > limits.FULL_LAYERS_ABOVE_RANKS else 0
     tokens = micro * LENGTH
     return formulas.Setting(zero, "none", 1, micro, tokens, accumulation, ranks, node=NODE, hpz=hpz, whole_layers=whole)
 
@@ -219,7 +219,7 @@ def ended(self, *a, **k):
     ends.append(len(calls))
     return found
 DeepSpeedEngine.step = ended
-from zerofit.base import buffers, hardware
+from zerofit.base import limits, hardware
 from zerofit.config import parse
 from zerofit.plan import simulate
 from zerofit.plan import simulated_rank
@@ -347,7 +347,7 @@ def markdown(record: dict, gpu, about: list[str]) -> list[str]:
         calls = ", ".join(f"{n} {kind}" for kind, (n, _) in sorted(row["calls"].items()))
         cells = [f"{row['formula'] / GIB:.2f}", f"{row['sent'] / GIB:.2f}", f"{row['formula_calls']:.0f}", calls]
         lines.append(f"| {row['model']} {row['way']} | {row['gpus']} | {row['accumulation']} | {' | '.join(cells)} |")
-    lines.append("\nPublished speeds: [published-speeds.md](../../docs/notes/published-speeds.md).")
+    lines.append("\nPublished speeds: [published-speeds.md](published-speeds.md).")
     pairs = [row for row in record["rows"] if row["by"] == "simulation"]
     worst = max(pairs, key=lambda row: abs(row["formula_bytes"] / row["peak_bytes"] - 1), default=None)
     if worst:

@@ -1,15 +1,23 @@
-"""mkdocs: put the files of the repository that a page links to into the site, as text or pictures."""
+"""mkdocs: append the tables made from the code, and add the files of the repository that pages link to."""
 
 import re
+import sys
 from pathlib import Path
 
 from mkdocs.structure.files import File
+
+sys.path.insert(0, str(Path(__file__).parent))
+
+import tables
 
 ROOT = Path(__file__).resolve().parents[1]
 
 
 def on_files(files, config):
     """Add the linked files outside docs/ under repository/."""
+    for file in files.documentation_pages():
+        if file.src_uri in tables.PAGES:
+            file.content_string += "\n" + "\n".join(tables.PAGES[file.src_uri]()) + "\n"
     linked = {match[1] for file in files.documentation_pages() for match in _links(file).finditer(file.content_string)}
     for path in sorted(linked):
         files.append(File.generated(config, _address(path), abs_src_path=str(ROOT / path)))
@@ -29,5 +37,5 @@ def _links(file) -> re.Pattern:
 
 
 def _address(path: str) -> str:
-    """Return where a file stands in the site; Markdown stays text, as its own links lead elsewhere."""
+    """Return a file's path in the site; Markdown stays text, because its links would be broken there."""
     return f"repository/{path}" + (".txt" if path.endswith((".md", ".py", ".sh", ".yaml")) else "")

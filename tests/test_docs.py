@@ -1,21 +1,22 @@
-"""Pages of docs/ that can be read: short pages, short cells, notes that the index leads to."""
+"""The pages of docs/ are short, listed in docs/README.md and llms.txt, and have the tables made from the code."""
 
 import re
+import sys
+from dataclasses import fields
 
 import pytest
 from conftest import ROOT
 
+from zerofit.config import arguments
+from zerofit.convert import kits
+from zerofit.model import patches
+
+sys.path.insert(0, str(ROOT / "docs"))
+import tables  # noqa: E402
+
 DOCS = ROOT / "docs"
-PAGES = sorted(DOCS.glob("*.md"))  # docs/notes has measurements and derivations, of any length
-PAGE_WORDS, CELL_WORDS = 900, 25
-LONGER = {
-    "coming-from.md": "made from the tables of zerofit convert: a row for each key",
-    "code.md": "made from the code: a line for each file and each patch",
-    "compatibility.md": "made from the code: a row for each technique",
-    "flags.md": "made from the code: a row for each flag",
-    "models.md": "made from the results of make models: a row for each type",
-    "troubleshooting.md": "a row for each symptom, found by searching",
-}
+PAGES = sorted(DOCS.rglob("*.md"))
+PAGE_WORDS, CELL_WORDS, ALL_WORDS, README_WORDS = 1_400, 28, 33_000, 1_100
 
 
 def cells(text):
@@ -29,16 +30,29 @@ def cells(text):
 
 
 @pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_cell_is_short(page):
+def test_a_page_and_its_cells_are_short(page):
     assert [(number, len(words)) for number, words in cells(page.read_text()) if len(words) > CELL_WORDS] == []
+    assert len(page.read_text().split()) <= PAGE_WORDS, "measurements are kept in benchmarks/results"
 
 
-@pytest.mark.parametrize("page", PAGES, ids=lambda page: page.name)
-def test_a_page_is_short(page):
-    words = len(page.read_text().split())
-    assert words <= PAGE_WORDS or page.name in LONGER, "move measurements and derivations to docs/notes"
+def test_the_docs_stay_small():
+    assert len(PAGES) <= 33
+    assert sum(len(page.read_text().split()) for page in PAGES) <= ALL_WORDS
+    assert len((ROOT / "README.md").read_text().split()) <= README_WORDS
 
 
-def test_the_notes_are_listed():
-    index = (DOCS / "notes" / "README.md").read_text()
-    assert [note.name for note in DOCS.glob("notes/*.md") if note.name != "README.md" and note.name not in index] == []
+def test_every_page_is_listed():
+    index, for_agents = (DOCS / "README.md").read_text(), (ROOT / "llms.txt").read_text()
+    assert [page.name for page in PAGES if page.name != "README.md" and f"({page.name})" not in index] == []
+    assert [page.name for page in PAGES if f"(docs/{page.name})" not in for_agents] == []
+
+
+def test_the_tables_of_the_site_are_complete():
+    flags = "\n".join(tables.flags())
+    assert all(f"| `--{field.name}` |" in flags for field in fields(arguments.RunArguments))
+    keys = "\n".join(tables.keys())
+    assert all(f"## {kit.name} " in keys for kit in kits.KITS)
+    assert "[trainer.py](../src/zerofit/train/trainer.py)" in (code := "\n".join(tables.code()))
+    assert patches.__doc__.splitlines()[0].rstrip(".") in code and code.count("| model/patches.py |") > 3
+    assert "cannot be combined with" in "\n".join(tables.compatibility())
+    assert "- `llama`: all checks pass" in tables.models()

@@ -111,10 +111,19 @@ def test_command_on_a_run(command, finished, tmp_path):
         assert Run(run).json("result.json")["world_size"] == 1
 
 
-def test_the_pages_made_from_the_code_are_in_step():
-    """docs/flags.md has every flag, docs/code.md every file."""
-    done = subprocess.run([sys.executable, "docs/generate.py", "--check"], cwd=ROOT, capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
+def test_the_numbers_are_those_of_the_results():
+    results = ROOT / "benchmarks" / "results"
+    rows = [[cell.strip() for cell in line.split("|")] for line in (results / "published.md").read_text().splitlines()]
+    one, several = (
+        next(row[2:] for row in rows if row[1:2] == [f"A and B, {kind}"]) for kind in ("one GPU", "several GPUs")
+    )
+    text = " ".join(README.split())
+    assert f"one GPU are {one[5].lstrip('+-')} off in the median ({one[6].lstrip('+-')} at worst)" in text
+    assert f"several GPUs {several[5].lstrip('+-')} ({several[6].lstrip('+-')})" in text
+    speeds = json.loads((results / "published-speeds.json").read_text())["summary"]["check"]
+    dense, mixtures = speeds["dense models"], speeds["mixtures of experts"]
+    assert f"{dense['median']:.0%} off in the median, {dense['within']:.0%} of {dense['n']} within 20%" in text
+    assert f"mixtures of experts {mixtures['median']:.0%}" in text
 
 
 def test_the_pages_build(tmp_path):
@@ -125,7 +134,7 @@ def test_the_pages_build(tmp_path):
 
 
 def test_every_make_variable_is_on_its_page():
-    page = (ROOT / "docs" / "make.md").read_text()
+    page = (ROOT / "docs" / "flags.md").read_text()
     for variable in (*make_variables.VARIABLES, "PYTHON", "ENV"):
         assert f"`{variable}`" in page, variable
 
@@ -135,5 +144,3 @@ def test_links_lead_somewhere():
     for file in pages:
         for link in re.findall(r"\]\((?!http)([^)#]+)\)", file.read_text()):
             assert (file.parent / link).exists(), f"{file.name}: {link}"
-    index = (ROOT / "docs" / "README.md").read_text()
-    assert not [page.name for page in ROOT.glob("docs/*.md") if page.name != "README.md" and page.name not in index]

@@ -219,7 +219,7 @@ def child_machine() -> list:
     if not CHECK:
         gpu = torch.cuda.get_device_properties(0)
         lines.insert(0, f"{gpu.name}, {gpu.total_memory / GIB:.1f} GiB, driver {gpu_job.nvidia_smi('driver_version')}")
-        lines.append(allocator.prove_expandable() or "allocator: the user's")
+        lines.append(allocator.check_expandable_segments() or "allocator: the user's")
     # It is saved, since a base is quantized while it is read.
     with torch.device(device):
         net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(FILES / "small"), dtype=torch.bfloat16)
@@ -229,7 +229,7 @@ def child_machine() -> list:
         for key, value in measure.all_of(
             device, known, calibrate.TINY if CHECK else measure.Sizes(seconds=0.04)
         ).items():
-            name, factor, unit = calibrate.SHOWN[key]
+            name, factor, unit = calibrate.TITLES[key]
             shown.append(f"{name} {value * factor:,.1f} for {(getattr(known, key) or 0) * factor:,.1f} {unit}")
     except Exception as e:
         failed.append(f"zerofit calibrate: {type(e).__name__}: {e}")
