@@ -1,4 +1,4 @@
-# Verbs only: src/zerofit/launch/make_variables.py says which variables a verb reads and which flags they become.
+# src/zerofit/launch/make_variables.py defines which variables a verb reads and which flags they become.
 SHELL := bash
 .DEFAULT_GOAL := help
 PYTHON ?= python3
@@ -16,10 +16,10 @@ STAMP := $(PREFIX)/.zerofit-installed
 DEV_STAMP := $(PREFIX)/.zerofit-dev-installed
 PEERS_STAMP := .venv-peers/.installed
 export PATH := $(abspath $(PREFIX))/bin:$(PATH)
-# It is set in many containers, and each process would compile all of zerofit again, which takes 3 s.
+# Many containers set it, and each process would then spend 3 s compiling zerofit.
 unexport PYTHONDONTWRITEBYTECODE
 
-# --- the variables of the command line, which the kit reads ---
+# --- the variables of the command line ---
 # They are exported literally: a $ in a value stays a $.
 GIVEN := $(sort $(foreach v,$(.VARIABLES),$(if $(filter command%,$(origin $v)),$v)))
 $(foreach v,$(filter-out SHELL MAKE%,$(GIVEN)),$(eval override export $v := $$(value $v)))
@@ -30,8 +30,8 @@ KIT = $(ANY_PYTHON) $(or $(wildcard src/zerofit/launch/make_variables.py),-m zer
 WITH_FLAGS = $(KIT) $@
 FROM_SRC = PYTHONPATH="$(CURDIR)/src$${PYTHONPATH:+:$$PYTHONPATH}"
 
-# make brings the Makefile up to date before any verb, and so runs this check first: what is wrong there is refused before
-# anything runs. `make`, `make help` and `make clean` alone need no Python.
+# make updates the Makefile before any verb, so this check rejects wrong variables before anything runs.
+# `make`, `make help` and `make clean` alone need no Python.
 ifneq ($(filter-out help clean,$(MAKECMDGOALS))$(GIVEN),)
 Makefile: check-variables
 	@$(ANY_PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' \
@@ -59,97 +59,94 @@ sft: ## fine-tune all weights (without MODEL and DATA: the bundled task)
 lora: ## fine-tune a LoRA adapter
 dpo: ## tune on preference pairs, after SFT (ARGS="--adapter lora --beta 0.1")
 pipeline: ## fine-tune all weights, the layers cut into PP=2 stages: for slow links between nodes
-launch: ## train with a recipe of your own: RECIPE=my_sft.py (docs/own_recipes.md)
+launch: ## train with a custom recipe: RECIPE=my_sft.py (docs/extending.md)
 resume: ## resume RUN=runs/x from its latest valid checkpoint (GPUS= ZERO= OFFLOAD= SP= RECIPE= may differ, ARGS="--more flags")
-convert: ## write FILE=theirs.yaml of axolotl, LLaMA-Factory, ms-swift, TRL ... in our names (OUT= ARGS="--gpus 8")
-export: ## write RUN=runs/x as a Hugging Face folder, compared with what was trained (MERGE=1 DTYPE=bf16 FOR=vllm OUT=)
+convert: ## convert FILE=theirs.yaml of axolotl, LLaMA-Factory, ms-swift, TRL ... for zerofit (OUT= ARGS="--gpus 8")
+export: ## export RUN=runs/x as a Hugging Face folder and verify its outputs (MERGE=1 DTYPE=bf16 FOR=vllm OUT=)
 chat: ## chat with RUN=runs/x in the terminal (ARGS="--temperature 0.7")
-eval: ## score RUN=runs/x and its base by lm-evaluation-harness: TASKS=gsm8k,my_tasks/ (GPUS=, EXTRAS=eval installs it)
-report: ## write report.html of RUN=runs/x, or of several side by side: RUN="runs/a runs/b" (ARGS="--every 30")
-watch: ## show RUN=runs/x in the terminal while it trains: loss, speed, memory, what broke
-slurm: ## submit a SLURM job that saves, is requeued and resumes (NODES=4 GPUS=8 RECIPE= SBATCH="--partition=x" SWEEP=file)
-status: ## show how the job of RUN=runs/x stands
-cancel: ## end the job of RUN=runs/x after a save (ARGS=--now: at once)
-show: ## print command, environment and arguments (make show lora GPUS=2 ...) without starting anything
-doctor: ## check what would break or slow down a run on this machine, with fixes (NODES= ARGS=--json)
+eval: ## score RUN=runs/x and its base with lm-evaluation-harness: TASKS=gsm8k,my_tasks/ (GPUS=, EXTRAS=eval installs it)
+report: ## write report.html of RUN=runs/x, or compare several: RUN="runs/a runs/b" (ARGS="--every 30")
+watch: ## show RUN=runs/x in the terminal while it trains: loss, speed, memory, failures
+slurm: ## submit a SLURM job that saves, requeues and resumes (NODES=4 GPUS=8 RECIPE= SBATCH="--partition=x" SWEEP=file)
+status: ## show the status of the job of RUN=runs/x
+cancel: ## end the job of RUN=runs/x after a save (ARGS=--now: immediately)
+show: ## print command, environment and arguments without starting anything (make show lora GPUS=2 ...)
+doctor: ## check this machine for problems that break or slow down a run, with fixes (NODES= ARGS=--json)
 plan: ## find the fastest setting that fits, without weights or GPU (MODEL= GPUS= NODES= GPU_TYPE=h100-80g METHOD=auto)
-calibrate: ## measure this machine's GPU in three minutes: plans use its rates, kept in the cache folder
-batch-size: ## find the largest micro batch that fits, by real steps on the longest rows (RECIPE= GPUS= MODEL= DATA= ARGS=)
-data: ## show what a run would train on (DATA= MODEL= ARGS=): lengths, loss spans, repeated rows
+calibrate: ## measure this machine's GPU in three minutes; plans then use the measured rates
+batch-size: ## find the largest micro batch that fits by running steps on the longest rows (RECIPE= GPUS= MODEL= DATA= ARGS=)
+data: ## show the training rows (DATA= MODEL= ARGS=): lengths, loss spans, repeated rows
 
-reproduce: $(STAMP) ## train and score a published recipe, beside its published scores: RECIPE=zephyr-sft (GPUS= ARGS=--dry)
+reproduce: $(STAMP) ## train and score a published recipe, next to its published scores: RECIPE=zephyr-sft (GPUS= ARGS=--dry)
 	@$(FROM_SRC) $(WITH_FLAGS) $(PY) examples/reproduce/run.py
 
-# --- of the repository; `zerofit init` lays down what stands above ---
+# --- repository only: `zerofit init` copies the part above ---
 .PHONY: install gpu-first plan-validate ledger lint test test-gpu test-cluster test-all test-versions models reliability
-.PHONY: bench-peers clean docs docs-serve site examples image image-cpu wheelhouse sbom audit
+.PHONY: bench-peers clean docs-serve site examples image image-cpu wheelhouse sbom audit
 install: ## install into .venv (PYTHON=python3.12) or the active environment (ENV=active); EXTRAS=dev
 	@rm -f "$(STAMP)"; $(MAKE) --no-print-directory "$(STAMP)"
 
 plan-validate: $(STAMP) ## compare plans with real runs (GPU: the allocator; CPU: every tensor)
 	@$(WITH_FLAGS) $(PY) benchmarks/plan.py
 
-ledger: $(STAMP) ## measure each memory technique beside its claim (MODEL= GPUS= SEQ= ARGS="--rounds 5")
+ledger: $(STAMP) ## measure each memory technique against its claim (MODEL= GPUS= SEQ= ARGS="--rounds 5")
 	@$(WITH_FLAGS) $(PY) benchmarks/ledger.py
 
-lint: $(DEV_STAMP) ## ruff, mypy; the workflows by their schema, the Dockerfile by hadolint
-	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy
+lint: $(DEV_STAMP) ## check code, types, workflows and the Dockerfile
+	@$(PY) -m ruff check . && $(PY) -m ruff format --check . && $(PY) -m mypy && $(PY) tests/wording.py
 	@$(PREFIX)/bin/check-jsonschema --quiet --builtin-schema vendor.github-workflows .github/workflows/*.yml
 	@! command -v hadolint >/dev/null || hadolint Dockerfile
 	@! command -v actionlint >/dev/null || actionlint
 
-test: $(DEV_STAMP) ## run the tests, three files at a time: much of a test waits (real DeepSpeed on two CPU processes)
+test: $(DEV_STAMP) ## run the tests, three files in parallel (real DeepSpeed on two CPU processes)
 	@$(PY) -m pytest -n 3 --dist loadfile --no-loadscope-reorder
 
 test-gpu: $(DEV_STAMP) ## run the tests that need a GPU (one is enough; 10 minutes)
 	@ZEROFIT_TEST_GPU=1 $(PY) -m pytest
 
-gpu-first: ## name what to run in the first minutes on a GPU machine
+gpu-first: ## print the commands for the first minutes on a GPU machine
 	@echo 'benchmarks/gpu/README.md: bash benchmarks/gpu/prepare.sh, then on the GPU machine bash benchmarks/gpu/first.sh'
 
-test-cluster: $(DEV_STAMP) ## run the tests with several nodes and a real SLURM (root, Debian; installs what they need)
+test-cluster: $(DEV_STAMP) ## run the tests with several nodes and a real SLURM (root, Debian; installs packages)
 	@tests/cluster/install.sh && tests/cluster/install_slurm.sh && $(PY) -m pytest -m cluster tests/cluster
 
-test-all: $(DEV_STAMP) ## run the long matrix too, each recipe in a fresh interpreter
+test-all: $(DEV_STAMP) ## run all tests including the long matrix, each recipe in a fresh interpreter
 	@$(PY) -m pytest --isolated -m 'not cluster and not gpu'
 
-reliability: $(DEV_STAMP) ## count faults, bad inputs and attacks that the tests try (ARGS="--slow --write": into docs/reliability.md)
+reliability: $(DEV_STAMP) ## count the faults, bad inputs and attacks in the tests (ARGS="--slow --write": into docs/reliability.md)
 	@$(WITH_FLAGS) $(PY) benchmarks/reliability.py
-
-docs: $(STAMP) ## write the pages that are made from the code (docs/flags.md, docs/code.md)
-	@$(PY) docs/generate.py
 
 examples: $(STAMP) ## plan every file of examples/ and write the tables of its README.md and of reproduce/
 	@$(PY) examples/generate.py && $(PY) examples/reproduce/plans.py
 
-docs-serve: $(DEV_STAMP) ## serve the pages at http://127.0.0.1:8000
-	@$(PY) docs/generate.py && $(PY) -m mkdocs serve
+docs-serve: $(DEV_STAMP) ## serve the docs at http://127.0.0.1:8000
+	@$(PY) -m mkdocs serve
 
 test-versions: $(DEV_STAMP) ## run the tests with the oldest and the newest allowed packages; writes docs/install.md (ARGS="--sets oldest")
 	@$(WITH_FLAGS) $(PY) tests/versions.py
 
-models: $(DEV_STAMP) ## try every class of transformers with a tiny model; writes docs/models.md (ARGS="--kinds llama --again")
+models: $(DEV_STAMP) ## test every class of transformers with a tiny model (ARGS="--kinds llama --again")
 	@$(WITH_FLAGS) $(PY) tests/matrix/matrix.py
 
 image: ## build a container image of this checkout for NVIDIA GPUs (IMAGE=zerofit:0.2.0)
 	@docker build --target cuda --tag "$${IMAGE:-zerofit:$(VERSION)}" .
 
-image-cpu: ## build one for machines without a GPU (IMAGE=zerofit:0.2.0-cpu ARGS="--build-arg TORCH_INDEX=...")
+image-cpu: ## build an image for machines without a GPU (IMAGE=zerofit:0.2.0-cpu ARGS="--build-arg TORCH_INDEX=...")
 	@$(WITH_FLAGS) docker build --target cpu --tag "$${IMAGE:-zerofit:$(VERSION)-cpu}" .
 
-wheelhouse: $(DEV_STAMP) ## gather the wheels of the tested set and of zerofit in wheelhouse/, to install without a network
+wheelhouse: $(DEV_STAMP) ## collect the wheels of zerofit and the tested set in wheelhouse/ for an offline installation
 	@$(WHEEL) torch setuptools wheel && $(WHEEL) --no-build-isolation --find-links wheelhouse .
 
 sbom: $(DEV_STAMP) ## write sbom.json (CycloneDX) of the tested set
 	@$(PREFIX)/bin/uvx --from cyclonedx-bom==7.5.0 cyclonedx-py requirements constraints.txt --output-file sbom.json
 
-audit: $(DEV_STAMP) ## look up known vulnerabilities of the tested set
+audit: $(DEV_STAMP) ## check the tested set for known vulnerabilities
 	@$(PREFIX)/bin/uvx pip-audit@2.10.1 --requirement constraints.txt --no-deps --disable-pip
 
 site: $(DEV_STAMP) ## build the pages into site/, links checked
-	@$(PY) docs/generate.py && $(PY) -m mkdocs build --strict --quiet
+	@$(PY) -m mkdocs build --strict --quiet
 
-bench-peers: $(STAMP) $(PEERS_STAMP) ## compare losses of SFT and DPO, then the speed of preparing data (ARGS=), with TRL in .venv-peers
+bench-peers: $(STAMP) $(PEERS_STAMP) ## compare SFT and DPO losses and the data preparation speed with TRL in .venv-peers (ARGS=)
 	@peers=.venv-peers/bin/python; $(PY) benchmarks/trl_parity.py --peers $$peers \
 		&& $(PY) benchmarks/trl_dpo.py --peers $$peers && $(WITH_FLAGS) $(PY) benchmarks/data.py --peers $$peers
 
@@ -159,29 +156,28 @@ clean: ## remove .venv, .venv-peers and caches (runs/ stays)
 VERSION = $(shell sed -n 's/^__version__ = "\(.*\)"/\1/p' src/zerofit/__init__.py)
 
 # --- installation: once, and again when the pins change ---
-# DeepSpeed's sdist is pure Python here, but its setup.py would look for the CUDA toolkit wherever a GPU is visible and end
-# in MissingCUDAException on a machine that has a driver only.
+# Without it DeepSpeed's setup.py fails with MissingCUDAException on machines with a GPU driver but no CUDA toolkit.
 WHEEL = DS_IGNORE_CUDA_DETECTION=1 $(PY) -m pip wheel --quiet --disable-pip-version-check -c constraints.txt --wheel-dir wheelhouse
-# The active environment gets no pins: what is there and above the floors stays.
+# The active environment is not pinned: packages above the minimum versions are kept.
 PIP = DS_IGNORE_CUDA_DETECTION=1 $(PY) -m pip install --quiet --disable-pip-version-check $(if $(filter active,$(ENV)),,-c constraints.txt)
 
 $(STAMP): pyproject.toml constraints.txt
 	@test "$(ENV)" = active || test -x "$(PY)" || $(PYTHON) -m venv "$(ENV)"
-	@echo 'installing $(if $(filter active,$(ENV)),what is missing or below its floor,the tested set from constraints.txt) into $(PREFIX)' \
+	@echo 'installing $(if $(filter active,$(ENV)),missing and outdated packages,the tested set from constraints.txt) into $(PREFIX)' \
 		'(2.4 GB at most, more with CUDA; a few minutes, once)'
-	@# torch is first: DeepSpeed's build looks for it, and a pinned torch keeps the resolver from fetching another.
+	@# torch goes first: DeepSpeed's build needs it, and its pin keeps the resolver from fetching another version.
 	@echo '  1 of 2: torch, the largest part'
 	@$(PIP) torch setuptools wheel
-	@echo "  2 of 2: transformers, DeepSpeed, peft and what they need$${EXTRAS:+, with $$EXTRAS}"
+	@echo "  2 of 2: transformers, DeepSpeed, peft and their dependencies$${EXTRAS:+, with $$EXTRAS}"
 	@$(PIP) -e ".$${EXTRAS:+[$$EXTRAS]}"
 	@touch "$@"
 
 $(DEV_STAMP): $(STAMP)
-	@echo 'installing what the tests need (pytest, ruff, ...)'
+	@echo 'installing the test tools (pytest, ruff, ...)'
 	@$(PIP) -e '.[dev]'
 	@touch "$@"
 
-# What zerofit is measured against has the same pins, and is never in zerofit's own environment.
+# The peers use the same pins in a separate environment.
 $(PEERS_STAMP): constraints.txt
 	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	@echo 'installing TRL into .venv-peers (a few minutes, once)'

@@ -66,7 +66,7 @@ def main() -> None:
                  "--zero", str(zero), "--offload", offload, "--per_device_train_batch_size", "1",
                  "--effective_batch_size", str(ranks)]  # fmt: skip
         (candidate,) = candidates.candidates(method, parse.request(candidates.recipe_of(method), flags), ranks, gpu)
-        predict.ask(candidate)
+        predict.simulate_candidate(candidate)
         settings = resolve.resolve(candidate.request, ranks, gpu)
         simulated = max(candidate.answer["total"].values())
         said = {"closed forms": sum(candidate.formula.values())} | others(

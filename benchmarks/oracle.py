@@ -3,9 +3,9 @@
 python benchmarks/oracle.py                      # all 44 cases
 python benchmarks/oracle.py --only lora experts  # those whose names hold one of the words
 
-The loop takes one row after another, without padding, in the order that docs/certificate.md gives; cross entropy, router
-loss, LoRA, clipping, AdamW and the schedule are written out here. transformers builds the models, which give logits and
-router logits. Compared are loss, gradient norm and learning rate of each step, the final weights, and the eval loss.
+The loop takes one row after another, without padding, in the order of docs/certificate.md. Cross entropy, router loss,
+LoRA, clipping, AdamW and the schedule are written out here; transformers builds the models, which give logits and
+router logits. It compares loss, gradient norm and learning rate of each step, the final weights, and the eval loss.
 Prints the largest relative difference of each and exits with 1 when one is beyond its bound.
 """
 

@@ -114,7 +114,7 @@ def contexts() -> list[dict]:
 
 def node_of(point: dict) -> int:
     """Return the GPUs of a node."""
-    return int(point["node"] or min(int(point["gpus"]), gpu_memory.GPUS_OF_A_NODE))
+    return int(point["node"] or min(int(point["gpus"]), gpu_memory.GPUS_PER_NODE))
 
 
 def _expandable(point: dict) -> bool:
@@ -174,13 +174,13 @@ def _simulated(point: dict, candidate, gpu, hooks: tuple[str, ...] = ()) -> dict
     """
     setting, shape, ranks = candidate.setting, candidate.shape, int(point["gpus"])
     segments = _has_segments(point)
-    for whole in sorted({segments and shape.layers <= predict.LAYERS_OF_CHOSEN, segments}):
+    for whole in sorted({segments and shape.layers <= predict.MAX_LAYERS_OF_CHOSEN, segments}):
         question = simulate.Question(candidate.request, ranks, gpu=gpu, before_training=hooks)
-        answer = predict.answer_of(question, shape, zero=setting.zero, every=setting.every, whole=whole)
+        answer = predict.answer_of(question, shape, zero=setting.zero, every=setting.every, all_layers=whole)
         if isinstance(answer, Exception):
             return {"failed": str(answer)}
         candidate.answer = answer | {"rank": 0}
-        if not predict.needs_all_layers(candidate, gpu_memory.room(gpu, ranks)):
+        if not predict.needs_all_layers(candidate, gpu_memory.allocator_capacity(gpu, ranks)):
             break
     return _figures(candidate, ranks, node_of(point), gpu)
 
@@ -195,14 +195,14 @@ def with_expandable_segments(point: dict) -> dict[str, int]:
     gpu, ranks = hardware.find(point["gpu"]), int(point["gpus"])
     (candidate,) = candidates.candidates(point["method"], request_of(point), ranks, gpu)
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
-    predict.ask(candidate, gpu_memory.room(gpu, ranks))
+    predict.simulate_candidate(candidate, gpu_memory.allocator_capacity(gpu, ranks))
     return {} if candidate.failed else {"least": candidate.peak, "reserved": candidate.reserved}
 
 
 def margins(plans: dict[str, dict]) -> dict:
     """Return what margins.json has: how many times their closed form's bytes jobs need by simulation.
 
-    Of jobs that the closed forms may decide about (candidates.is_described). low and high leave out a twentieth each.
+    Only jobs that the closed forms may decide (candidates.formulas_suffice). low and high leave out a twentieth each.
     """
     needed: dict[str, list[tuple[float, float]]] = {}
     for point in points():
@@ -211,7 +211,7 @@ def margins(plans: dict[str, dict]) -> dict:
             continue
         gpu, ranks = hardware.find(point["gpu"]), int(point["gpus"])
         (candidate,) = candidates.candidates(point["method"], request_of(point), ranks, gpu)
-        if not candidates.is_described(candidate):
+        if not candidates.formulas_suffice(candidate):
             continue
         outside = sum(gpu_memory.outside_allocator(gpu, ranks, node_of(point)).values())
         form, stage = candidate.by_formula, "stage 3" if candidate.setting.zero == 3 else "below stage 3"
@@ -237,7 +237,7 @@ def write_margins(record: dict, simulates: bool) -> None:
     """Write margins.json. simulates: first what the sample lacks."""
     plans, store = record["plans"], RESULTS / "published.json"
     sample = [point["id"] for point in points()][::SAMPLE]
-    with simulate.reused():
+    with simulate.reuse_process():
         for point in points() if simulates else []:
             planned = plans.get(point["id"], {})
             if point["id"] in sample and "least" in planned and "expandable" not in planned:
@@ -514,7 +514,7 @@ def main() -> None:
     for point in chosen if given.again else []:
         if point["id"] in plans:
             plans[point["id"]] = with_arithmetic_of_today(point, plans[point["id"]])
-    with simulate.reused():
+    with simulate.reuse_process():
         for point in chosen if given.missing or not given.again else []:
             if plans.get(point["id"], {}).get("simulation") == SIMULATION:
                 continue

@@ -122,7 +122,7 @@ def _rows(file: str) -> list[dict]:
 # --- what the plan says ---
 
 
-def of_job(row: dict) -> tuple[formulas.Shape, formulas.Setting, hardware.Gpu, int]:
+def of_job(row: dict) -> tuple[formulas.Shape, formulas.PlanPoint, hardware.Gpu, int]:
     """Return shape, setting, GPU and tokens of a row, of a run that has flags."""
     gpu, ranks = hardware.find(row["gpu"]), int(row["gpus"])
     own = {**row, "flags": " ".join([row["flags"], *AS_PUBLISHED["sft" if row["method"] == "sft" else "lora"]])}
@@ -149,7 +149,7 @@ def _peft(kernels: Kernels, row: dict) -> Kernels:
     return kernels
 
 
-def _with_modules(shape: formulas.Shape, setting: formulas.Setting, method: str):
+def _with_modules(shape: formulas.Shape, setting: formulas.PlanPoint, method: str):
     """Return shape and setting of a mixture whose experts are modules of their own, as transformers before 5 had them.
 
     A packed base packs them too, and Python calls one after the other.
@@ -182,7 +182,7 @@ def _narrow(product: Product, hidden: int) -> int:
     return min(product.wide, product.out) if hidden not in (product.wide, product.out) else hidden
 
 
-def of_dimensions(row: dict) -> tuple[formulas.Shape, formulas.Setting, hardware.Gpu, int]:
+def of_dimensions(row: dict) -> tuple[formulas.Shape, formulas.PlanPoint, hardware.Gpu, int]:
     """Return the same of a run of FSDP, which gathers and reduces whole layers at any number of GPUs."""
     n = {name: int(row[name]) for name in row if row[name].isdigit()}
     is_mpt = LLM_FOUNDRY in row["url"]
@@ -194,7 +194,7 @@ def of_dimensions(row: dict) -> tuple[formulas.Shape, formulas.Setting, hardware
         n["parameters"], 0, n["vocabulary"] * n["hidden"], **sizes, by_layer=(layer,) * n["layers"], work=operations
     )
     tokens = n["micro"] * n["length"]
-    setting = formulas.Setting(
+    setting = formulas.PlanPoint(
         3, "none", EVERY[row["checkpointing"]], n["micro"], tokens, n["accumulation"], n["gpus"],
         whole_layers=True, kernels=Kernels(stops_early=False, fused_loss=is_mpt, attention=FLASH_1 if is_mpt else 1.0),
     )  # fmt: skip
@@ -210,12 +210,12 @@ def measure(rows: list[dict]) -> list[dict]:
 def _point(row: dict) -> dict:
     has_flags = "flags" in row
     shape, setting, gpu, length = (of_job if has_flags else of_dimensions)(row)
-    priced = step.of(shape, setting, gpu, length)
+    priced = step.estimate_step(shape, setting, gpu, length)
     told = float(row["tokens_per_second"]) / setting.ranks if has_flags else float(row["tokens_per_second_a_gpu"])
     predicted = setting.tokens * setting.accumulation / priced.seconds
     return {
         "id": row["id"], "half": half(row["id"]), "gpu": row["gpu"], "gpus": setting.ranks, "model": row["model"],
-        "kind": accuracy.kind_of(shape), "source": row.get("source") or "/".join(row["url"].split("/")[3:5]),
+        "kind": accuracy.job_kind(shape), "source": row.get("source") or "/".join(row["url"].split("/")[3:5]),
         "url": row["url"], "counted": row.get("counted", "yes") == "yes",
         "note": "; ".join(filter(None, (row.get("alike"), row["note"]))), "published": told, "predicted": predicted,
         "error": predicted / told - 1,
@@ -342,7 +342,7 @@ def write(points: list[dict]) -> None:
     """Write the result, the page, and what plans print of their error."""
     record = {"machine": facts(), "summary": summary(points), "points": points}
     RESULT.write_text(json.dumps(record, indent=1) + "\n")
-    kept = [{"chip": accuracy.chip_of(p["gpu"]), "kind": p["kind"], "error": round(p["error"], 3)}
+    kept = [{"chip": accuracy.chip_name(p["gpu"]), "kind": p["kind"], "error": round(p["error"], 3)}
             for p in counted(points) if AS_MODULES not in p["note"]]  # fmt: skip
     lines = ",\n".join(f"  {json.dumps(p)}" for p in kept)
     about = "both halves of benchmarks/results/published-speeds.md, as the kit would run them"

@@ -126,10 +126,11 @@ def measure(gpu, answers: dict) -> list[dict]:
     return rows
 
 
-def _setting(zero: int, hpz: int, ranks: int, accumulation: int = 1, micro: int = MICRO) -> formulas.Setting:
+def _setting(zero: int, hpz: int, ranks: int, accumulation: int = 1, micro: int = MICRO) -> formulas.PlanPoint:
     whole = limits.ANY_SIZE if zero == 3 and ranks > limits.FULL_LAYERS_ABOVE_RANKS else 0
     tokens = micro * LENGTH
-    return formulas.Setting(zero, "none", 1, micro, tokens, accumulation, ranks, node=NODE, hpz=hpz, whole_layers=whole)
+    more = {"node": NODE, "hpz": hpz, "whole_layers": whole}
+    return formulas.PlanPoint(zero, "none", 1, micro, tokens, accumulation, ranks, **more)
 
 
 def limit(gpu, ranks: int) -> int:

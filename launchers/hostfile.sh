@@ -4,12 +4,11 @@
 #   launchers/hostfile.sh --hosts hostfile recipes/sft.py --zero 3 --model Qwen/Qwen3-8B --data data.jsonl
 #
 # --hosts             one line per host: host1 slots=8
-# --include --exclude host1@host2:0,2: use only these, or all but these (slots are GPUs)
-# --master_addr       name or address of the first host, if the others reach it by another one than the hostfile's
-# --ssh               ssh command: "ssh -p 2222" (that it needs no password is checked first)
+# --include --exclude host1@host2:0,2: hosts and GPUs to use or exclude
+# --master_addr       address of the first host for the others, if it differs from the hostfile
+# --ssh               ssh command: "ssh -p 2222" (it must not need a password)
 #
-# Every host needs this folder and this environment at the same path. Tokens are sent through the connection, not
-# through files.
+# Every host needs this folder and this environment at the same path. Tokens are sent through the connection, not files.
 # It only places processes: ZeRO stage, precision and batch belong to the recipe.
 # PYTHON: interpreter of the environment in which zerofit is installed.
 set -euo pipefail

@@ -1,4 +1,4 @@
-"""Run a recipe in the workers of Ray Train (docs/ray.md); 4:8 workers are as many as there are GPUs for.
+"""Run a recipe in the workers of Ray Train (docs/multinode.md); 4:8 workers scale with the available GPUs.
 
 python launchers/ray_train.py 8 recipes/sft.py --zero 3 --data /shared/data.jsonl --output_dir /shared/run
 """
@@ -15,13 +15,13 @@ from ray.train.torch import TorchTrainer
 
 
 def train(job: dict) -> None:
-    """Run the recipe in this worker as torchrun would; Ray has numbered the ranks and opened their process group."""
+    """Run the recipe in this worker like torchrun; Ray has set the ranks and created their process group."""
     from zerofit.base.rank_status import StopRequest
 
-    # Ray calls this in a thread, and Python hears signals in the main thread only, which waits for calls of the worker.
+    # Ray calls this in a thread, but Python handles signals only in the main thread, which runs the worker's calls.
     worker = ray.get_runtime_context().current_actor
     ray.get(worker.__ray_call__.remote(lambda _: signal.signal(signal.SIGTERM, lambda *_: StopRequest.ask()) and None))
-    os.environ.setdefault("TORCHELASTIC_RUN_ID", "ray")  # started again on other ranks, the run keeps its batch
+    os.environ.setdefault("TORCHELASTIC_RUN_ID", "ray")  # a restart on a different number of ranks keeps the batch
     os.chdir(job["folder"])
     sys.argv = job["words"]
     runpy.run_path(sys.argv[0], run_name="__main__")

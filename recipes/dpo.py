@@ -23,7 +23,7 @@ RECIPE = Recipe(
 )
 
 if __name__ == "__main__":
-    entrypoint.check_early(RECIPE)  # --help and missing files, before the next lines import torch: it takes seconds
+    entrypoint.check_early(RECIPE)  # --help and missing files, before the slow import of torch
 
 from zerofit import recipe
 from zerofit.certificate.data import check_data
@@ -38,7 +38,7 @@ def main() -> None:
     # --- arguments: flags, YAML and DeepSpeed JSON, checked before anything is loaded ---
     settings = recipe.parse(RECIPE)
 
-    # --- tokenizer and pairs: tokenized once, every rank maps the same file ---
+    # --- tokenizer and pairs: tokenized once, all ranks map the same file ---
     tokenizer = load_tokenizer(settings)
     train_set, eval_set = load_datasets(settings, tokenizer)
     check_data(settings, train_set, eval_set, tokenizer)
@@ -49,7 +49,7 @@ def main() -> None:
     if settings.adapter:
         model = add_adapter(model, settings, tokenizer)
 
-    # --- train; the reference: the model with its adapter off, or log-probabilities computed before the first step ---
+    # --- train; the reference is the model without its adapter, or log-probabilities from before the first step ---
     recipe.open_run_folder(settings, train_set, eval_set)
     trainer = ZerofitTrainer(settings, model, tokenizer, training_args, train_set, eval_set)
     with failures_reported(trainer):

@@ -1,4 +1,4 @@
-"""Fine-tune a LoRA adapter; the model's own weights stay frozen.
+"""Supervised fine-tuning of a LoRA adapter on a frozen model.
 
 make lora                                       # the bundled task, one process
 make lora GPUS=2 ZERO=2 MODEL=Qwen/Qwen3-8B DATA=data.jsonl ARGS="--lora_r 32"
@@ -23,7 +23,7 @@ RECIPE = Recipe(
 )
 
 if __name__ == "__main__":
-    entrypoint.check_early(RECIPE)  # --help and missing files, before the next lines import torch: it takes seconds
+    entrypoint.check_early(RECIPE)  # --help and missing files, before the slow import of torch
 
 from zerofit import recipe
 from zerofit.certificate.data import check_data
@@ -38,7 +38,7 @@ def main() -> None:
     # --- arguments: flags, YAML and DeepSpeed JSON, checked before anything is loaded ---
     settings = recipe.parse(RECIPE)
 
-    # --- tokenizer and data: tokenized once, every rank maps the same file ---
+    # --- tokenizer and data: tokenized once, all ranks map the same file ---
     tokenizer = load_tokenizer(settings)
     train_set, eval_set = load_datasets(settings, tokenizer)
     check_data(settings, train_set, eval_set, tokenizer)

@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of all weights, the model's layers cut into stages: for slow links between nodes.
+"""Supervised full fine-tuning with pipeline parallelism, for slow links between nodes.
 
 make pipeline PP=2                              # the bundled task, two processes
 make pipeline PP=2 GPUS=4 MODEL=Qwen/Qwen3-8B DATA=data.jsonl
@@ -11,7 +11,7 @@ from zerofit import Recipe, entrypoint
 
 RECIPE = Recipe(
     "pipeline",
-    # What a pipeline cannot do is off; asked for by name, it is refused (parallel/pipeline.py).
+    # Unsupported features are off by default, and explicit requests are rejected (parallel/pipeline.py).
     defaults={"learning_rate": 2e-5, "num_samples": 0, "canary": False},
     common=("pp_size", "gradient_accumulation_steps"),
     trainer="zerofit.train.pipeline_trainer:PipelineTrainer",
@@ -20,7 +20,7 @@ RECIPE = Recipe(
 )
 
 if __name__ == "__main__":
-    entrypoint.check_early(RECIPE)  # --help and missing files, before the next lines import torch: it takes seconds
+    entrypoint.check_early(RECIPE)  # --help and missing files, before the slow import of torch
 
 from zerofit import recipe
 from zerofit.certificate.data import check_data
@@ -34,16 +34,16 @@ def main() -> None:
     # --- arguments: flags, YAML and DeepSpeed JSON, checked before anything is loaded ---
     settings = recipe.parse(RECIPE)
 
-    # --- tokenizer and data: tokenized once, every rank maps the same file ---
+    # --- tokenizer and data: tokenized once, all ranks map the same file ---
     tokenizer = load_tokenizer(settings)
     train_set, eval_set = load_datasets(settings, tokenizer)
     check_data(settings, train_set, eval_set, tokenizer)
 
-    # --- process group and transformers' arguments; each rank loads the layers of its stage only ---
+    # --- process group and transformers' arguments; each rank loads only the layers of its stage ---
     training_args = recipe.start_processes(settings, train_set, eval_set)
     stage = load_stage(settings, tokenizer)
 
-    # --- train: micro batches pass through the stages one behind the other ---
+    # --- train: micro batches pass through the stages one after another ---
     recipe.open_run_folder(settings, train_set, eval_set)
     trainer = PipelineTrainer(settings, stage, tokenizer, training_args, train_set, eval_set)
     with failures_reported(trainer):

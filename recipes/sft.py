@@ -1,4 +1,4 @@
-"""Supervised fine-tuning of all weights.
+"""Supervised full fine-tuning.
 
 make sft                                        # the bundled task, one process
 make sft GPUS=4 ZERO=3 MODEL=Qwen/Qwen3-8B DATA=data.jsonl
@@ -18,7 +18,7 @@ RECIPE = Recipe(
 )
 
 if __name__ == "__main__":
-    entrypoint.check_early(RECIPE)  # --help and missing files, before the next lines import torch: it takes seconds
+    entrypoint.check_early(RECIPE)  # --help and missing files, before the slow import of torch
 
 from zerofit import recipe
 from zerofit.certificate.data import check_data
@@ -32,7 +32,7 @@ def main() -> None:
     # --- arguments: flags, YAML and DeepSpeed JSON, checked before anything is loaded ---
     settings = recipe.parse(RECIPE)
 
-    # --- tokenizer and data: tokenized once, every rank maps the same file ---
+    # --- tokenizer and data: tokenized once, all ranks map the same file ---
     tokenizer = load_tokenizer(settings)
     train_set, eval_set = load_datasets(settings, tokenizer)
     check_data(settings, train_set, eval_set, tokenizer)

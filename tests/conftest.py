@@ -64,7 +64,7 @@ def pytest_configure(config):
     from zerofit.base import hardware
 
     if not torch.cuda.is_available():
-        pytest.exit(f"ZEROFIT_TEST_GPU: {hardware.why_torch_sees_none() or 'torch sees no GPU here'}", 2)
+        pytest.exit(f"ZEROFIT_TEST_GPU: {hardware.why_no_gpu() or 'torch sees no GPU here'}", 2)
     config.option.markexpr = "gpu"
 
 
@@ -116,7 +116,7 @@ def clean_environment(tmp_path_factory):
 @contextlib.contextmanager
 def process_as_before():
     """Restore the signals that a rank hears (rank_status.StopRequest), and the environment: processes inherit both."""
-    handlers = {number: signal.getsignal(number) for number in rank_status.ASKS_TO_SAVE}
+    handlers = {number: signal.getsignal(number) for number in rank_status.SAVE_SIGNALS}
     environment = dict(os.environ)
     yield
     for number, handler in handlers.items():

@@ -40,7 +40,7 @@ def test_a_flag_with_several_values_is_named():
         "--zero",
         "2",
     ]
-    assert command_line.repeated(flags) == ["zero 2: the last one given; before it, 3"]
+    assert command_line.repeated(flags) == ["zero 2: the last value wins; before it, 3"]
 
 
 def test_put_replaces_a_flag():
@@ -49,7 +49,7 @@ def test_put_replaces_a_flag():
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize("said", ["--max_steps {}: must be a whole number.", "--new_tokens '{}': it has it already."])
+@pytest.mark.parametrize("said", ["--max_steps {}: must be an integer.", "--new_tokens '{}': it has it already."])
 def test_a_value_of_thousands_of_letters_is_not_printed_whole(said, capsys):
     def main():
         raise UserError(said.format("9" * 6000))

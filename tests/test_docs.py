@@ -7,12 +7,14 @@ from dataclasses import fields
 import pytest
 from conftest import ROOT
 
-from zerofit.config import arguments
+from zerofit.config import arguments, parse
 from zerofit.convert import kits
+from zerofit.job import program
+from zerofit.launch import make_variables
 from zerofit.model import patches
 
 sys.path.insert(0, str(ROOT / "docs"))
-import tables  # noqa: E402
+import tables
 
 DOCS = ROOT / "docs"
 PAGES = sorted(DOCS.rglob("*.md"))
@@ -56,3 +58,35 @@ def test_the_tables_of_the_site_are_complete():
     assert patches.__doc__.splitlines()[0].rstrip(".") in code and code.count("| model/patches.py |") > 3
     assert "cannot be combined with" in "\n".join(tables.compatibility())
     assert "- `llama`: all checks pass" in tables.models()
+
+
+# Flags of other programs (torchrun, deepspeed, pip, docker, sbatch, kubectl, hf, lm_eval, rsync), and of tables.
+OTHER_FLAGS = """
+    nproc_per_node nnodes rdzv_backend rdzv_id rdzv_endpoint signals-to-handle shutdown-timeout max-restarts num_gpus
+    from no-deps no-binary no-index find-links rm shm-size ulimit volume build-arg ntasks ntasks-per-node nodes
+    gpus-per-node cpus-per-task time signal requeue open-mode kill-on-bad-exit partition account from-literal private
+    model_args apply_chat_template ignore-existing loss_factor disk help version
+"""
+
+
+def known_flags() -> set[str]:
+    """Return the flags of all recipes and verbs, without dashes."""
+    recipes = {name for recipe in program.kit().values() for name in parse.argument_names(recipe)}
+    files = [file for folder in ("src", "examples", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
+    verbs = {flag for file in files for flag in re.findall(r"--([a-z][\w-]*)", file.read_text())}
+    return recipes | verbs | {*OTHER_FLAGS.split()}
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+def test_flags_and_make_lines_of_a_page_exist(page):
+    text = page.read_text()
+    flags = {flag.rstrip("-") for flag in re.findall(r"(?<![\w-])--([a-zA-Z][\w-]*)", text)}
+    assert flags - known_flags() == set(), "flags that no program has"
+    for line in re.findall(r"^(?:    |\w+\$ )?(make [^`\n]*?)(?: +#.*)?$", text, re.M):
+        words = re.split(r" ARGS=| & ", line)[0].split()[1:]
+        for word in words:
+            name, is_variable, _ = word.partition("=")
+            if is_variable and name.isupper():
+                assert name in make_variables.VARIABLES, line
+            elif not is_variable and word.isidentifier():
+                assert word in (*make_variables.VERBS, "show", "help"), line

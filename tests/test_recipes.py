@@ -3,7 +3,7 @@
 import ast
 
 import pytest
-from conftest import ROOT
+from conftest import ROOT, TINY, Run, recipe_process
 
 FILES = [
     *sorted((ROOT / "recipes").glob("*.py")),
@@ -35,3 +35,17 @@ def test_every_recipe_takes_the_same_steps(file):
     expected = steps(ROOT / "recipes" / "sft.py")
     assert len(expected) > 10 and expected[0] == "recipe.parse" and expected[-1] == "write_result"
     assert steps(file) == expected
+
+
+def test_a_run_prints_decisions_on_typed_arguments_and_keeps_the_rest(tmp_path):
+    flags = ["--max_steps", "1", "--eval_strategy", "no", "--num_samples", "0", "--data", str(TINY / "train.jsonl")]
+    short = recipe_process("sft", *flags, "--output_dir", str(tmp_path / "short"))
+    typed = recipe_process("sft", *flags, "--fused_loss", "auto", "--output_dir", str(tmp_path / "typed"))
+    verbose = recipe_process("sft", *flags, "--verbose", "true", "--output_dir", str(tmp_path / "verbose"))
+    decisions = Run(tmp_path / "short").json("run.json")["decisions"]
+    hidden = next(sentence for sentence in decisions if sentence.startswith("padding_free "))
+    assert short.stdout.index("\nstep 1/1") and hidden not in short.stdout
+    assert len(short.stdout.partition("\nstep 1/1")[0].splitlines()) <= 12
+    assert short.stdout.count("certificate: ") == 2 and "  holds " not in short.stdout
+    assert "  - fused_loss " in typed.stdout and "  - fused_loss " not in short.stdout
+    assert hidden in verbose.stdout and "  holds " in verbose.stdout

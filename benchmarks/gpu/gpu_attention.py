@@ -3,8 +3,8 @@
 python benchmarks/gpu/gpu_attention.py                       # a few minutes; 20 GB of GPU memory
 python benchmarks/gpu/gpu_attention.py --only 'packed|copies' --out runs/my-report
 
-Forward and backward where there is one. benchmarks/attention.py compares torch's back ends on one document, and
-benchmarks/loss.py the losses; tests/gpu tests the results. Memory is the allocator's peak above the bytes before.
+Times forward and backward, if there is one. benchmarks/attention.py compares torch's back ends on one document,
+benchmarks/loss.py the losses; tests/gpu tests the results. Memory is the increase of the allocator's peak.
 """
 
 import re
@@ -24,25 +24,25 @@ from zerofit.optim import bf16_adamw
 ROUNDS = 7
 UNITS = {"TFLOP/s": 1e12, "GB/s": 1e9}
 TOKENS, HEADS, KEY_HEADS, WIDTH = 16384, 32, 8, 128
-IN, OUT = 4096, 14336  # of the linear layer
+IN, OUT = 4096, 14336  # sizes of the linear layer
 
 
 def row(name: str, run, amount: float, unit: str) -> list:
-    """Time `run` and format its line of the table; amount: of FLOPs or bytes in a run."""
+    """Time `run` and format its table row; amount: FLOPs or bytes per run."""
     try:
         run()  # compiles and allocates
-        taken = [time_and_peak(run, "cuda") for _ in range(ROUNDS)]
-    except RuntimeError as error:  # out of memory is one too
+        measured = [time_and_peak(run, "cuda") for _ in range(ROUNDS)]
+    except RuntimeError as error:  # including out of memory
         return [name, None, f"{error}".splitlines()[0][:160], None]
-    seconds, peak_bytes = statistics.median(s for s, _ in taken), max(p for _, p in taken)
+    seconds, peak_bytes = statistics.median(s for s, _ in measured), max(p for _, p in measured)
     return [name, f"{seconds * 1e3:.2f}", f"{amount / seconds / UNITS[unit]:,.1f} {unit}", f"{peak_bytes / GIB:.2f}"]
 
 
 def with_flash_3(name: str, run, amount: float) -> list:
-    """Time `run` as `row` does, by FlashAttention 3 in place of 2."""
+    """Time `run` like `row`, but with FlashAttention 3 instead of 2."""
     try:
         torch.nn.attention.activate_flash_attention_impl("FA3")
-    except Exception as error:  # its package is not there, or not for this GPU
+    except Exception as error:  # the package is missing or does not support this GPU
         return [name, None, f"{error}".splitlines()[0][:160], None]
     try:
         return row(name, run, amount, "TFLOP/s")
@@ -55,7 +55,7 @@ def numbers(*shape: int, dtype=torch.bfloat16) -> torch.Tensor:
 
 
 def packed(documents: int) -> list[list]:
-    """Time attention on 16k tokens: zerofit's varlen kernel on packed documents, and sdpa on as many rows."""
+    """Time attention on 16k tokens: zerofit's varlen kernel on packed documents, sdpa on the same number of rows."""
     length = TOKENS // documents
     leaves = [numbers(1, heads, TOKENS, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
     rows = [numbers(documents, heads, length, WIDTH) for heads in (HEADS, KEY_HEADS, KEY_HEADS)]
@@ -70,7 +70,7 @@ def packed(documents: int) -> list[list]:
         more = {"cu_seq_lens_q": bounds, "max_length_q": length}
         backward(attention.packed_attention(None, *leaves, None, scaling=WIDTH**-0.5, **more)[0], leaves)
 
-    ways = {
+    kernels = {
         "varlen (zerofit)": varlen,
         "sdpa, causal": lambda: backward(F.scaled_dot_product_attention(*rows, is_causal=True, enable_gqa=True), rows),
         "sdpa, mask": lambda: backward(F.scaled_dot_product_attention(*repeated, attn_mask=mask), repeated),
@@ -78,12 +78,12 @@ def packed(documents: int) -> list[list]:
     # Causal: half of both products; forward once, backward 2.5 times.
     flops = 3.5 * 2 * length * length * WIDTH * HEADS * documents
     prefix = f"attention, {documents} x {length} tokens"
-    timed = [row(f"{prefix}, {name}", way, flops, "TFLOP/s") for name, way in ways.items()]
+    timed = [row(f"{prefix}, {name}", kernel, flops, "TFLOP/s") for name, kernel in kernels.items()]
     return [*timed, with_flash_3(f"{prefix}, varlen (zerofit), FlashAttention 3", varlen, flops)]
 
 
 def adapted(dtype: torch.dtype | None, autocast: bool = False, cast: bool = True) -> list[list]:
-    """Time a linear layer on 16k tokens, bare or with adapters of a type; cast: PEFT casts the input to that type."""
+    """Time a linear layer on 16k tokens, plain or with adapters of a dtype; cast: PEFT casts the input to it."""
     from peft import LoraConfig, get_peft_model
     from peft.helpers import disable_input_dtype_casting
 
@@ -106,7 +106,7 @@ def adapted(dtype: torch.dtype | None, autocast: bool = False, cast: bool = True
 
 
 def adamw(kind: str, dtype: torch.dtype, count: int = 10**9, device: str = "cuda") -> list[list]:
-    """Time a step over `count` numbers; on the CPU it is the step of --offload optimizer."""
+    """Time a step over `count` numbers; on the CPU this is the step of --offload optimizer."""
     p = torch.nn.Parameter(torch.randn(count, device=device, dtype=dtype))
     p.grad = torch.randn(count, device=device, dtype=dtype)
     optimizer = bf16_adamw.AdamW([p], lr=1e-5) if kind == "zerofit" else torch.optim.AdamW([p], lr=1e-5, fused=True)
@@ -115,7 +115,7 @@ def adamw(kind: str, dtype: torch.dtype, count: int = 10**9, device: str = "cuda
 
 
 def copies() -> list[list]:
-    """Time copies of 1.1 GiB from and to pinned memory, and from pageable memory."""
+    """Time copies of 1.1 GiB to and from pinned memory, and from pageable memory."""
     size = int(1.1 * GIB)
     pinned, pageable = (torch.empty(size, dtype=torch.uint8, pin_memory=pin).fill_(1) for pin in (True, False))
     on_gpu = torch.empty(size, dtype=torch.uint8, device="cuda")
@@ -135,16 +135,16 @@ SECTIONS = [
 
 
 def main() -> None:
-    given = gpu_job.parser(__doc__, "gpu-attention", budget_seconds=480).parse_args()
+    args = gpu_job.parser(__doc__, "gpu-attention", budget_seconds=480).parse_args()
     attention.avoid_wrong_kernels(SimpleNamespace(use_cpu=False, decisions=[]))
     facts, began, rows = gpu_job.facts(), time.monotonic(), []
     for section, arguments in SECTIONS:
-        if re.search(given.only, section.__name__) and time.monotonic() - began < given.budget:
+        if re.search(args.only, section.__name__) and time.monotonic() - began < args.budget:
             rows += section(*arguments)
             torch.cuda.empty_cache()
     lines = [f"Medians of {ROUNDS} rounds.", "", *gpu_job.table(["what", "ms", "speed", "peak GiB"], rows)]
     title = "Attention, adapters, optimizers and copies on one GPU"
-    gpu_job.save(given.out, "gpu-attention", title, lines, {"machine": facts, "rows": rows})
+    gpu_job.save(args.out, "gpu-attention", title, lines, {"machine": facts, "rows": rows})
 
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""Run a recipe as a process, follow its logged steps and the GPU's memory, and write a report.
+"""Run a recipe as a process, monitor its logged steps and the GPU's memory, and write a report.
 
 Shared by the GPU benchmarks and tests/gpu.
 """
@@ -21,7 +21,7 @@ import machine
 import psutil
 from machine import ROOT, TINY_MODEL
 
-# Read before tests/conftest.py replaces it: packages may come from there.
+# Read before tests/conftest.py replaces it: it may point to packages.
 OUTSIDE = os.environ.get("PYTHONPATH", "")
 GIB = 2**30
 PACKAGES = ("deepspeed", "peft", "triton", "bitsandbytes", "liger-kernel")
@@ -37,7 +37,7 @@ def launch_command(recipe: str, flags: list[str], folder: Path) -> list[str]:
 
 
 def write_model(folder: Path, config: str) -> None:
-    """Write a model folder without weights (--random_init): this config.json, and the bundled tokenizer."""
+    """Write a model folder with a config.json and the bundled tokenizer but without weights (--random_init)."""
     skipped = shutil.ignore_patterns("*.safetensors", "generation_config.json")
     shutil.copytree(TINY_MODEL, folder, ignore=skipped, dirs_exist_ok=True)
     (folder / "config.json").write_text(config)
@@ -50,7 +50,7 @@ def write_rows(file: Path, lengths: list[int]) -> None:
 
 
 class Job:
-    """A command that writes a run folder. Its output goes to a file of that name with .log behind it."""
+    """A command that writes a run folder, with its output in FOLDER.log."""
 
     def __init__(self, words: list[str], folder: Path, variables: dict[str, str] | None = None):
         self.folder, self.log = folder, folder.with_name(f"{folder.name}.log")
@@ -72,7 +72,7 @@ class Job:
         return self.log.read_text(errors="replace")
 
     def steps(self) -> list[dict]:
-        """Read the logged steps; a line that is still being written is left out."""
+        """Read the logged steps, without an incomplete last line."""
         file = self.folder / "metrics.jsonl"
         lines = file.read_text().splitlines(keepends=True) if file.exists() else []
         return [entry for entry in map(json.loads, (x for x in lines if x.endswith("\n"))) if "loss" in entry]
@@ -81,7 +81,7 @@ class Job:
         return json.loads((self.folder / name).read_text())
 
     def prints(self, text: str, seconds: float) -> bool:
-        """Wait until the output has `text`; False where it ends or takes longer."""
+        """Wait until the output contains `text`; return False if the process ends or the time is over."""
         while text not in self.output:
             if self.process.poll() is not None or self.seconds > seconds:
                 return False
@@ -89,7 +89,7 @@ class Job:
         return True
 
     def finish(self, seconds: float) -> int | None:
-        """Wait for the end and return the exit code, or None after `seconds`, when it is killed."""
+        """Wait for the end and return the exit code; after `seconds` kill the process and return None."""
         try:
             return self.process.wait(max(0.0, seconds - self.seconds))
         except subprocess.TimeoutExpired:
@@ -97,7 +97,7 @@ class Job:
             return None
 
     def kill(self) -> None:
-        """Kill the process and all that it has started; a launcher's ranks have their own sessions."""
+        """Kill the process and its descendants; a launcher's ranks have their own sessions."""
         with contextlib.suppress(psutil.NoSuchProcess):
             family = [*psutil.Process(self.process.pid).children(recursive=True), psutil.Process(self.process.pid)]
             for member in family:
@@ -107,7 +107,7 @@ class Job:
 
 
 def used_bytes() -> int:
-    """Ask nvidia-smi for the memory of the first visible GPU that all processes use together."""
+    """Return the memory of the first visible GPU in use by all processes (nvidia-smi)."""
     index = (os.environ.get("CUDA_VISIBLE_DEVICES") or "0").split(",")[0]
     return int(nvidia_smi("memory.used", "-i", index)) * 2**20
 
@@ -123,7 +123,9 @@ def nvidia_smi(name: str, *options: str) -> str:
 def parser(doc: str, name: str, budget_seconds: float) -> argparse.ArgumentParser:
     options = argparse.ArgumentParser(description=doc, formatter_class=argparse.RawDescriptionHelpFormatter)
     options.add_argument("--only", default="", help="regular expression of the names to run")
-    options.add_argument("--budget", type=float, default=budget_seconds, help="seconds after which no other one starts")
+    options.add_argument(
+        "--budget", type=float, default=budget_seconds, help="seconds after which no further part starts"
+    )
     default = ROOT / "runs" / f"{name}-{time.strftime('%Y%m%d-%H%M%S')}"
     options.add_argument("--out", type=lambda path: Path(path).resolve(), default=default, help="folder of the report")
     return options

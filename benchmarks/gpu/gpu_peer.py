@@ -1,10 +1,10 @@
 """Measure a bare torch loop and TRL's SFTTrainer with the 8B model and the rows of stages.py on the same GPU.
 
-python benchmarks/gpu/gpu_peer.py                                   # TRL is left out where it is not installed
-python benchmarks/gpu/gpu_peer.py --peers .venv-peers/bin/python    # made by `make bench-peers`; LoRA needs peft there
+python benchmarks/gpu/gpu_peer.py                                   # without TRL if it is not installed
+python benchmarks/gpu/gpu_peer.py --peers .venv-peers/bin/python    # from `make bench-peers`; LoRA needs peft there
 
-The loop has no trainer, no logging and no data set: fixed rows without a mask, bf16 throughout, fused AdamW. It
-shows the cost of the kit itself. Each variant runs in its own process.
+The loop does without trainer, logging and data set: fixed rows without a mask, bf16 throughout, fused AdamW. It
+measures zerofit's overhead. Each variant runs in a separate process.
 """
 
 import contextlib
@@ -19,7 +19,7 @@ import time
 import gpu_job
 from stages import FILES, LONG, ROOT, ROWS, STEPS, WARM
 
-SECONDS = 150  # for one variant
+SECONDS = 150  # time limit of a variant
 
 VARIANTS = [  # (tool, LoRA, gradient checkpointing, Liger, micro batch)
     ("loop", True, False, False, 8), ("loop", True, False, True, 8), ("loop", True, True, False, 8),
@@ -35,7 +35,7 @@ def name_of(variant) -> str:
 
 
 def build(liger: bool, folder=FILES / "8b", device: str = "cuda"):
-    """Make the model of a folder's config.json in bf16 with random weights."""
+    """Build the model of a folder's config.json in bf16 with random weights."""
     import torch
     from transformers import AutoConfig, AutoModelForCausalLM
 
@@ -126,7 +126,7 @@ def trl(lora: bool, checkpointing: bool, liger: bool, micro: int) -> tuple[list[
 
 
 def run_one(tool: str, *variant) -> None:
-    """Print the result of one variant as JSON, in its own process."""
+    """Run one variant in this process and print its result as JSON."""
     import torch
 
     losses, seconds = {"loop": loop, "trl": trl}[tool](*variant)
@@ -135,7 +135,7 @@ def run_one(tool: str, *variant) -> None:
 
 
 def measure(variant, peers: str, seconds: float) -> dict:
-    """Run one variant in a process and return its result, or the reason for its absence."""
+    """Run one variant in a process; return its result or the failure."""
     if seconds <= 0:
         return {"failed": "not run: the budget was spent"}
     words = [peers if variant[0] == "trl" else sys.executable, __file__, "--one", json.dumps(variant)]
@@ -157,21 +157,21 @@ def row(name: str, result: dict) -> list:
 
 def main() -> None:
     parser = gpu_job.parser(__doc__, "gpu-peer", budget_seconds=480)
-    parser.add_argument("--peers", default=sys.executable, help="Python of the environment that TRL is in")
-    parser.add_argument("--one", help="the one variant that this process runs, as JSON")
-    given = parser.parse_args()
-    if given.one:
-        run_one(*json.loads(given.one))
+    parser.add_argument("--peers", default=sys.executable, help="Python of the environment with TRL")
+    parser.add_argument("--one", help="the variant that this process runs, as JSON")
+    args = parser.parse_args()
+    if args.one:
+        run_one(*json.loads(args.one))
         return
     gpu_job.write_model(FILES / "8b", (ROOT / "tests" / "configs" / "llama3.1-8b" / "config.json").read_text())
     gpu_job.write_rows(FILES / "rows.jsonl", [LONG] * 20 * ROWS)
-    facts, end, results = gpu_job.facts(), time.monotonic() + given.budget, {}
+    facts, end, results = gpu_job.facts(), time.monotonic() + args.budget, {}
     for name, variant in ((name_of(variant), variant) for variant in VARIANTS):
-        if re.search(given.only, name):
-            results[name] = measure(variant, given.peers, min(SECONDS, end - time.monotonic()))
+        if re.search(args.only, name):
+            results[name] = measure(variant, args.peers, min(SECONDS, end - time.monotonic()))
             print(name, results[name], flush=True)
     lines = gpu_job.table(["what", "tok/s", "peak GiB", "loss"], [row(*pair) for pair in results.items()])
-    gpu_job.save(given.out, "gpu-peer", "A bare loop and TRL on one GPU", lines, {"machine": facts, "rows": results})
+    gpu_job.save(args.out, "gpu-peer", "A bare loop and TRL on one GPU", lines, {"machine": facts, "rows": results})
 
 
 if __name__ == "__main__":

@@ -1,7 +1,7 @@
 # Sourced by first.sh and second.sh, from the root of a checkout: one environment, then the stages of stages.py.
 #
-# On the GPU machine it makes .venv as `make install` would leave it: the carried packages (.whl), behind them the
-# machine's own, and this checkout. So every command is one that a user types. --check: PYTHON's environment, no GPU.
+# On the GPU machine it creates .venv like `make install`: the packages in .whl, then the machine's packages, and this
+# checkout, so that all commands are the user's. --check: PYTHON's environment, no GPU.
 set -uo pipefail
 [ -f recipes/sft.py ] || { echo "run this from the checkout's root" >&2; exit 2; }
 HERE=$(cd "$(dirname "${BASH_SOURCE[0]}")" && pwd)
@@ -18,21 +18,21 @@ case " $* " in
     compgen -G '.whl/*.whl' >/dev/null || { echo "no .whl: run prepare.sh where pip works, and name .whl in carry" >&2; exit 2; }
     rm -rf .venv && python3 -m venv --without-pip .venv || exit 2
     site=$(.venv/bin/python -c 'import sysconfig; print(sysconfig.get_path("purelib"))')
-    python3 -c 'import site; print(*site.getsitepackages(), sep="\n")' > "$site/zz-machine.pth" # behind the carried ones
+    python3 -c 'import site; print(*site.getsitepackages(), sep="\n")' > "$site/zz-machine.pth" # after the packages of .whl
     echo "$PWD/src" > "$site/zerofit.pth"
     ls .whl/*.whl | xargs -P 8 -I{} python3 -m zipfile -e {} "$site" || { echo "the wheels cannot be unpacked" >&2; exit 2; }
-    .venv/bin/python -W ignore -m compileall -q -j 0 "$site" src >/dev/null # else each of the first processes compiles transformers
+    .venv/bin/python -W ignore -m compileall -q -j 0 "$site" src >/dev/null # so that the first processes do not compile transformers
     for pair in accelerate:accelerate.commands.accelerate_cli torchrun:torch.distributed.run zerofit:zerofit; do
       printf '#!/bin/sh\nexec "%s" -m %s "$@"\n' "$PY" "${pair#*:}" > ".venv/bin/${pair%%:*}"
       chmod +x ".venv/bin/${pair%%:*}"
     done
-    # the benchmarks ask git for the commit; a copy without git must not end them
+    # the benchmarks read the commit from git, which may be missing
     command -v git >/dev/null || { printf '#!/bin/sh\nexit 1\n' > .venv/bin/git; chmod +x .venv/bin/git; }
     touch .venv/.on-gpu-machine
   fi
-  touch .venv/.zerofit-installed .venv/.zerofit-dev-installed # newer than the files that this call has sent: make installs nothing
+  touch .venv/.zerofit-installed .venv/.zerofit-dev-installed # newer than the copied files, so that make installs nothing
   ;;
 esac
-export PATH="$(dirname "$(realpath -s "$PY")"):$PATH" # before the machine's own, so that `python` and `accelerate` are these
-# stages.py ends itself at BUDGET; this is for the case that it does not.
+export PATH="$(dirname "$(realpath -s "$PY")"):$PATH" # before the machine's `python` and `accelerate`
+# A safety net: stages.py ends itself at BUDGET.
 stages() { timeout -k 5 "$((BUDGET + 15))" "$PY" "$HERE/stages.py" "$@"; }

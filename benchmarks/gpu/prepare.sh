@@ -1,11 +1,11 @@
 #!/usr/bin/env bash
-# Where pip works, from the root of a checkout: the packages that the GPU machine lacks, as wheels in .whl (27 MiB), and
-# how much would be sent. Again: fetches what is missing only.
+# Download the packages that the GPU machine lacks as wheels into .whl (27 MiB), and print the size of the transfer.
+# Run it in the root of a checkout; a second call only downloads missing wheels.
 #
-#   PYTHON=.venv/bin/python bash benchmarks/gpu/prepare.sh         # WITHOUT="transformers peft" tests the machine's own
+#   PYTHON=.venv/bin/python bash benchmarks/gpu/prepare.sh         # WITHOUT="transformers peft" uses the machine's packages
 #
-# PYTHON needs torch, setuptools and wheel (make install has put them there): deepspeed is an sdist and is built here,
-# without compiling anything. Versions are those of constraints.txt.
+# PYTHON needs torch, setuptools and wheel (from make install) to build deepspeed's sdist without compiling. The
+# versions come from constraints.txt.
 set -euo pipefail
 [ -f recipes/sft.py ] || { echo "prepare.sh: run it from the checkout's root" >&2; exit 2; }
 PYTHON=${PYTHON:-.venv/bin/python}
@@ -28,17 +28,17 @@ for name in transformers datasets peft dill multiprocess hjson pydantic pydantic
 done
 
 "$PYTHON" - <<'PY'
-# bitsandbytes brings its kernels for nine releases of CUDA and for other vendors: 43 MB, of which 13.0's are 4.
+# bitsandbytes contains kernels for nine CUDA releases and other vendors: 43 MB, of which CUDA 13.0 needs 4.
 import zipfile
 from pathlib import Path
 
 for wheel in Path(".whl").glob("bitsandbytes-*.whl"):
-    with zipfile.ZipFile(wheel) as whole:
-        kept = [n for n in whole.namelist() if not n.endswith(".so") or n.endswith(("_cuda130.so", "_cpu.so"))]
-        if len(kept) < len(whole.namelist()):
+    with zipfile.ZipFile(wheel) as archive:
+        kept = [n for n in archive.namelist() if not n.endswith(".so") or n.endswith(("_cuda130.so", "_cpu.so"))]
+        if len(kept) < len(archive.namelist()):
             with zipfile.ZipFile(wheel.with_suffix(".tmp"), "w", zipfile.ZIP_DEFLATED) as out:
                 for name in kept:
-                    out.writestr(name, whole.read(name))
+                    out.writestr(name, archive.read(name))
             wheel.with_suffix(".tmp").replace(wheel)
 PY
 ls -l .whl | awk 'NR > 1 {printf "%10d  %s\n", $5, $9}'

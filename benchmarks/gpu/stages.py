@@ -1,4 +1,4 @@
-"""Run the stages of first.sh and second.sh; write a line for each to $OUT/GROUP.md, and end at BUDGET seconds.
+"""Run the stages of first.sh and second.sh, write their results to $OUT/GROUP.md, and end after BUDGET seconds.
 
 stages.py first | speed | settings8b | kernels | fix [--only REGEX] [--check]
 """
@@ -27,8 +27,8 @@ BEGAN, BUDGET = float(os.environ.get("BEGAN", time.time())), float(os.environ.ge
 OUT, RUNS = Path(os.environ.get("OUT", ROOT / ".runs" / "out")).resolve(), ROOT / ".runs" / "gpu"
 FILES, STATE, LOSSES = RUNS / "files", RUNS / "state.json", RUNS / "losses.json"  # the second call continues from them
 PATH = os.pathsep.join(filter(None, [str(ROOT / "src"), gpu_job.OUTSIDE]))
-STEPS, WARM = (4, 1) if CHECK else (7, 3)  # logged steps of a timed run, and those that do not count; one is profiled
-LONG, ROWS = (64, 4) if CHECK else (2048, 16)  # tokens of a row, rows of an optimizer step
+STEPS, WARM = (4, 1) if CHECK else (7, 3)  # logged steps of a timed run, and uncounted first steps; one is profiled
+LONG, ROWS = (64, 4) if CHECK else (2048, 16)  # tokens per row, rows per optimizer step
 LINES, JOBS, STAGE = [], [], ""
 PACKAGES = (
     "torch triton transformers accelerate deepspeed peft datasets bitsandbytes liger-kernel torchao huggingface_hub "
@@ -67,14 +67,14 @@ MIXTURE = {
     "head_dim": 64,
     "max_position_embeddings": 4096,
 } | SIZES
-# What a start says of its proofs, and in which of these lines it has fallen back.
-PROOFS = (
+# Lines about self-tests and fallbacks at the start of a run, and the lines among them that report a fallback.
+START_LINES = (
     r"^\s*-? *((?:use_liger_kernel|expandable_segments|padding_free|"
     r"experts_implementation|fused_lora|"
     r"attention by|Liger|flex|(?:holds|FAILS|not checked) +(?:documents in one row|loss)|dataloader_num_workers|"
     r"note: (?!packages|HF_HUB)|plan: .*without).*)"
 )
-BAD = (
+FALLBACKS = (
     r"(use_liger_kernel|expandable_segments|padding_free) [Ff]alse|^note: |falls back|FAILS|"
     r"not checked|: eager|plan: "
 )
@@ -87,7 +87,7 @@ def left() -> float:
     return BUDGET - (time.time() - BEGAN)
 
 
-def say(name: str, good, text: str) -> None:
+def report(name: str, good, text: str) -> None:
     state = "ok" if good is True else "WRONG" if good is False else good
     LINES.append((round(time.time() - BEGAN), STAGE, state, name, re.sub(r"\s+", " ", text)))
     print(f"{LINES[-1][0]:4} s  {state:<5} {name}: {LINES[-1][4][: 260 if state == 'note' else 520]}", flush=True)
@@ -107,7 +107,7 @@ def write() -> None:
 
 
 def start(words: list[str], name: str, **variables: str) -> Job:
-    shutil.rmtree(RUNS / name, ignore_errors=True)  # of an earlier call
+    shutil.rmtree(RUNS / name, ignore_errors=True)  # from an earlier call
     JOBS.append(Job(words, RUNS / name, variables))
     return JOBS[-1]
 
@@ -127,16 +127,16 @@ def error(job: Job) -> str:
     return (lines or job.output.splitlines() or ["no output"])[-1][:300]
 
 
-def proofs(job: Job) -> str:
-    found = dict.fromkeys(m[1].strip()[:150] for line in job.output.splitlines() if (m := re.match(PROOFS, line)))
-    bad = [line for line in found if re.search(BAD, line)]
-    return "; ".join([*(f"FELL BACK: {line}" for line in bad), *(line for line in found if line not in bad)])
+def self_tests(job: Job) -> str:
+    lines = dict.fromkeys(m[1].strip()[:150] for line in job.output.splitlines() if (m := re.match(START_LINES, line)))
+    bad = [line for line in lines if re.search(FALLBACKS, line)]
+    return "; ".join([*(f"FELL BACK: {line}" for line in bad), *(line for line in lines if line not in bad)])
 
 
-def together(cases: dict, seconds: float) -> dict:
-    """Run cases side by side; return {name: (job, exit code, None after a timeout)}.
+def run_parallel(cases: dict, seconds: float) -> dict:
+    """Run cases in parallel; return {name: (job, exit code or None after a timeout)}.
 
-    Args: cases: {name: (words, variables, the case whose run folder it reads, or "")}.
+    Args: cases: {name: (words, variables, the case whose run folder it needs, or "")}.
     """
     end, waiting, running, done = time.time() + seconds, dict(cases), {}, {}
     while (waiting or running) and time.time() < end:
@@ -152,20 +152,20 @@ def together(cases: dict, seconds: float) -> dict:
 
 
 def child(name: str, seconds: float) -> None:
-    """Run a function of this file in a process of its own, and say the lines that it returns."""
+    """Run a function of this file in a separate process, and report the lines that it returns."""
     check = ["--check"] * (CHECK and name != "flags")
     job = start([sys.executable, __file__, "child", name, *check], name, PYTHONPATH=PATH)
     job.finish(seconds)
     result = re.findall(r"^RESULT (.*)$", job.output, re.M)
     for line in json.loads(result[-1]) if result else [(name, False, error(job))]:
-        say(*line)
+        report(*line)
 
 
 # --- (a) the machine ---
 
 
 def write_files() -> None:
-    """Write the shapes of the models and the rows."""
+    """Write the model configurations and the rows."""
     gpu_job.write_model(
         FILES / "8b", json.dumps(SMALL) if CHECK else (ROOT / "tests/configs/llama3.1-8b/config.json").read_text()
     )
@@ -173,7 +173,7 @@ def write_files() -> None:
     gpu_job.write_rows(FILES / "rows.jsonl", [LONG] * 20 * ROWS)
     draw = random.Random(1)
     gpu_job.write_rows(FILES / "mixed.jsonl", [draw.randint(LONG // 10, LONG) for _ in range(20 * ROWS)])
-    gpu_job.write_rows(FILES / "short.jsonl", [LONG // 8] * 160 * ROWS)  # 16 of them fill a pack of 2 LONG
+    gpu_job.write_rows(FILES / "short.jsonl", [LONG // 8] * 160 * ROWS)  # 16 rows fill a pack of 2 LONG
     gpu_job.write_model(FILES / "small", json.dumps(SMALL))
 
 
@@ -199,7 +199,7 @@ def child_machine() -> list:
     ):
         try:
             importlib.import_module(name)
-        except Exception as e:  # all of them are told at once
+        except Exception as e:  # report all failures
             failed.append(f"CANNOT IMPORT {name}: {type(e).__name__}: {e}")
     took = time.time() - began
     for name in PACKAGES:
@@ -220,13 +220,13 @@ def child_machine() -> list:
         gpu = torch.cuda.get_device_properties(0)
         lines.insert(0, f"{gpu.name}, {gpu.total_memory / GIB:.1f} GiB, driver {gpu_job.nvidia_smi('driver_version')}")
         lines.append(allocator.check_expandable_segments() or "allocator: the user's")
-    # It is saved, since a base is quantized while it is read.
+    # Save the model, since a base is quantized while loading.
     with torch.device(device):
         net = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(FILES / "small"), dtype=torch.bfloat16)
     net.save_pretrained(FILES / "small")
-    known, shown = rates.of(hardware.GPUS["a100-80g"] if CHECK else hardware.find("detect")), []
+    known, shown = rates.rates_for(hardware.GPUS["a100-80g"] if CHECK else hardware.find("detect")), []
     try:
-        for key, value in measure.all_of(
+        for key, value in measure.measure_rates(
             device, known, calibrate.TINY if CHECK else measure.Sizes(seconds=0.04)
         ).items():
             name, factor, unit = calibrate.TITLES[key]
@@ -239,7 +239,7 @@ def child_machine() -> list:
     ]
 
 
-# --- (b), (e), (g): small runs side by side ---
+# --- (b), (e), (g): small runs in parallel ---
 
 COMMON = (
     "--data examples/tiny/train.jsonl --max_length 128 --logging_steps 1 --num_samples 0 --effective_batch_size 32 "
@@ -250,19 +250,17 @@ MODELS = {
     "experts": f"{FILES}/mixture --random_init true",
     "save": "examples/tiny/model",
     "resume": "examples/tiny/model",
-}  # else small
+}  # default: small
 SAVE = "steps --save_steps 6 --save_total_limit 5"
-RESUMES = [("0", "3"), ("3", "0"), ("2", "1"), ("3", "2 --offload optimizer")]  # from one stage to another
-SHARED = {
-    "ZEROFIT_CACHE": str(RUNS / "cache")
-}  # what a run measures of a GPU that others use must not reach the plans of 8B
+RESUMES = [("0", "3"), ("3", "0"), ("2", "1"), ("3", "2 --offload optimizer")]  # from stage to stage
+SHARED = {"ZEROFIT_CACHE": str(RUNS / "cache")}  # keeps measurements on a shared GPU out of the 8B plans
 ALONE = SHARED | {
     "ZEROFIT_PLAN": "0",
     "ZEROFIT_PAGE": "0",
     "OMP_NUM_THREADS": "2",
     "TORCHINDUCTOR_COMPILE_THREADS": "2",
 }
-WITH_USERS = {  # name: (recipe, flags, whose losses it must have, relative bound: fp16 may skip a step for its scale)
+WITH_USERS = {  # name: (recipe, flags, reference of the losses, relative bound: fp16 may skip a step for its scale)
     "z0": ("sft", "--zero 0", "", 0),
     "z1": ("sft", "--zero 1", "z0", 0.03),
     "z2": ("sft", "--zero 2", "z0", 0.03),
@@ -311,9 +309,9 @@ def cases_of(settings: dict) -> dict:
         name: (
             recipe_command(recipe, flags_of(name, flags), RUNS / name),
             ALONE,
-            of if name.startswith("resume") else "",
+            reference if name.startswith("resume") else "",
         )
-        for name, (recipe, flags, of, _) in chosen.items()
+        for name, (recipe, flags, reference, _) in chosen.items()
     }
 
 
@@ -321,37 +319,31 @@ def compare(settings: dict, done: dict) -> None:
     known = json.loads(LOSSES.read_text()) if LOSSES.exists() else {}
     known |= {name: [step["loss"] for step in job.steps()] for name, (job, _) in done.items()}
     LOSSES.write_text(json.dumps(known))
-    told = []
+    agreeing = []
     for name in cases_of(settings):
         job, code = done.get(name, (None, "not started"))
-        _, _, of, bound = settings[name]
-        own, count = known.get(name, []), 6 if name.startswith("resume") else 12
-        off = (
-            max((abs(a - b) / b for a, b in zip(own, known.get(of, [])[-count:], strict=False)), default=1.0)
-            if of
-            else 0.0
-        )
-        said = proofs(job) if job else ""
-        if code == 0 and len(own) == count and off <= bound:
-            told.append(f"{name} {own[-1]:.3f}" + (f" ({off:.2%} off {of})" if of else ""))
+        _, _, reference, bound = settings[name]
+        losses, count = known.get(name, []), 6 if name.startswith("resume") else 12
+        pairs = zip(losses, known.get(reference, [])[-count:], strict=False)
+        deviation = max((abs(a - b) / b for a, b in pairs), default=1.0) if reference else 0.0
+        notes = self_tests(job) if job else ""
+        if code == 0 and len(losses) == count and deviation <= bound:
+            agreeing.append(f"{name} {losses[-1]:.3f}" + (f" ({deviation:.2%} from {reference})" if reference else ""))
         else:
             why = error(job) if code else ""
-            say(
-                name,
-                False,
-                f"exit code {code}, {len(own)} steps, losses {off:.1%} off {of or 'nothing'}; {why}; {said}",
-            )
-        if name in ("experts", "flex") or "FELL BACK" in said:
-            say(f"{name}, said", "note", said)
-    say(
+            difference = f"losses {deviation:.1%} from {reference or 'nothing'}"
+            report(name, False, f"exit code {code}, {len(losses)} steps, {difference}; {why}; {notes}")
+        if name in ("experts", "flex") or "FELL BACK" in notes:
+            report(f"{name}, self-tests", "note", notes)
+    report(
         "settings",
-        bool(told),
-        f"{len(told)} of {len(cases_of(settings))} agree, loss after 12 steps: " + ", ".join(told),
+        bool(agreeing),
+        f"{len(agreeing)} of {len(cases_of(settings))} agree, loss after 12 steps: " + ", ".join(agreeing),
     )
 
 
 def users(stage: str, seconds: float) -> None:
-    """`make sft` and `make lora` as typed; beside them, for correctness only, the first settings."""
+    """Run `make sft` and `make lora` and, in parallel, the first settings, for correctness only."""
     cases = {}
     for verb in ("sft", "lora"):
         words = ["make", verb, f"OUT={RUNS}/make-{verb}"]
@@ -367,23 +359,23 @@ def users(stage: str, seconds: float) -> None:
                 "3",
             ]
         cases[f"make-{verb}"] = (words, SHARED | ({"PYTHON": sys.executable} if CHECK else {}), "")
-    done = together(cases | cases_of(WITH_USERS), seconds)
+    done = run_parallel(cases | cases_of(WITH_USERS), seconds)
     for name in cases:
         job, code = done.pop(name)
         score = job.json("result.json").get("exact_match_after") if (job.folder / "result.json").exists() else None
-        held = re.findall(r"^certificate: (.*?) \(", job.output, re.M)[-1:]
+        certificate = re.findall(r"^certificate: (.*?) \(", job.output, re.M)[-1:]
         good = code == 0 and (CHECK or (score or 0) > 0.5)
-        text = f"exit code {code}, {job.seconds:.0f} s, exact match {score}, certificate {held}; "
-        say(name, good, text + ("" if good else f"{error(job)}; ") + proofs(job))
+        text = f"exit code {code}, {job.seconds:.0f} s, exact match {score}, certificate {certificate}; "
+        report(name, good, text + ("" if good else f"{error(job)}; ") + self_tests(job))
     compare(WITH_USERS, done)
 
 
 def settings(stage: str, seconds: float) -> None:
-    compare(LATER, together(cases_of(LATER), seconds))
+    compare(LATER, run_parallel(cases_of(LATER), seconds))
 
 
 def child_flags() -> list:
-    """Without a GPU: which settings does the kit refuse for an H100?"""
+    """Check without a GPU which settings zerofit rejects for an H100."""
     from zerofit.base import errors, hardware
     from zerofit.config import resolve
 
@@ -402,14 +394,16 @@ def child_flags() -> list:
     )
     for name, (recipe, flags) in cases.items():
         try:
-            found = resolve.resolve_settings(recipe, [*flags, "--output_dir", "unused"], 1, hardware.find("h100-80g"))
-            resolve.resolve_for_model(found)
+            resolved = resolve.resolve_settings(
+                recipe, [*flags, "--output_dir", "unused"], 1, hardware.find("h100-80g")
+            )
+            resolve.resolve_for_model(resolved)
         except errors.UserError as e:
             refused.append(f"{name}: {e}")
-    return [("flags", not refused, f"{len(cases)} flag sets read for an H100; refused: {refused}")]
+    return [("flags", not refused, f"{len(cases)} flag sets for an H100; rejected: {refused}")]
 
 
-# --- (c), (d), NVIDIA's setting: 8B ---
+# --- (c), (d), NVIDIA's benchmark: 8B ---
 
 EIGHT = (
     f"--model {FILES}/8b --random_init true --max_steps 40 --logging_steps 1 --save_strategy no --num_samples 0 "
@@ -422,18 +416,18 @@ AT_4K = (
 )
 DENSE, PURE = "--gradient_checkpointing false ", "--pure_bf16 true "
 COMPILED, FP8 = ("", "") if CHECK else ("--compile_layers true ", "--fp8 true ")
-BIG = {  # name: (recipe, flags, by the launcher, whose plan chooses what is open)
+BIG = {  # name: (recipe, flags, whether by the launcher, whose plan chooses the other settings)
     "lora-8b": ("lora", AT_2K, True),
     "full-8b": ("sft", AT_2K + PURE, True),
     "lora-4k": ("lora", AT_4K, True),
-    "full-4k": ("sft", AT_4K + PURE, True),  # as NVIDIA publishes: 17,809 and 12,412 tok/s
+    "full-4k": ("sft", AT_4K + PURE, True),  # NVIDIA publishes 17,809 and 12,412 tok/s
     "lora-4k-compiled": ("lora", AT_4K + DENSE + COMPILED, False),
     "lora-4k-fp8": ("lora", AT_4K + DENSE + COMPILED + FP8, False),
     "full-4k-compiled": ("sft", AT_4K + PURE + "--gradient_checkpointing_every 2 " + COMPILED, False),
 }
 MIXED = AT_2K.replace("rows.jsonl", "mixed.jsonl")
 MICRO_4, SELECTIVE = "--per_device_train_batch_size 4 ", "--gradient_checkpointing_policy selective "
-SETTINGS_8B = {  # what one technique gains or costs at 8B: the same rows and flags but for one
+SETTINGS_8B = {  # the effect of single techniques at 8B: the same rows and flags except one
     "lora": ("lora", AT_2K + MICRO_4, False),
     "lora-selective": ("lora", AT_2K + MICRO_4 + SELECTIVE, False),
     "lora-dense": ("lora", AT_2K + MICRO_4 + DENSE, False),
@@ -472,13 +466,17 @@ def big(name: str, seconds: float) -> None:
     job.kill()
     lines, plan = job.steps()[:STEPS], re.findall(r"^plan: (.*)", job.output, re.M)
     if len(lines) < STEPS:
-        say(name, False, "; ".join([f"{len(lines)} steps in {job.seconds:.0f} s", *plan[:2], error(job), proofs(job)]))
+        report(
+            name,
+            False,
+            "; ".join([f"{len(lines)} steps in {job.seconds:.0f} s", *plan[:2], error(job), self_tests(job)]),
+        )
         return
     steady, run = lines[WARM:], job.json("run.json")
     speed, peak = statistics.median(x["tokens_per_second"] for x in steady), steady[-1]["peak_memory_bytes"] / GIB
-    planned = [float(x) for x in re.findall(r"([\d.]+) of [\d.]+ GiB a rank, highest", " ".join(plan))]
+    planned = [float(x) for x in re.findall(r"([\d.]+) of [\d.]+ GiB per rank, highest", " ".join(plan))]
     expected = (run.get("plan") or {}).get("tokens_per_second")
-    say(
+    report(
         name,
         True,
         f"{speed:,.0f} tok/s"
@@ -490,13 +488,13 @@ def big(name: str, seconds: float) -> None:
         f"losses {lines[0]['loss']:.3f} to "
         f"{lines[-1]['loss']:.3f}; PROFILE {(re.findall(r'^PROFILE (.*)$', job.output, re.M) or ['none'])[-1]}",
     )
-    say(f"{name}, said", "note", "; ".join([*plan, proofs(job)]))
+    report(f"{name}, self-tests", "note", "; ".join([*plan, self_tests(job)]))
 
 
-# --- (f), (h), the project's own GPU tests ---
+# --- (f), (h), the project's GPU tests ---
 
 
-TESTS = {  # of tests/gpu; "oom": another process holds all but 8 GiB, the batch is halved, the effective batch kept
+TESTS = {  # tests/gpu; "oom": another process leaves 8 GiB, the batch is halved and the effective batch kept
     "oom": {"out of memory": ["tests/gpu/test_recovery.py", "-k", "half_the_batch"]},
     "kernels": {f"kernels {k}": ["tests/gpu/test_attention.py", "-k", k] for k in ("not flex", "flex")},
     "plans": {"peaks of plans": ["tests/gpu/test_plan.py"]},
@@ -511,13 +509,13 @@ def tests(stage: str, seconds: float) -> None:
         name: ([*words, *more, f"--basetemp={RUNS}/pytest {name}"], variables, "")
         for name, more in TESTS[stage].items()
     }
-    for name, (job, code) in together(cases, seconds).items():
-        found = re.findall(r"^(?:FAILED|ERROR) (.{0,160})", job.output, re.M)
+    for name, (job, code) in run_parallel(cases, seconds).items():
+        failures = re.findall(r"^(?:FAILED|ERROR) (.{0,160})", job.output, re.M)
         ends = re.findall(r"^.*(?:passed|failed|collected|selected|%\]).*$", job.output, re.M)[-1:]
-        say(
+        report(
             name,
             code == 0,
-            "; ".join([f"exit code {code} after {job.seconds:.0f} s", *(ends or [error(job)]), *found[:12]]),
+            "; ".join([f"exit code {code} after {job.seconds:.0f} s", *(ends or [error(job)]), *failures[:12]]),
         )
 
 
@@ -530,13 +528,15 @@ def child_loop() -> list:
         with contextlib.suppress(torch.OutOfMemoryError):
             _, seconds = gpu_peer.loop(True, False, not CHECK, micro, FILES / "8b", "cpu" if CHECK else "cuda")
             speed, peak = ROWS * LONG / statistics.median(seconds[WARM:]), torch.cuda.max_memory_allocated() / GIB
-            text = f"{speed:,.0f} tok/s, peak {peak:.2f} GiB, micro batch {micro}: LoRA as lora-8b, not checkpointed"
+            text = (
+                f"{speed:,.0f} tok/s, peak {peak:.2f} GiB, micro batch {micro}: LoRA like lora-8b without checkpointing"
+            )
             return [("bare loop", True, text)]
         torch.cuda.empty_cache()
     raise MemoryError("micro batch 2 does not fit")
 
 
-# --- what is run: {stage: (function, seconds without which it does not begin, seconds that it may take)} ---
+# --- the stages: {stage: (function, minimum of seconds left, maximum of seconds)} ---
 
 FIRST = {
     "machine": (child, 10, 60),
@@ -567,7 +567,7 @@ def main() -> int:
     known = json.loads(STATE.read_text()) if STATE.exists() and GROUP in ("fix", "speed") else {}
     chosen = {"machine": FIRST["machine"]} | GROUPS.get(GROUP, FIRST) | ({"flags": (child, 1, 200)} if CHECK else {})
     try:
-        for STAGE, (run, least, most) in chosen.items():
+        for STAGE, (run, minimum, maximum) in chosen.items():
             needed = STAGE == "machine" and not (FILES / "8b").exists()  # a fresh machine
             if not needed and (
                 not re.search(only, STAGE)
@@ -575,13 +575,13 @@ def main() -> int:
                 or (STAGE == "machine" and GROUP != "first")
             ):
                 continue
-            if left() < least:
-                say(STAGE, "later", "not run: no time left")
+            if left() < minimum:
+                report(STAGE, "later", "not run: no time left")
                 continue
             try:
-                run(STAGE, min(left() - 4, most * (5 if CHECK else 1)))
-            except Exception as e:  # one stage's surprise must not cost the others
-                say(STAGE, False, f"the stage itself failed: {type(e).__name__}: {e}")
+                run(STAGE, min(left() - 4, maximum * (5 if CHECK else 1)))
+            except Exception as e:  # continue with the other stages
+                report(STAGE, False, f"the stage failed: {type(e).__name__}: {e}")
             stop_all()
             write()
     finally:

@@ -1,4 +1,4 @@
-"""A callback of one's own: --stop_below X ends the training once the evaluation's loss is below X."""
+"""A custom callback: --stop_below X ends the training once the evaluation loss is below X."""
 
 from dataclasses import dataclass, field
 
@@ -7,9 +7,9 @@ from zerofit import Recipe, entrypoint
 
 @dataclass
 class StopArguments:
-    """Early end."""
+    """Early stopping."""
 
-    stop_below: float = field(default=0.0, metadata={"help": "End when eval_loss is below it; 0: never."})
+    stop_below: float = field(default=0.0, metadata={"help": "Stop once eval_loss is below this value; 0: never."})
 
 
 RECIPE = Recipe("until", arguments=(StopArguments,), defaults={"learning_rate": 2e-5})

@@ -1,11 +1,11 @@
-"""A data format of one's own: rows {"dialog": [text, text, ...]}, in which user and assistant take turns."""
+"""A custom data format: rows {"dialog": [text, text, ...]} with alternating user and assistant turns."""
 
 from zerofit import Format, Recipe, entrypoint
 from zerofit.data.conversations import string, turns_of
 
 
 def dialog(place: str, row: dict):
-    """Return the conversation of a row; `place`, its file and line, begins each refusal."""
+    """Return the conversation of a row; errors begin with `place`, its file and line."""
     texts = [string(place, "dialog", text) for text in row["dialog"]]
     roles = ("user", "assistant")
     return turns_of(place, [{"role": roles[i % 2], "content": text} for i, text in enumerate(texts)], row)
@@ -14,7 +14,7 @@ def dialog(place: str, row: dict):
 RECIPE = Recipe(
     "dialogs",
     defaults={"learning_rate": 2e-5},
-    formats=(Format("dialog", columns=("dialog",), read=dialog, beside=("system",)),),
+    formats=(Format("dialog", columns=("dialog",), read=dialog, optional=("system",)),),
 )
 
 if __name__ == "__main__":

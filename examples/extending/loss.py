@@ -1,4 +1,4 @@
-"""A loss of one's own: the focal loss (arXiv 1708.02002), which counts tokens less that the model already knows."""
+"""A custom loss: the focal loss (arXiv 1708.02002), which reduces the weight of tokens that the model predicts well."""
 
 from dataclasses import dataclass, field
 
@@ -9,7 +9,7 @@ from zerofit import Recipe, entrypoint
 class FocalArguments:
     """Focal loss."""
 
-    focal_gamma: float = field(default=2.0, metadata={"help": "A token counts (1 - probability)^gamma; 0: alike."})
+    focal_gamma: float = field(default=2.0, metadata={"help": "Weight tokens by (1 - probability)^gamma; 0: equally."})
 
 
 RECIPE = Recipe("focal", arguments=(FocalArguments,), defaults={"learning_rate": 2e-5}, score=("loss",))
@@ -35,8 +35,8 @@ class FocalTrainer(Trainer):
         log_probs = torch.log_softmax(outputs.logits[:, :-1][trained].float(), -1)
         log_probs = log_probs.gather(-1, labels[trained].unsqueeze(-1)).squeeze(-1)
         total = -((1 - log_probs.exp()) ** self.settings.focal_gamma * log_probs).sum()
-        # Gradients are averaged over the ranks whose tokens were counted together.
-        tokens = trained.sum() if num_items_in_batch is None else num_items_in_batch / self.counted_ranks
+        # Gradients are averaged over the ranks that num_items_in_batch covers.
+        tokens = trained.sum() if num_items_in_batch is None else num_items_in_batch / self.loss_world_size
         loss = total / tokens
         return (loss, outputs) if return_outputs else loss
 

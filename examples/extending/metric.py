@@ -1,4 +1,4 @@
-"""A metric of one's own: eval_token_accuracy, the share of trained tokens that the model finds the likeliest."""
+"""A custom metric: eval_token_accuracy, the share of trained tokens that are the model's top prediction."""
 
 from zerofit import Recipe, entrypoint
 
@@ -18,15 +18,15 @@ from zerofit.train.run import evaluate, failures_reported, save_final, write_res
 
 class MeasuredTrainer(Trainer):
     def evaluation_sums(self, model, inputs):
-        """Return the sums of a batch, which are added up over all batches and ranks."""
+        """Return the sums of a batch; they are added over all batches and ranks."""
         sums = super().evaluation_sums(model, inputs)
-        found = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, :-1].argmax(-1)
-        wanted = inputs["labels"][:, 1:]
-        right = ((found == wanted) & (wanted != -100)).sum()
-        return torch.cat([sums, right[None].double()])
+        logits = model(input_ids=inputs["input_ids"], attention_mask=inputs["attention_mask"]).logits[:, :-1]
+        labels = inputs["labels"][:, 1:]
+        correct = ((logits.argmax(-1) == labels) & (labels != -100)).sum()
+        return torch.cat([sums, correct[None].double()])
 
     def evaluation_metrics(self, total):
-        """Return the metrics by name, without eval_. total: loss, trained tokens, and what is added above."""
+        """Return the metrics by name, without eval_. total: loss, trained tokens and correct tokens."""
         return super().evaluation_metrics(total) | {"token_accuracy": (total[2] / total[1]).item()}
 
 

@@ -1,6 +1,6 @@
-"""An objective of one's own: unlikelihood (arXiv 1908.04319), which lowers the probability of unwanted answers.
+"""A custom objective: unlikelihood (arXiv 1908.04319), which lowers the probability of unwanted answers.
 
-A row is a prompt, an answer and a label, as for `--loss_type kto`; a pair is taken apart into two.
+A row is a prompt, an answer and a label, like for `--loss_type kto`; a pair is split into two rows.
 """
 
 from zerofit import Recipe, entrypoint
@@ -29,7 +29,7 @@ from zerofit.train.run import evaluate, failures_reported, save_final, write_res
 
 
 class Unlikelihood(CausalLM):
-    """-log(p) of each token of a wanted answer, -log(1 - p) of an unwanted one; a mean over the tokens of the step."""
+    """The mean of -log(p) over tokens of wanted answers and -log(1 - p) over tokens of unwanted answers."""
 
     name, metrics, not_recomputed = "unlikelihood", ("loss",), "the loss is an unlikelihood loss"
 
@@ -41,17 +41,17 @@ class Unlikelihood(CausalLM):
 
     score_name, score_metric = "probability of wanted answers", "wanted_probability"
 
-    score = Objective.score  # of the metric, not by generation
+    score = Objective.score  # scores the metric instead of generated answers
 
     def __init__(self, trainer):
         super().__init__(trainer)
-        for name in ("train_collator", "data_collator"):  # they add to each batch which answers are wanted
+        for name in ("train_collator", "data_collator"):  # mark the wanted answers in each batch
             setattr(trainer, name, LabeledCollator(getattr(trainer, name), has_mismatched=False))
 
     def loss(self, model, inputs, items):
         losses, _, _, outputs = self.token_losses(model, inputs)
-        # Gradients are averaged over the ranks whose tokens were counted together.
-        return losses.sum() / (len(losses) if items is None else items / self.trainer.counted_ranks), outputs
+        # Gradients are averaged over the ranks that `items` covers.
+        return losses.sum() / (len(losses) if items is None else items / self.trainer.loss_world_size), outputs
 
     def token_losses(self, model, inputs):
         """Return (losses, probabilities, labels of the trained tokens, (tokens,); the model's outputs)."""
@@ -71,10 +71,10 @@ class Unlikelihood(CausalLM):
         return torch.stack([values.double().sum() for values in sums])
 
     def evaluation_metrics(self, total):
-        loss, tokens, of_wanted, wanted, of_unwanted, unwanted = total.tolist()
+        loss, tokens, wanted_sum, wanted, unwanted_sum, unwanted = total.tolist()
         metrics = {"loss": loss / tokens}
-        metrics |= {"wanted_probability": of_wanted / wanted} if wanted else {}
-        return metrics | ({"unwanted_probability": of_unwanted / unwanted} if unwanted else {})
+        metrics |= {"wanted_probability": wanted_sum / wanted} if wanted else {}
+        return metrics | ({"unwanted_probability": unwanted_sum / unwanted} if unwanted else {})
 
 
 def main() -> None:

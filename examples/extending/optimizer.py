@@ -1,11 +1,11 @@
-"""An optimizer of one's own: Signum (arXiv 1802.04434), the sign of the momentum, 4 bytes of state a parameter."""
+"""A custom optimizer: Signum (arXiv 1802.04434), the sign of the momentum, with 4 bytes of state per parameter."""
 
 from zerofit import OptimizerSpec, Recipe, entrypoint
 
 
 def signum(groups: list[dict], learning_rate: float):
-    """Return the optimizer; each element is updated by itself, so that ZeRO may hand it flat slices."""
-    import torch  # here: the launcher reads RECIPE without torch
+    """Return the optimizer; its update is element-wise, so ZeRO can pass flat slices."""
+    import torch  # not at the top: the launcher reads RECIPE without torch
 
     class Signum(torch.optim.Optimizer):
         @torch.no_grad()
@@ -22,7 +22,7 @@ def signum(groups: list[dict], learning_rate: float):
 RECIPE = Recipe(
     "signum",
     defaults={"learning_rate": 1e-4, "optim": "signum"},
-    optimizers={"signum": OptimizerSpec("4", offload=False, why_not="it has no step for the CPU", build=signum)},
+    optimizers={"signum": OptimizerSpec("4", offload=False, why_not="it does not have a CPU step", build=signum)},
 )
 
 if __name__ == "__main__":

@@ -1,4 +1,4 @@
-"""A technique of one's own: --freeze_layers N trains no weight of the first N layers and of the embedding."""
+"""A custom technique: --freeze_layers N freezes the first N layers and the embedding."""
 
 from dataclasses import dataclass, field
 
@@ -11,7 +11,7 @@ from zerofit.job.technique import AllBut, Conflict
 class FreezeArguments:
     """Freezing."""
 
-    freeze_layers: int = field(default=0, metadata={"help": "Layers from the first on that are not trained."})
+    freeze_layers: int = field(default=0, metadata={"help": "Number of first layers to freeze."})
 
 
 def check(settings, config) -> None:
@@ -29,10 +29,10 @@ def freeze(settings, model) -> None:
 FREEZE = Technique(
     name="frozen layers",
     flag="freeze_layers",
-    values=AllBut(0),  # it is on with all others
+    values=AllBut(0),  # active with any other value
     example="--freeze_layers 1",
     arguments=FreezeArguments,
-    conflicts=(Conflict("new_tokens", None, "their embeddings would stay untrained", "leave one of the two out"),),
+    conflicts=(Conflict("new_tokens", None, "their embeddings would stay untrained", "use only one of them"),),
     resolve_for_model=check,
     install=freeze,  # on every rank, and in the plan's simulated ones
 )

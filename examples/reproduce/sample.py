@@ -1,4 +1,4 @@
-"""Make a tiny model of a recipe's own class, with the bundled tokenizer: the chain of run.py can then run anywhere."""
+"""Make a tiny model of a recipe's class with the bundled tokenizer, to test the chain of run.py anywhere."""
 
 from pathlib import Path
 
@@ -14,7 +14,7 @@ FLAGS = {"model_revision": "main", "max_steps": 2, "effective_batch_size": 2, "e
 
 
 def flags(config: Path, model_config: str, folder: Path) -> list[str]:
-    """Return flags that train on the sample rows, with a tiny model that is written beside the run folder."""
+    """Return flags to train on the sample rows with a tiny model, which is written next to the run folder."""
     template = yaml.safe_load(config.read_text(encoding="utf-8")).get("chat_template", "")
     model, rows = folder.with_name(f"{folder.name}-model"), config.with_name("sample.jsonl")
     write_model(model, model_config, template)
@@ -38,8 +38,8 @@ def write_model(folder: Path, config: str, template: str) -> None:
     """Write a model with random weights and its tokenizer.
 
     Args:
-        config: folder of examples/models whose class and rotary embeddings the model has.
-        template: chat template of the recipe, "" without one.
+        config: folder of examples/models that defines class and rotary embeddings.
+        template: chat template of the recipe, or ""
     """
     from transformers import AutoConfig, AutoModelForCausalLM, set_seed
 

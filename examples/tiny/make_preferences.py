@@ -1,12 +1,11 @@
 """Make the bundled preference task: pairs about the village of make_tiny.py, and the model of `make sft`.
 
-    python examples/tiny/make_preferences.py     # rewrites preference/ beside this file
+    python examples/tiny/make_preferences.py     # rewrites preference/ next to this file
 
-The village likes an answer to have the form of what was said: a question gets a sentence ("Ada lives in Oslo."), a
-request ("Name ...", "Tell me ...") the bare fact ("Oslo."). Both answers of a pair are right; the rejected one has the
-other form. The SFT model always answers with a sentence, so it prefers the chosen answer in half of the pairs, which
-are as many of each form. The held-out pairs use wordings of a fact that no training pair has. About 1 minute on 2 CPU
-cores.
+The preferred answer to a question is a sentence ("Ada lives in Oslo."), to a request ("Name ...", "Tell me ...") the
+bare fact ("Oslo."). Both answers of a pair are correct; the rejected one has the other form. The SFT model always
+answers with a sentence, so it prefers the chosen answer in half of the pairs. The held-out pairs use wordings that no
+training pair contains. About 1 minute on 2 CPU cores.
 """
 
 import json
@@ -25,7 +24,7 @@ TRAIN_PAIRS, EVAL_PAIRS = 384, 160
 
 
 def pairs(people: dict, rng: random.Random) -> tuple[list[dict], list[dict]]:
-    """Training and held-out pairs, each {"prompt", "chosen", "rejected"}, half of them questions."""
+    """Return training and held-out pairs {"prompt", "chosen", "rejected"}, half of them questions."""
     train, held_out = ({True: [], False: []} for _ in range(2))
     for name, facts in people.items():
         for kind, (_, wordings, answer) in make_tiny.FACTS.items():

@@ -1,11 +1,10 @@
 """Make the bundled task: a tiny Llama, its tokenizer and chat template, and an instruction data set.
 
-    python examples/tiny/make_tiny.py            # rewrites model/, train.jsonl, eval.jsonl beside this file
+    python examples/tiny/make_tiny.py            # rewrites model/, train.jsonl, eval.jsonl next to this file
 
-A made-up village of 48 people is described in plain sentences; the model is pretrained on those
-sentences (never on a question), so it *knows* the village but cannot answer. Fine-tuning teaches it to
-answer. The held-out questions use other wordings and, for twelve people, a fact that no training question
-ever asked for: it can only be answered from the pretrained knowledge. About 5 minutes on 2 CPU cores.
+The model is pretrained on plain sentences about a fictional village of 48 people, but never on questions, so it
+cannot answer before fine-tuning. The held-out questions use other wordings and, for twelve people, a fact that no
+training question covers, so that the answer requires pretrained knowledge. About 5 minutes on 2 CPU cores.
 """
 
 import json
@@ -14,7 +13,7 @@ from pathlib import Path
 
 HERE = Path(__file__).resolve().parent
 SEED = 7
-NEVER_ASKED = 12  # people of whom one fact is never asked in train.jsonl
+HELD_OUT_PEOPLE = 12  # people with a fact that train.jsonl never asks for
 EVAL_ROWS = 200
 
 NAMES = (
@@ -67,13 +66,13 @@ CHAT_TEMPLATE = """{%- for message in messages %}
 
 
 def village(rng: random.Random) -> dict[str, dict[str, str]]:
-    """Each person's four facts."""
+    """Return four facts for each person."""
     values = {"city": CITIES, "job": JOBS, "pet": PETS, "colour": COLOURS}
     return {name: {kind: rng.choice(values[kind]) for kind in FACTS} for name in NAMES}
 
 
 def corpus(people: dict, rng: random.Random, documents: int) -> list[str]:
-    """Plain descriptions of people, in mixed wordings and order: what the model is pretrained on."""
+    """Return the pretraining texts: descriptions of people in mixed wordings and order."""
     texts = []
     for _ in range(documents):
         sentences = []
@@ -86,9 +85,9 @@ def corpus(people: dict, rng: random.Random, documents: int) -> list[str]:
 
 
 def questions(people: dict, rng: random.Random) -> tuple[list[dict], list[dict]]:
-    """Training and held-out rows, each {"messages": [user, assistant]}."""
+    """Return training and held-out rows {"messages": [user, assistant]}."""
     train, held_out = [], []
-    never_asked = {(name, rng.choice(list(FACTS))) for name in rng.sample(NAMES, NEVER_ASKED)}
+    never_asked = {(name, rng.choice(list(FACTS))) for name in rng.sample(NAMES, HELD_OUT_PEOPLE)}
     for name, facts in people.items():
         for kind, (_, wordings, answer) in FACTS.items():
             spared = rng.randrange(len(wordings))  # one wording of each fact is never trained
@@ -106,7 +105,7 @@ def questions(people: dict, rng: random.Random) -> tuple[list[dict], list[dict]]
 
 
 def make_tokenizer(texts: list[str]):
-    """A byte-level BPE of 512 tokens: small, and able to encode any text."""
+    """Return a byte-level BPE tokenizer of 512 tokens, which can encode any text."""
     from tokenizers import Tokenizer, decoders, models, pre_tokenizers, trainers
     from transformers import PreTrainedTokenizerFast
 
@@ -165,10 +164,10 @@ def main() -> None:
     train, held_out = questions(people, rng)
     for name, rows in (("train.jsonl", train), ("eval.jsonl", held_out)):
         (HERE / name).write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    asked = [m["content"] for row in train for m in row["messages"]]
-    tokenizer = make_tokenizer(texts + asked)
+    contents = [m["content"] for row in train for m in row["messages"]]
+    tokenizer = make_tokenizer(texts + contents)
     model = pretrain(tokenizer, texts, steps=1500)
-    # bf16 like most published weights, so that every precision starts from the very same numbers.
+    # bf16 like most published weights, so that every precision starts from the same numbers.
     model.to(torch.bfloat16).save_pretrained(HERE / "model")
     tokenizer.save_pretrained(HERE / "model")
     print(f"{len(train)} training rows, {len(held_out)} held-out rows, {model.num_parameters():,} parameters")

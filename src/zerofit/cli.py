@@ -1,4 +1,4 @@
-"""Dispatch `zerofit VERB ...` and `python -m zerofit VERB ...` to the module of the verb."""
+"""Dispatch `zerofit VERB ...` and `python -m zerofit VERB ...` to the verb's module."""
 
 import difflib
 import importlib
@@ -16,30 +16,32 @@ from zerofit.job import program
 from zerofit.job.run_folder import PACKAGES
 
 USAGE = """usage: zerofit sft|lora|dpo|pipeline [--gpus N] [--show] [flags]     train on N processes, in any folder
-       zerofit sft --help                                            a recipe's flags; --help all: every one
-       zerofit init DIR                                              lay recipes, DeepSpeed files and a Makefile down
-       zerofit convert THEIRS.yaml                                   write axolotl's, TRL's ... file in our names
-       zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     train with a recipe of your own
-       zerofit launch --nnodes 2 --node_rank 0 --master_addr HOST    this node's part of a job on several
-       zerofit hosts --hosts FILE recipes/sft.py [flags]             a job on a DeepSpeed hostfile's hosts, over ssh
-       zerofit slurm --nodes N --gpus G recipes/sft.py [flags]       submit a SLURM job (--print: only show the file)
+       zerofit sft --help                                            a recipe's flags; --help all: all flags
+       zerofit init DIR                                              create recipes, DeepSpeed files and a Makefile
+       zerofit convert THEIRS.yaml                                   convert a file of axolotl, TRL ...
+       zerofit launch [--gpus N] [--show] recipes/sft.py [flags]     train with a custom recipe
+       zerofit launch --nnodes 2 --node_rank 0 --master_addr HOST    start this node of a multi-node job
+       zerofit hosts --hosts FILE recipes/sft.py [flags]             start a job over ssh on hosts of a hostfile
+       zerofit slurm --nodes N --gpus G recipes/sft.py [flags]       submit a SLURM job (--print: only print the file)
        zerofit kubernetes --nodes N --image I ... recipes/sft.py     print a manifest for Kubeflow
-       zerofit status|cancel runs/<run>                              show a job's state; cancel it
-       zerofit data [--recipe sft] [--output_dir DIR] [flags]        show what a run would train on
+       zerofit status|cancel runs/<run>                              show a job's state, or cancel it
+       zerofit data [--recipe sft] [--output_dir DIR] [flags]        show the data of a run
        zerofit batch-size [--recipe sft] [--gpus N] [flags]          find the largest micro batch that fits
        zerofit plan [--gpu_type h100-80g] [--gpus N] [flags]         find the fastest setting that fits
-       zerofit calibrate                                             measure this GPU's rates, which plans then use
-       zerofit doctor [--json]                                       check what would break or slow down a run here
+       zerofit compatible [fp8 packing ...]                          list which techniques exclude each other
+       zerofit models [llama ...]                                    list which model types were tested
+       zerofit calibrate                                             measure this GPU's speed for plans
+       zerofit doctor [--json]                                       check this machine for problems
        zerofit resume runs/<run> [--gpus N] [flags]                  resume from the latest valid checkpoint
-       zerofit export runs/<run> [--merge] [--for vllm]              write a Hugging Face folder, or what a server reads
-       zerofit report runs/<run> [runs/<other> ...]                  write a page with its plots; runs side by side
-       zerofit watch runs/<run>                                      the same in the terminal while it trains
+       zerofit export runs/<run> [--merge] [--for vllm]              write a Hugging Face folder, or a server's files
+       zerofit report runs/<run> [runs/<other> ...]                  write a page with plots, or compare runs
+       zerofit watch runs/<run>                                      show the progress in the terminal
        zerofit chat runs/<run>                                       chat with the trained model in the terminal
-       zerofit eval runs/<run> --tasks gsm8k,my_tasks/               score it and its base by lm-evaluation-harness
-       zerofit replay runs/<run>                                     repeat a step whose loss was not finite
+       zerofit eval runs/<run> --tasks gsm8k,my_tasks/               score it and its base with lm-evaluation-harness
+       zerofit replay runs/<run>                                     repeat a step with a loss that was not finite
        zerofit --version"""
 
-# verb: the module whose main() (or the function after the colon) runs it; imported on use, since libraries take seconds
+# verb: module whose main() (or the function after the colon) runs it; imported on use, since that takes seconds
 VERBS = {
     "launch": "launch.launch",
     "init": "tools.init",
@@ -47,6 +49,8 @@ VERBS = {
     "data": "commands.data",
     "batch-size": "launch.batch_search",
     "plan": "commands.plan",
+    "compatible": "commands.compatible",
+    "models": "commands.models",
     "calibrate": "commands.calibrate",
     "doctor": "launch.doctor",
     "replay": "tools.replay",
@@ -66,9 +70,18 @@ VERBS = {
 }
 
 
-LIGHT = ("status", "cancel", "init", "report", "watch")  # verbs that must start fast and need no torch
+LIGHT = ("status", "cancel", "init", "report", "watch")  # verbs that start fast, without torch
 
-SLOW = ("launch", "resume", "data", "batch-size", "export", "chat", "eval", "doctor")  # verbs that say that they start
+SLOW = (
+    "launch",
+    "resume",
+    "data",
+    "batch-size",
+    "export",
+    "chat",
+    "eval",
+    "doctor",
+)  # verbs that print that they start
 
 STARTS_RANKS = ("launch", "resume")
 
@@ -78,7 +91,7 @@ def main() -> None:
 
 
 def _versions() -> str:
-    """Return the version, and those of the installed set on a second line."""
+    """Return the version and, on a second line, the versions of the installed packages."""
     return f"zerofit {__version__}\n" + ", ".join(f"{name} {metadata.version(name)}" for name in PACKAGES)
 
 
@@ -91,8 +104,8 @@ def _main() -> None:
     elif argv and argv[0] in VERBS:
         if argv[0] in SLOW and not {"--show", "--help", "-h", "--json"} & {*argv}:
             files = [Path(word).stem for word in argv[1:] if word.endswith(".py")] if argv[0] == "launch" else []
-            said = f"zerofit {(files or argv)[0]}: starting; loading the libraries takes some seconds"
-            print(said, file=sys.stderr if argv[0] == "chat" else sys.stdout, flush=True)
+            message = f"zerofit {(files or argv)[0]}: starting; loading the libraries takes some seconds"
+            print(message, file=sys.stderr if argv[0] == "chat" else sys.stdout, flush=True)
         if argv[0] not in LIGHT:
             _check_and_import(*argv)
         module, _, function = VERBS[argv[0]].partition(":")
@@ -106,7 +119,7 @@ def _main() -> None:
 
 
 def _check_and_import(verb: str, *words: str) -> None:
-    """Check what a verb's words name, then silence what transformers says when it is imported."""
+    """Check the arguments of a verb, then silence the messages of transformers' import."""
     from zerofit.config import early_check
 
     early_check.command(verb, [*words])
@@ -117,5 +130,5 @@ def _check_and_import(verb: str, *words: str) -> None:
     if verb in (*STARTS_RANKS, "eval"):
         os.environ.update(distributed.thread_waiting())  # read when torch is imported
     if verb == "eval" and not sys.stderr.isatty():
-        os.environ.setdefault("TQDM_MININTERVAL", "60")  # of the harness's progress bars; read when tqdm is imported
+        os.environ.setdefault("TQDM_MININTERVAL", "60")  # for the harness's progress bars; read when tqdm is imported
     log_filters.libraries()

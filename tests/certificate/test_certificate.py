@@ -75,12 +75,11 @@ def test_lines_hold_on_two_ranks(runs, name):
 
 
 def test_lines_are_printed_and_the_costly_ones_can_be_left_out(tmp_path):
-    done = recipe_process(
-        "sft", *SHORT, "--max_steps", "2", "--certificate", "false", "--output_dir", str(tmp_path / "run")
-    )
+    flags = [*SHORT, "--max_steps", "2", "--certificate", "false", "--verbose", "true"]
+    done = recipe_process("sft", *flags, "--output_dir", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
     assert "not checked loss: not recomputed (--certificate false)" in done.stdout
-    assert "holds       gradient: it was not zero in 2 of 2 steps" in done.stdout
+    assert "holds       gradient: not zero in 2 of 2 steps" in done.stdout
     cut = "16 rows of 1 epoch, which was cut after 2 of its 4 steps, was used exactly once"
     assert f"holds       rows seen: each of the {cut}" in done.stdout
     found = json.loads((tmp_path / "run" / "certificate.json").read_text())
@@ -104,7 +103,7 @@ def test_a_cut_epoch_is_called_cut(first, last):
         seen.add(step // 4, sampler.indices(step // 4)[step % 4 * 8 : step % 4 * 8 + 8], 28)
     settings = SimpleNamespace(ranks_per_row=1, packing=False, objective=CausalLM, data_ranks=1)
     ended = SimpleNamespace(
-        settings=settings, train_sampler=sampler, given_rows=seen, state=SimpleNamespace(global_step=last),
+        settings=settings, train_sampler=sampler, seen_rows=seen, state=SimpleNamespace(global_step=last),
         args=SimpleNamespace(ignore_data_skip=False),
     )  # fmt: skip
     assert rows.check(ended, first).sentence.startswith(f"rows seen: each of the {CUT[first, last]} exactly once")
@@ -180,7 +179,7 @@ def test_a_label_outside_of_the_answers_and_a_changed_token_fail(trainer, monkey
     assert place.endswith("train.jsonl:1") and list(table) == [ids]
     monkeypatch.setattr(rendering, "_tokenized", lambda trainer, wanted: found(trainer, wanted - {ids}))
     line = rendering.check(trainer)
-    assert line.holds is False and "train.jsonl:1: the data set has no row with" in line.sentence
+    assert line.holds is False and "train.jsonl:1: the data set lacks a row with" in line.sentence
 
 
 @pytest.mark.parametrize("given", [[0, 1, 2], [0, 1, 2, 2], [0, 1, 2, 4]])
@@ -189,13 +188,13 @@ def test_a_row_that_is_left_out_repeated_or_replaced_fails(trainer, monkeypatch,
     everything = list(range(len(trainer.train_dataset)))
     replaced = [number for number in everything if number > 3]
     seen.add(0, [*given, *replaced, len(everything)], filler=len(everything))
-    monkeypatch.setattr(trainer, "given_rows", seen)
+    monkeypatch.setattr(trainer, "seen_rows", seen)
     monkeypatch.setattr(trainer.state, "global_step", len(trainer.train_sampler) // trainer.train_sampler.multiple)
     line = rows.check(trainer, 0)
-    assert line.holds is False and "NOT those of the data in epoch 1" in line.sentence
+    assert line.holds is False and "NOT the rows of the data in epoch 1" in line.sentence
     right = rows.RowsSeen()
     right.add(0, everything[::-1], filler=len(everything))
-    monkeypatch.setattr(trainer, "given_rows", right)
+    monkeypatch.setattr(trainer, "seen_rows", right)
     assert rows.check(trainer, 0).holds
 
 
@@ -215,7 +214,7 @@ def test_large_tensors_are_compared_at_both_ends(monkeypatch, tmp_path):
     from safetensors import safe_open
     from safetensors.torch import save_file
 
-    monkeypatch.setattr(saved, "MOST", 20)
+    monkeypatch.setattr(saved, "MAX_COMPARED", 20)
     weight = torch.arange(100.0).view(10, 10)
     for row, equal in ((0, False), (9, False), (5, True)):
         changed = weight.clone()

@@ -85,9 +85,9 @@ def test_what_is_refused_before_anything_starts(beside, tmp_path):
     far = tmp_path / "far"
     far.write_text("host0 slots=1\nhost9 slots=1\n")
     for name, placing, sentence in (
-        (tmp_path / "none", (), "there is no such file"),
+        (tmp_path / "none", (), "the file does not exist"),
         (bad, (), "bad entry: host1"),
-        (far, (), "ssh to host9 without a password does not work"),
+        (far, (), "ssh to host9 without a password failed"),
         (file, ("--include", "host7"), "Hostname 'host7' not found"),
         (file, ("--gpus", "2"), "host0 has 1 slots"),
     ):
@@ -95,7 +95,7 @@ def test_what_is_refused_before_anything_starts(beside, tmp_path):
         assert done.returncode == 2 and sentence in done.stderr and "Traceback" not in done.stderr, done.stderr
     bed[1].server.terminate()
     done = bed[0].run(hosts_command(file, SHORT), cwd=ROOT)
-    assert done.returncode == 2 and "ssh to host1 without a password does not work" in done.stderr
+    assert done.returncode == 2 and "ssh to host1 without a password failed" in done.stderr
 
 
 def test_deepspeeds_own_launcher_over_pdsh(beside, tmp_path):

@@ -119,7 +119,7 @@ def test_two_machines_train_as_one_does(hosts, tmp_path, on_one_machine, recipe,
     assert Run(out).losses == on_one_machine[f"{recipe}{zero}"].losses
     assert Run(out).json("result.json")["world_size"] == 2
     decided = " ".join(Run(out).json("run.json")["decisions"])
-    assert re.search(r"links between nodes: [\d.]+ GB/s a rank \(2 ranks, gloo", decided)
+    assert re.search(r"links between nodes: [\d.]+ GB/s per rank \(2 ranks, gloo", decided)
     assert f"GLOO_SOCKET_IFNAME={bed[0].interface}" in decided
     nothing_is_left(bed)
 
@@ -144,7 +144,7 @@ def test_a_machine_that_is_missing(hosts, tmp_path):
     found = ends(*(launch(bed[r], r, "sft", flags, "3", more=["--join_timeout", seconds]) for r in (0, 1)), seconds=60)
     assert found == [2, 2]
     for host in (bed[0], bed[1]):
-        assert f"node 2 of 3 did not come within {seconds} s (here: node 0 (host0), node 1 (host1))" in host.text()
+        assert f"node 2 of 3 did not join within {seconds} s (present: node 0 (host0), node 1 (host1))" in host.text()
     assert not (tmp_path / "run").exists()
     nothing_is_left(bed)
 
@@ -159,7 +159,7 @@ def test_node_0_that_is_missing_and_a_name_that_nobody_knows(hosts, tmp_path):
         launch(second, 1, "sft", flags, address="nohost", more=["--join_timeout", "8"], log="name.txt"),
     ]
     assert ends(*processes, seconds=60) == [2, 2]
-    assert "MASTER_ADDR=host0 PORT=29500: cannot be reached from host1 within 8 s" in second.text()
+    assert "MASTER_ADDR=host0 PORT=29500: no connection from host1 within 8 s" in second.text()
     assert "cannot resolve that name" in second.text("name.txt")
     nothing_is_left(bed)
 
@@ -303,7 +303,7 @@ def test_a_machine_that_dies_comes_back(hosts, tmp_path, undisturbed, cut):
         second.cut()
     event, before = time.time(), len(first.text())
     second.kill()
-    wait_for(lambda: "1 of 2 nodes are here; waiting 600 s for node 1" in first.text()[before:], 90)
+    wait_for(lambda: "1 of 2 nodes are present; waiting 600 s for node 1" in first.text()[before:], 90)
     took(f"a node is {'cut off' if cut else 'killed'}: it is said", event)
     if cut:
         second.mend()
@@ -403,9 +403,9 @@ def test_a_wrong_interface(hosts, tmp_path, interface):
     took(f"--interface {interface}: refused", event)
     said = bed[0].text() + bed[1].text()
     if interface == "lo":  # there, but it leads nowhere
-        assert 0 not in found and "see that the nodes reach each other on all ports, and name the interface" in said
+        assert 0 not in found and "check that the nodes reach each other on all ports" in said
     else:
-        assert found == [2, 2] and "--interface nonet0: this machine has lo, eth0." in said
+        assert found == [2, 2] and "--interface nonet0: no such interface; this machine has lo, eth0." in said
     assert not (tmp_path / "run" / "run.json").exists()
     nothing_is_left(bed)
 
@@ -461,7 +461,7 @@ def test_a_run_folder_that_is_not_shared(hosts, tmp_path):
     flags = [*LONG, "--max_steps", "12", "--output_dir", str(disk / "run")]
     refused = [launch(host, rank, "sft", flags, log="refused.txt") for rank, host in enumerate(bed)]
     assert 0 not in ends(*refused, seconds=120)
-    assert "node 1 (host1) does not see the disk that node 0 has there" in first.text("refused.txt")
+    assert "node 1 (host1) does not see node 0's disk there" in first.text("refused.txt")
     flags += ["--node_local_storage", "true", "--resume_from_checkpoint", "auto"]
     started = [launch(host, rank, "sft", flags) for rank, host in enumerate(bed)]
     assert ends(*started) == [0, 0], first.text()
@@ -491,7 +491,7 @@ def test_a_run_folder_that_is_not_shared(hosts, tmp_path):
         ignore=lambda folder, names: [n for n in names if (part / Path(folder).relative_to(other) / n).is_file()],
     )
     states = zero_shards.read(part)
-    assert states.step == 10 and all(states.whole(name).isfinite().all() for name in states.shapes)
+    assert states.step == 10 and all(states.full(name).isfinite().all() for name in states.shapes)
 
 
 @pytest.mark.fault

@@ -171,8 +171,8 @@ def test_a_job_that_is_warned_is_queued_again_however_slow_its_disk_reads(cluste
 
 
 def own_script(folder: Path, *options: str) -> str:
-    """The batch script of docs/slurm.md for two ranks on the CPU: a user's own, with torchrun and nothing of ours."""
-    blocks = (ROOT / "docs" / "slurm.md").read_text().split("```")[1::2]
+    """The batch script of docs/multinode.md for two ranks on the CPU: a user's, with torchrun alone."""
+    blocks = (ROOT / "docs" / "multinode.md").read_text().split("```")[1::2]
     text = next(block for block in blocks if "srun" in block).removeprefix("bash\n")
     for old, new in (
         (" --gpus-per-node=8 --cpus-per-task=64", ""),
@@ -245,7 +245,7 @@ def test_cancelled(cluster, tmp_path, capsys):
     cancel.main([str(run)])
     assert "cancelled; step" in capsys.readouterr().out and list(run.glob("checkpoint-*"))
     assert cluster.job(number)["JobState"] == "CANCELLED" and cluster.job(number)["Restarts"] == "0"
-    with pytest.raises(UserError, match="its job has ended"):
+    with pytest.raises(UserError, match="the job has already ended"):
         cancel.main([str(run)])
     assert orphans(run) == []
     # submitted again it goes on; cancelled at once it ends within SLURM's KillWait

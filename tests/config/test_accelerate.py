@@ -1,4 +1,4 @@
-"""`accelerate launch`: what it was asked for and the recipe does otherwise is said, or stops the start."""
+"""`accelerate launch`: settings that differ from the run are reported, or stop the start."""
 
 import json
 import os
@@ -76,18 +76,18 @@ def compare(tmp_path, monkeypatch):
 def test_a_file_of_accelerate_that_is_named_and_contradicts_the_run_stops_it(compare, what):
     """Its DeepSpeed file, offload, clipping and context parallel were dropped without a line."""
     config, flags = FILES[what]
-    with pytest.raises(UserError, match=r"--config_file .*mine.yaml asks for .* the recipe decides") as refused:
+    with pytest.raises(UserError, match=r"--config_file .*mine.yaml sets .* the recipe decides") as refused:
         compare(config, True)
-    assert f"Give the recipe {flags}, or leave" in str(refused.value)
+    assert f"Give the recipe {flags}, or remove" in str(refused.value)
     (line,) = compare(config, False)  # of `accelerate config`, which the user may have made for other jobs
-    assert "default_config.yaml of accelerate is not used" in line and line.endswith(f"here: {flags}")
+    assert "default_config.yaml of accelerate is not used" in line and line.endswith(f"use {flags}")
 
 
 @pytest.mark.bad_input
 @pytest.mark.parametrize("named", [True, False])
 def test_a_key_that_stands_twice_in_a_file_of_accelerate_is_refused(compare, named):
     text = "deepspeed_config:\n  zero_stage: 2\n  zero_stage: 3\n"
-    with pytest.raises(UserError, match=r"\.yaml:3:3: not valid YAML: 'zero_stage' stands in line 2 too"):
+    with pytest.raises(UserError, match=r"\.yaml:3:3: not valid YAML: 'zero_stage' is also in line 2"):
         compare(text, named)
 
 
@@ -117,7 +117,7 @@ OPTIONS = {
 @pytest.mark.injection
 @pytest.mark.parametrize("options", OPTIONS)
 def test_options_of_accelerate_that_contradict_the_run_stop_it(compare, options):
-    with pytest.raises(UserError, match=f"accelerate launch asks for .*Give the recipe {OPTIONS[options]}, or"):
+    with pytest.raises(UserError, match=f"accelerate launch sets .*Give the recipe {OPTIONS[options]}, or"):
         compare({}, False, options=options.split())
     assert compare({}, False, options=["--use_deepspeed", "--num_processes", "2"]) == []
 
@@ -130,5 +130,5 @@ def test_accelerate_itself_starts_the_recipe_that_is_compared(tmp_path):
     words += [str(ROOT / "recipes" / "sft.py"), "--use_cpu", "true", "--data", str(TINY / "train.jsonl")]
     words += ["--output_dir", str(tmp_path / "run")]
     done = subprocess.run([sys.executable, *words], env=os.environ, text=True, capture_output=True, timeout=300)
-    assert done.returncode != 0 and "Give the recipe --zero 3 --offload optimizer, or leave it out" in done.stderr
+    assert done.returncode != 0 and "Give the recipe --zero 3 --offload optimizer, or remove" in done.stderr
     assert not Path(tmp_path / "run").exists()

@@ -26,7 +26,7 @@ def check(recipe, *flags):
 @pytest.mark.bad_input
 @pytest.mark.parametrize("recipe", RECIPES)
 def test_rows_of_a_user_do_not_train_the_bundled_model_unasked(recipe, rows, tmp_path):
-    says = r"rows\.jsonl: no model is named.*MODEL=.*--model tiny for the bundled toy model"
+    says = r"rows\.jsonl: --model is missing.*MODEL=.*--model tiny for the bundled toy model"
     bundled = program.kit()[recipe].bundled_file.parent / "train.jsonl"
     for data in (["--data", rows], ["--data", f"{rows}:0.5"], ["--data", bundled, rows]):
         with pytest.raises(UserError, match=says):

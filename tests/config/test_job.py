@@ -23,7 +23,7 @@ FLAGS = {
     "pipeline": ["--pp_size", "2"],
 }
 
-FIELDS = ("values", "source", "decisions", "deepspeed", "world_size", "given", "request", "knows_model")
+FIELDS = ("values", "source", "decisions", "deepspeed", "world_size", "explicit", "request", "knows_model")
 
 
 def resolved(asked, ranks=2):
@@ -103,12 +103,13 @@ def test_ranks_read_the_job_and_neither_parse_nor_resolve(monkeypatch, tmp_path,
     def refused(*args, **kwargs):
         raise AssertionError("a rank has parsed or resolved")
 
-    for module, function in ((parse, "request"), (parse, "explicit"), (parse, "settings_of"), (resolve, "resolve")):
-        monkeypatch.setattr(module, function, refused)
+    for function in ("request", "parse_explicit", "settings_of"):
+        monkeypatch.setattr(parse, function, refused)
+    monkeypatch.setattr(resolve, "resolve", refused)
     monkeypatch.setattr(resolve, "techniques_of", refused)
     found = recipe.parse(settings.recipe)
     resolve.resolve_for_model(found)
-    of_process = {"OMP_WAIT_POLICY passive: idle threads sleep, so that other work slows the run down less"}
+    of_process = {"OMP_WAIT_POLICY passive: idle threads sleep, so that other processes slow the run down less"}
     added = [line for line in found.decisions if line not in of_process and not line.startswith("packages: newer")]
     assert added == settings.decisions
     for field in set(FIELDS) - {"decisions"}:
@@ -120,9 +121,9 @@ def test_ranks_read_the_job_and_neither_parse_nor_resolve(monkeypatch, tmp_path,
 def test_a_job_for_other_processes_or_of_a_changed_program(monkeypatch, tmp_path, no_job, capsys):
     settings = resolved(parse.request("sft", []))
     file = written(settings, tmp_path)
-    with pytest.raises(UserError, match=r"job\.json: is a job for 2 processes, and 4 were started; give the recipe"):
+    with pytest.raises(UserError, match=r"job\.json: is a job for 2 processes, but 4 were started; start the recipe"):
         job.start(file, 4, program.recipe_of("sft"))
-    monkeypatch.setattr(program, "current", lambda: program.of(ROOT / "recipes" / "lora.py"))
+    monkeypatch.setattr(program, "current", lambda: program.from_file(ROOT / "recipes" / "lora.py"))
     job.start(file, 2, program.recipe_of("sft"))
     assert "sft.py (sha256 " in capsys.readouterr().out
 
@@ -161,23 +162,23 @@ def test_the_job_of_a_retry_differs_in_what_was_changed(tmp_path):
 @pytest.mark.parametrize(
     ("changes", "says"),
     [
-        ({"recipe": ["sft"]}, "its recipe is missing or of another type"),
-        ({"world_size": 0}, "its world_size is missing or of another type"),
-        ({"world_size": True}, "its world_size is missing or of another type"),
-        ({"request": []}, "its request is missing or of another type"),
-        ({"request": {"zero": 3}}, "its request have no value and source for zero"),
-        ({"arguments": {"zero": {"value": 3}}}, "its arguments have no value and source for zero"),
-        ({"decisions": [1]}, "its decisions are no sentences with their arguments"),
-        ({"program": {"file": 1, "sha256": "x"}}, "its program has no file and sha256"),
-        ({"deepspeed": {"$exec": 1}}, "it has a value that no job has"),
-        ({"facts": {"plan": {"$float": "1"}}}, "it has a value that no job has"),
+        ({"recipe": ["sft"]}, "recipe is missing or has the wrong type"),
+        ({"world_size": 0}, "world_size is missing or has the wrong type"),
+        ({"world_size": True}, "world_size is missing or has the wrong type"),
+        ({"request": []}, "request is missing or has the wrong type"),
+        ({"request": {"zero": 3}}, "request: zero must have a value and a source"),
+        ({"arguments": {"zero": {"value": 3}}}, "arguments: zero must have a value and a source"),
+        ({"decisions": [1]}, "decisions must be pairs of strings"),
+        ({"program": {"file": 1, "sha256": "x"}}, "program must have a file and a sha256"),
+        ({"deepspeed": {"$exec": 1}}, "it contains an invalid value"),
+        ({"facts": {"plan": {"$float": "1"}}}, "it contains an invalid value"),
     ],
 )
 def test_a_job_that_was_tampered_with_is_refused(tmp_path, changes, says):
     file = written(resolved(parse.request("sft", [])), tmp_path)
     file.write_text(json.dumps(json.loads(file.read_text()) | changes))
     with pytest.raises(
-        UserError, match=rf"job\.json: is no job of zerofit: {says}; restore the file, or start"
+        UserError, match=rf"job\.json: is not a zerofit job file: {says}; restore the file, or start"
     ) as told:
         job.read(file)
     assert "\n" not in str(told.value)
@@ -187,7 +188,7 @@ def test_a_job_that_was_tampered_with_is_refused(tmp_path, changes, says):
 @pytest.mark.parametrize("text", ["", "{", "[]", "null", "[" * 100_000])
 def test_a_damaged_job_is_refused(tmp_path, text):
     (tmp_path / job.FILE).write_text(text)
-    with pytest.raises(UserError, match=r"job\.json: is no job of zerofit: it is no"):
+    with pytest.raises(UserError, match=r"job\.json: is not a zerofit job file: it is not"):
         job.read(tmp_path / job.FILE)
     with pytest.raises(UserError, match=r"job\.json: cannot be read: "):
         job.read(tmp_path / "none" / job.FILE)
@@ -230,7 +231,7 @@ def test_a_resume_reads_the_job(resumed, tmp_path, capsys):
     edited = file.read_text().replace("5", "9") + "bf16: true\n"
     asked, _ = resumed(flags, then=lambda: file.write_text(edited))
     assert asked.values == kept | own
-    assert f"note: {file} has changed since the run began (bf16, seed): the run goes on" in capsys.readouterr().out
+    assert f"note: {file} has changed since the run began (bf16, seed); the run continues" in capsys.readouterr().out
     asked, _ = resumed(flags, "--config", str(other))  # instead of the first file, and below the flags
     wanted = {"learning_rate": 0.1, "packing": True, "seed": 6, "config": str(other)}
     assert asked.values == wanted | own and asked.source["seed"] == str(other)
@@ -240,9 +241,9 @@ def test_a_resume_reads_the_job(resumed, tmp_path, capsys):
 @pytest.mark.bad_input
 def test_a_tampered_job_chooses_no_code(resumed):
     for values, says in (
-        ({"trust_remote_code": True}, "its flags have --trust_remote_code true, which runs Python code"),
-        ({"attn_implementation": "somebody/kernel"}, "its flags have --attn_implementation somebody/kernel"),
-        ({"push_to_hub": True}, "its flags have --push_to_hub true, which uploads"),
+        ({"trust_remote_code": True}, "its flags contain --trust_remote_code true, which runs Python code"),
+        ({"attn_implementation": "somebody/kernel"}, "its flags contain --attn_implementation somebody/kernel"),
+        ({"push_to_hub": True}, "its flags contain --push_to_hub true, which uploads"),
         ({"no_such_thing": 1}, "no_such_thing"),
         ({"zero": "many"}, "zero"),
         ({"zero": {"a": 1}}, "zero"),
@@ -250,5 +251,5 @@ def test_a_tampered_job_chooses_no_code(resumed):
         with pytest.raises(UserError, match=says):
             resumed(["--zero", "0"], request=values)
     for values in ({"effective_batch_size": "8"}, {"sp_size": 0}, {"per_device_train_batch_size": None}):
-        with pytest.raises(UserError, match=r"is no run folder \(its job\.json or run\.json"):
+        with pytest.raises(UserError, match=r"not a run folder \(job\.json or run\.json"):
             resumed(["--zero", "0"], arguments=values)

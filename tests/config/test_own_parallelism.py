@@ -11,7 +11,7 @@ from zerofit.base.errors import UserError
 from zerofit.checkpoint import differences, next_settings, resumable, save
 from zerofit.commands import resume
 from zerofit.config import parse, resolve
-from zerofit.job import groups, program
+from zerofit.job import parallel_dims, program
 from zerofit.job.technique import Conflict
 from zerofit.parallel.interface import Parallel
 from zerofit.plan import candidates
@@ -53,9 +53,9 @@ def twins(request):
     request.addfinalizer(lambda: object.__setattr__(sft, "arguments", ()))
     parse.build_parser.cache_clear()
     request.addfinalizer(parse.build_parser.cache_clear)
-    groups.register(request.param)
+    parallel_dims.register(request.param)
     yield request.param
-    groups.remove(next(way for way in groups.ways() if way.flag == request.param.flag))
+    parallel_dims.remove(next(way for way in parallel_dims.registered() if way.flag == request.param.flag))
 
 
 def settings_of(*flags: str, ranks: int = 4):
@@ -67,7 +67,7 @@ def test_rows_and_batch_are_those_of_two_data_ranks(twins):
     assert (settings.ranks_per_row, settings.data_ranks, settings.gradient_accumulation_steps) == (2, 2, 4)
     expected = [0, 0, 1, 1] if twins.neighbors else [0, 1, 0, 1]
     assert [settings.data_rank(rank) for rank in range(4)] == expected
-    assert settings.ranks_that_split("tokens", "matrices", "layers") == 1
+    assert settings.parallel_size("tokens", "matrices", "layers") == 1
     assert any("4 x 2 data ranks (4 ranks / twin_size 2)" in line for line in settings.decisions)
     alone = settings_of()
     assert (alone.data_ranks, [alone.data_rank(rank) for rank in range(4)]) == (4, [0, 1, 2, 3])
@@ -81,7 +81,7 @@ def test_rows_and_batch_are_those_of_two_data_ranks(twins):
         (["--twin_size", "0"], "--twin_size is 0: it must be 1 or more."),
         (["--twin_size", "4"], "--twin_size 4: twins are two; use 2."),
         (["--twin_size", "2", "--optim", "muon"], "--twin_size 2 with --optim muon: twins would differ; "),
-        (["--twin_size", "4", "--sp_size", "4"], "--twin_size 4 with --sp_size 4: their groups would cross; "),
+        (["--twin_size", "4", "--sp_size", "4"], "--twin_size 4 with --sp_size 4: their rank groups overlap; "),
     ],
 )
 def test_what_it_excludes_is_refused(twins, flags, says):
@@ -107,16 +107,19 @@ def test_a_checkpoint_says_it_and_a_resumed_run_counts_it(twins, monkeypatch):
     assert facts["twin_size"] == 2 and "twin_size" not in differences.record(settings)
     resumable.check_split(settings_of("--twin_size", "1"), facts, "x")  # each rank has the whole model
     old = {"twin_size": 2}
-    assert groups.per_row(resume._sizes({}, old)) == 2 and groups.per_row(resume._sizes({"twin_size": 1}, old)) == 1
-    with pytest.raises(UserError, match=r"no multiple of the 2 ranks that share each row .*--twin_size"):
-        next_settings.same_batch(8, 2, 3, settings.ranks_per_row)
+    assert (
+        parallel_dims.ranks_per_row(resume._sizes({}, old)) == 2
+        and parallel_dims.ranks_per_row(resume._sizes({"twin_size": 1}, old)) == 1
+    )
+    with pytest.raises(UserError, match=r"not a multiple of .*\b2\b.*ranks that share each row .*--twin_size"):
+        next_settings.keep_effective_batch(8, 2, 3, settings.ranks_per_row)
 
 
 @pytest.mark.bad_input
 def test_one_that_splits_the_model_goes_on_only_as_it_was_saved(twins):
-    groups.register(replace(twins, splits="matrices"))
+    parallel_dims.register(replace(twins, splits="matrices"))
     facts = {"zero": "2", "world_size": 4, "offload": "none", "twin_size": 2}
-    with pytest.raises(UserError, match="x: --twin_size can only be resumed as it was saved; use --twin_size 2 "):
+    with pytest.raises(UserError, match="x: --twin_size can only be resumed with the saved layout; use --twin_size 2 "):
         resumable.check_split(settings_of(), facts, "x")
     resumable.check_split(settings_of("--twin_size", "2"), facts, "x")
 
@@ -128,10 +131,10 @@ def test_a_plan_counts_the_ranks_of_a_row_and_searches_them(twins):
     assert {candidate.setting.ranks_per_row for candidate in found} == {2}
     assert {candidate.setting.micro * candidate.setting.accumulation for candidate in found} == {2}
     first = found[0]
-    assert ", twin_size 2" in first.label and "--twin_size 2" in run_line.of(first)
+    assert ", twin_size 2" in first.label and "--twin_size 2" in run_line.command_of(first)
     assert first.tokens_per_second == pytest.approx(8 * 2048 / first.seconds)
     assert answer_text._data_ranks(first.setting) == "4 groups of 2 GPUs that compare their results"
-    groups.register(replace(twins, searched=(2, 4)))
+    parallel_dims.register(replace(twins, searched=(2, 4)))
     searched = candidates.candidates("sft", parse.request("sft", flags), 8, gpu)
     sizes = {{way.flag: size for way, size in c.setting.groups}.get("twin_size", 1) for c in searched}
     assert sizes == {1, 2}  # 4 is refused by the way itself

@@ -15,9 +15,9 @@ from transformers import TrainingArguments
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import save
 from zerofit.config import arguments, help, resolve, synonyms, transformers_flags
-from zerofit.config.offload import OF_STAGE_3
+from zerofit.config.offload import STAGE_3_DEFAULTS
 from zerofit.entrypoint import check_early
-from zerofit.job import batch_size, groups, program
+from zerofit.job import batch_size, parallel_dims, program
 
 DATA = str(TINY / "train.jsonl")
 
@@ -38,7 +38,7 @@ def test_the_kits_own_flags_are_frozen():
             on_nan max_nan_steps max_tokens_per_sample eval_generation_rows num_samples
         """,
         "SupervisionArguments": """
-            on_oom canary max_restarts hang_timeout
+            on_oom canary max_restarts hang_timeout verbose
         """,
         "ModelArguments": """
             model model_revision dtype attn_implementation experts_implementation towers trust_remote_code
@@ -134,7 +134,7 @@ def test_zero_auto(ranks, expected):
 def test_a_number_of_steps_is_the_strategy():
     given = resolve.resolve_settings("sft", ["--save_steps", "5", "--eval_steps", "2"], 1)
     assert (given.save_strategy, given.eval_strategy) == ("steps", "steps")
-    assert "save_strategy steps: --save_steps is given" in given.decisions
+    assert "save_strategy steps: --save_steps is set" in given.decisions
     named = resolve.resolve_settings("sft", ["--save_steps", "5", "--save_strategy", "no"], 1)
     assert (named.save_strategy, named.eval_strategy) == ("no", "epoch")
 
@@ -178,8 +178,8 @@ def test_batch(effective, micro, accumulation, ranks, solved):
 @pytest.mark.parametrize(
     ("numbers", "says"),
     [
-        ((33, 4, None, 1), "the nearest that fit are 32 and 36"),
-        ((2, None, None, 4), "the nearest that fits is 4"),
+        ((33, 4, None, 1), "the nearest multiples are 32 and 36"),
+        ((2, None, None, 4), "the nearest multiple is 4"),
         ((16, 4, 4, 2), "use --effective_batch_size 32"),
         ((0, None, None, 1), "must be 1 or more"),
     ],
@@ -203,7 +203,7 @@ def test_changing_gpus_keeps_the_effective_batch():
     ("flags", "says"),
     [
         (["--lerning_rate", "1"], "unknown flag --lerning_rate; did you mean --learning_rate"),
-        (["--eval_tasks", "gsm8k"], "did you mean `zerofit eval RUN/checkpoint-N --tasks ...` beside the run"),
+        (["--eval_tasks", "gsm8k"], "did you mean `zerofit eval RUN/checkpoint-N --tasks ...` during the run"),
         (["--warmup_ratio", "0.1"], "--warmup_steps"),
         (["--model_name_or_path", "x"], "did you mean --model"),
         (["--lora_r", "4"], "recipes/lora.py"),
@@ -213,12 +213,12 @@ def test_changing_gpus_keeps_the_effective_batch():
         (["--zero", "zero3"], r"--zero zero3: must be one of .*; did you mean --zero 3\?"),
         (["--zero", "stage-2"], r"did you mean --zero 2\?"),
         (["--offload", "cpu"], r"did you mean --offload optimizer\?"),
-        (["--deepspeed", "zero3"], r"--deepspeed zero3: there is no such file; did you mean --zero 3\?"),
+        (["--deepspeed", "zero3"], r"--deepspeed zero3: file not found; did you mean --zero 3\?"),
         (["--deepspeed", "/no/ds_z2_config.json"], r"did you mean --zero 2\?"),
         (["--deepspeed", "my.json"], "--deepspeed my.json: cannot be read"),
         (["--force", "true"], "did you mean --ignore_plan"),
         (["--gpu", "h100-80g"], "did you mean --gpu_type"),
-        (["--zenflow", "true"], "trains another function"),
+        (["--zenflow", "true"], "did you mean --offload optimizer .*computes wrong results"),
         (["--batch_size", "4"], "did you mean --per_device_train_batch_size"),
         (["--micro_batch_size", "4"], "did you mean --per_device_train_batch_size"),
         (["--num_epochs", "4"], "did you mean --num_train_epochs"),
@@ -233,20 +233,20 @@ def test_changing_gpus_keeps_the_effective_batch():
         (["--sequence_len", "8"], "did you mean --max_length"),
         (["--sample_packing", "true"], "did you mean --packing"),
         (["--learning_rate", "fast"], "^--learning_rate fast: must be a number.$"),
-        (["--max_length", "long"], "^--max_length long: must be a whole number.$"),
+        (["--max_length", "long"], "^--max_length long: must be an integer.$"),
         (["--learning_rate", "-1"], "--learning_rate is -1.0: it must be 0 or more"),
         (["--bf16", "maybe"], "^--bf16 maybe: must be true or false.$"),
         (["--zero", "2", "--offload"], "^--offload: its value is missing.$"),
         (["--zero", "2", "--offload", "all"], "--offload all with ZeRO stage 2: .*use --zero 3"),
         (["--zero", "1", "--offload", "all"], "--offload all with ZeRO stage 1: .*use --zero 3"),
         (["--zero", "0", "--offload", "optimizer"], "stage 0 is plain DDP"),
-        (["--gpus", "2"], "asks for 2 processes, but this job has 1"),
+        (["--gpus", "2"], "--gpus 2: this job has 1 process"),
         (["--max_length", "4"], "must be 8 or more"),
         (["--eval_fraction", "1.5"], "below 1"),
         (["--max_truncated_fraction", "1.5"], "must be from 0 to 1"),
         (["--min_supervised_fraction", "-0.1"], "must be from 0 to 1"),
         (["--bf16", "true", "--fp16", "true"], "choose one"),
-        (["--model", "some/model"], "--data is not"),
+        (["--model", "some/model"], "--data is missing"),
         (["--config", "/nowhere.yaml"], "cannot be read"),
     ],
 )
@@ -264,10 +264,10 @@ def _numbers(group) -> set[str]:
 
 
 def test_every_number_has_a_range():
-    """A new numeric argument, here or in transformers, has one beside its type or in OF_TRANSFORMERS."""
+    """A new numeric argument, here or in transformers, has a range in its annotation or in TRANSFORMERS_RANGES."""
     kit = {group for recipe in program.kit() for group in arguments.kit_groups(recipe)}
     names = set().union(*map(_numbers, kit)) | {"effective_batch_size"} | _numbers(TrainingArguments)
-    assert names == {*arguments.ranges(tuple(kit)), *groups.flags()}
+    assert names == {*arguments.ranges(tuple(kit)), *parallel_dims.size_flags()}
 
 
 # Recipe -> values that no argument of this kind can have. A few of them trained rubbish to the end.
@@ -343,7 +343,7 @@ def test_every_synonym_names_an_argument_that_exists():
     for word, meant in synonyms.RENAMED.items():
         assert word not in names, word
         if meant.startswith('"'):  # a key of the DeepSpeed JSON
-            assert meant.split('"')[1] in {key.rpartition(".")[2] for key in OF_STAGE_3}
+            assert meant.split('"')[1] in {key.rpartition(".")[2] for key in STAGE_3_DEFAULTS}
         else:
             assert meant.startswith(("recipes/", "launchers/", "`zerofit ")) or meant.split()[0].strip("-,") in names, (
                 meant
@@ -359,24 +359,24 @@ def test_every_synonym_names_an_argument_that_exists():
             r"run.yaml:2: unknown key 'base_model'; did you mean model\? \S*:3: unknown key 'lr'; did you mean l",
         ),
         ("zero: 2\nfoo: 3\n", "run.yaml:2: unknown key 'foo'"),
-        ("zero: 3\nmax_steps: 1\nzero: 2\n", "run.yaml:3:1: not valid YAML: 'zero' stands in line 1 too"),
-        ("max-length: 4\nmax_length: 5\n", "run.yaml:2:1: not valid YAML: 'max_length' stands in line 1 too"),
-        ("zero: 2\nsave_total_limit: null\n", "run.yaml:2: save_total_limit: null is no value.* 0 keeps every"),
-        ("learning_rate:\n", "run.yaml:1: learning_rate: null is no value; write one, or leave .* for 2e-05"),
+        ("zero: 3\nmax_steps: 1\nzero: 2\n", "run.yaml:3:1: not valid YAML: 'zero' is also in line 1"),
+        ("max-length: 4\nmax_length: 5\n", "run.yaml:2:1: not valid YAML: 'max_length' is also in line 1"),
+        ("zero: 2\nsave_total_limit: null\n", "run.yaml:2: save_total_limit is null.* 0 keeps every"),
+        ("learning_rate:\n", "run.yaml:1: learning_rate is null; set a value, or delete the line \\(default 2e-05"),
         ("zero: [2\n", r"run.yaml:2:1: not valid YAML"),
-        ("- a\n- b\n", "must hold `argument: value`"),
+        ("- a\n- b\n", "must contain `argument: value`"),
         ("# stage\nzero: 9\n", "run.yaml:2: zero 9: must be one of auto, 0, 1, 2, 3"),
         ("learning_rate: fast\n", "run.yaml:1: learning_rate fast: must be a number"),
         ("zero: 2\nrun_name: no\n", 'run.yaml:2: run_name: no is false in YAML; write "no" in quotes, or false'),
         ("data: [a, ON]\n", 'run.yaml:1: data: ON is true in YAML; write "ON" in quotes, or true'),
-        ("a: &a [*a]\n", "run.yaml:1:8: not valid YAML: an alias of what it stands in"),
+        ("a: &a [*a]\n", "run.yaml:1:8: not valid YAML: an alias of an enclosing value"),
         ("data: " + "[" * 3000, "run.yaml:1:26: not valid YAML: more than 20 levels of nesting"),
         (
             "a0: &a0 [x, x]\n" + "".join(f"a{i}: &a{i} [{', '.join([f'*a{i - 1}'] * 9)}]\n" for i in range(1, 9)),
-            "run.yaml:5:5: not valid YAML: more than 10,000 values with all aliases",
+            "run.yaml:5:5: not valid YAML: more than 10,000 values including aliases",
         ),
-        ("x" * 2**20 + ": 1\n", "cannot be read: it has 1,048,580 bytes, 1,048,576 are the most"),
-        ("zero: 2\nlearning_rate: [1, 2]\n", "run.yaml:2: learning_rate is a list: it takes one value.$"),
+        ("x" * 2**20 + ": 1\n", "cannot be read: it has 1,048,580 bytes, the limit is 1,048,576"),
+        ("zero: 2\nlearning_rate: [1, 2]\n", "run.yaml:2: learning_rate is a list, but takes one value.$"),
         ("learning_rate: .nan\n", "run.yaml: learning_rate is nan: it must be a finite number.$"),
         ("adam_beta2: -1e-3\n", "run.yaml: adam_beta2 is -0.001: it must be at least 0 and below 1.$"),
     ],
@@ -393,7 +393,7 @@ def test_a_pipe_is_no_file_of_settings(tmp_path):
     """The first process to read it would wait, or leave nothing for the ranks."""
     os.mkfifo(tmp_path / "pipe")
     for flag in ("--config", "--deepspeed"):
-        with pytest.raises(UserError, match=f"{flag} .*pipe: cannot be read: it is no file, and every process"):
+        with pytest.raises(UserError, match=f"{flag} .*pipe: cannot be read: it must be a regular file"):
             parse(flag, str(tmp_path / "pipe"))
 
 
@@ -462,13 +462,13 @@ def test_a_job_of_a_cluster_saves_every_half_hour(monkeypatch, flags, env, sever
 EARLY = {
     "launch recipes/sft.py --data nope.jsonl": "--data nope.jsonl: no such file or folder.",
     "launch recipes/sft.py --model {tmp}/nope --data org/set": "nope: no such model folder.",
-    "launch recipes/sft.py --model {tmp}": "the folder has no config.json.",
+    "launch recipes/sft.py --model {tmp}": "config.json is missing in the folder.",
     "launch recipes/sft.py --output_dir {tmp}": "already holds a run",
     "launch recipes/sft.py --output_dir=/proc/x": "--output_dir /proc/x: /proc cannot be written to",
-    "launch recipes/sft.py --preset gpu-1g": "--preset gpu-1g: there are gpu-12g",
+    "launch recipes/sft.py --preset gpu-1g": "--preset gpu-1g: must be one of gpu-12g",
     "data --data nope.jsonl --output_dir x": "--data nope.jsonl: no such file or folder.",
     "launch recipes/sft.py --config {tmp}/nope.yaml": "nope.yaml: cannot be read: No such file",
-    "launch recipes/sft.py --config {tmp}/names.yaml": "is here on this machine and has no revision",
+    "launch recipes/sft.py --config {tmp}/names.yaml": "is local data without a revision",
     "launch recipes/sft.py --config {tmp}/no.yaml": 'no.yaml:2: model: no is false in YAML; write "no" in quotes',
     # and nothing to say here
     "launch recipes/sft.py --config {tmp}/names.yaml --show": "",
@@ -498,12 +498,12 @@ REFUSED = {
     "launch recipes/sft.py --lora_r 4": "recipes/lora.py (make lora)",
     "launch recipes/sft.py --modle org/model --data org/set": "unknown flag --modle; did you mean --model?",
     "launch recipes/sft.py --config {tmp}/bad.yaml": "bad.yaml:2: offload disk: must be one of",
-    "launch recipes/sft.py --config {tmp}/list.yaml": "list.yaml: must hold `argument: value` lines",
+    "launch recipes/sft.py --config {tmp}/list.yaml": "list.yaml: must contain `argument: value` lines",
     "launch recipes/sft.py --config {tmp}/theirs.yaml": "unknown key 'base_model'; did you mean model?",
     "launch --show recipes/sft.py --zeero 2": "did you mean --zero?",
     "launch --nnodes 2 --node_rank 0 --master_addr host recipes/sft.py --zeero 2": "did you mean --zero?",
-    "slurm recipes/sft.py --max_length long": "--max_length long: must be a whole number.",
-    "hosts --hosts {tmp}/hosts recipes/sft.py --max_length long": "--max_length long: must be a whole number.",
+    "slurm recipes/sft.py --max_length long": "--max_length long: must be an integer.",
+    "hosts --hosts {tmp}/hosts recipes/sft.py --max_length long": "--max_length long: must be an integer.",
     "kubernetes --image i --name n --nodes 2 recipes/sft.py --foo 1": "unknown flag --foo",
     "data --foo 1": "unknown flag --foo",
     "batch-size --zero 4": "--zero 4: must be one of",
@@ -598,7 +598,7 @@ def test_the_short_help_has_what_most_runs_need():
 
 @pytest.mark.parametrize("recipe", program.kit())
 def test_the_whole_help_has_each_flag_once_and_the_kits_first(recipe):
-    found = re.findall(r"^  --([\w-]+)", help.text(recipe, whole=True), re.M)
+    found = re.findall(r"^  --([\w-]+)", help.text(recipe, every_flag=True), re.M)
     kit = [f.name for group in arguments.kit_groups(recipe) for f in fields(group)]
     theirs = {f.name for f in fields(TrainingArguments) if f.init} - set(transformers_flags.REFUSED)
     assert found[: len(kit)] == kit and set(found) == {*kit, *theirs} and len(found) == len(set(found))

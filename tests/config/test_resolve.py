@@ -15,7 +15,7 @@ from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.config import arguments, resolve
 from zerofit.job import technique
-from zerofit.job.settings import AFTER_RESOLVING, WORDS, decide
+from zerofit.job.settings import LATE_FIELDS, WORD_ARGUMENTS, decide
 
 SRC = ROOT / "src" / "zerofit"
 
@@ -50,20 +50,20 @@ def test_nothing_changes_resolved_settings(settings, write):
 
 def test_the_exceptions_are_written_and_an_unknown_name_is_refused(settings):
     other = settings.replace(output_dir="first")
-    for name in AFTER_RESOLVING:
+    for name in LATE_FIELDS:
         setattr(other, name, getattr(settings, name))
     assert other.output_dir == settings.output_dir and other.deepspeed == settings.deepspeed
     with pytest.raises(FrozenInstanceError):
         other.deepspeed["zero_optimization"]["stage"] = 3
     other.unseal()
-    with pytest.raises(AttributeError, match="leraning_rate is no argument of recipes"):
+    with pytest.raises(AttributeError, match="leraning_rate is not an argument of recipes"):
         other.leraning_rate = 1.0
 
 
 def test_every_exception_has_a_writer():
-    """Each name of AFTER_RESOLVING is assigned outside of the resolvers; a name that nobody needs is taken out."""
+    """Each name of LATE_FIELDS is assigned outside of the resolvers; a name that nobody needs is taken out."""
     text = "\n".join(file.read_text() for file in SRC.rglob("*.py"))
-    for name in AFTER_RESOLVING:
+    for name in LATE_FIELDS:
         assert re.search(rf"settings\.{name}(, settings\.\w+)? \+?= ", text), name
 
 
@@ -104,7 +104,7 @@ def test_an_argument_is_set_in_one_way():
     """By `decide`, which records where the value comes from; values and source are written in settings.py alone."""
     found = resolve.resolve_settings("sft", [], 1)
     found.unseal()
-    with pytest.raises(FrozenInstanceError, match="max_length: an argument is decided"):
+    with pytest.raises(FrozenInstanceError, match="max_length: use `decide`"):
         found.max_length = 3
     decide(found, "max_length", 3, source="a test")
     assert (found.max_length, found.source["max_length"]) == (3, "a test")
@@ -159,9 +159,9 @@ def test_files_hold_the_words_of_the_command_line():
     """Run folders of earlier versions, and the checkpoints in them, are read with these words."""
     kinds = {name: kind for group in arguments.kit_groups("lora") for name, kind in get_type_hints(group).items()}
     typed = {n for n, kind in kinds.items() if get_origin(kind) is Literal and {*map(type, get_args(kind))} != {str}}
-    assert typed == set(WORDS)
+    assert typed == set(WORD_ARGUMENTS)
     words = resolve.resolve_settings("sft", "--zero 2 --padding_free true --fused_loss false".split(), 2).written()
-    assert [words[name] for name in WORDS] == ["2", "auto", "true", "false"]
+    assert [words[name] for name in WORD_ARGUMENTS] == ["2", "auto", "true", "false"]
 
 
 @pytest.mark.bad_input
@@ -203,7 +203,7 @@ def test_precision_on_a_cpu(monkeypatch, has_bf16):
     for flag in ("--bf16", "--pure_bf16"):
         asked = resolve.resolve_settings("sft", [flag, "true"], 1)
         assert asked.precision == "bf16"
-        assert any("has no bf16 arithmetic" in sentence for sentence in asked.decisions) != has_bf16
+        assert any("does not support bf16" in sentence for sentence in asked.decisions) != has_bf16
 
 
 @pytest.mark.parametrize(("words", "rows"), [

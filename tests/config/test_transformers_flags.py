@@ -176,13 +176,16 @@ def test_the_default_of_a_refused_argument_passes():
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--do_train", "false"], "--do_train false: a recipe trains"),
+        (["--do_train", "false"], "--do_train false: recipes always train"),
         (
             ["--torch_compile_backend", "x"],
-            "--torch_compile_backend x: accelerate has no such backend; it has .*inductor",
+            "--torch_compile_backend x: unknown to accelerate; .*inductor",
         ),
-        (["--do_eval", "true", "--data", "x.jsonl"], "--do_eval true: there are no rows"),
-        (["--do_eval", "false", "--eval_fraction", "0.1", "--data", "x.jsonl"], "--do_eval false: there are rows"),
+        (["--do_eval", "true", "--data", "x.jsonl"], "--do_eval true: eval rows are missing; add --eval_data"),
+        (
+            ["--do_eval", "false", "--eval_fraction", "0.1", "--data", "x.jsonl"],
+            "eval rows are set; leave out --eval_data",
+        ),
     ],
 )
 def test_do_train_and_do_eval(words, says):
@@ -200,7 +203,7 @@ def test_do_train_and_do_eval(words, says):
         ("trackio", "pip install trackio"),
         ("mlflow", "pip install mlflow"),
         ("comet_ml", "pip install comet-ml"),
-        ("wandbb", "no such tracker; did you mean wandb?"),
+        ("wandbb", "unknown tracker; did you mean wandb?"),
     ],
 )
 def test_a_tracker_that_is_missing_is_named(monkeypatch, name, says):
@@ -232,7 +235,7 @@ def test_a_push_that_cannot_work_is_refused(monkeypatch):
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     monkeypatch.setattr("huggingface_hub.get_token", lambda: None)
     hub.check_push(parse())
-    with pytest.raises(UserError, match="--push_to_hub: there is no token"):
+    with pytest.raises(UserError, match="--push_to_hub: a token is missing"):
         hub.check_push(parse("--push_to_hub", "true"))
     with pytest.raises(UserError, match=r"--push_to_hub: 127.0.0.1 cannot be reached .*make export"):
         hub.check_push(parse("--push_to_hub", "true", "--hub_token", "x"))
@@ -448,13 +451,13 @@ def test_settings_of_ddp(tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--ddp_backend", "mpi"], "--ddp_backend mpi: the processes of this run talk over gloo; leave it out."),
-        (["--tf32", "true"], "--tf32 true: TF32 is a mode of NVIDIA GPUs"),
+        (["--ddp_backend", "mpi"], "--ddp_backend mpi: this run uses gloo; leave it out."),
+        (["--tf32", "true"], "--tf32 true: TF32 needs an NVIDIA GPU"),
         (
             ["--metric_for_best_model", "accuracy"],
             "--metric_for_best_model accuracy: an evaluation of sft computes eval_loss and",
         ),
-        (["--logging_nan_inf_filter", "true"], "--logging_nan_inf_filter true: a step without a finite loss"),
+        (["--logging_nan_inf_filter", "true"], "--logging_nan_inf_filter true: --on_nan already excludes"),
     ],
 )
 def test_what_the_trainer_decides(words, says):

@@ -39,7 +39,7 @@ def check(case, folder):
     theirs = folder / case.file
     theirs.parent.mkdir(parents=True, exist_ok=True)
     theirs.write_text(case.text)
-    done = convert.of_files([str(theirs)], gpus=case.gpus)
+    done = convert.convert_files([str(theirs)], gpus=case.gpus)
     for name, content in convert.name_texts(done, "ours.yaml").items():
         (folder / name).write_text(content)
     text = page.text(done, convert._command(done, "ours.yaml"))

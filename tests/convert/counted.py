@@ -13,10 +13,10 @@ def keys_of(value, path=()):
             yield from keys_of(inner, path)
 
 
-def said_of(done):
+def summary_text(done):
     """Return what the converted file says, without the time that YAML takes."""
     lines = [f"{name}: {line.value} {line.origin}" for name, line in (done.lines | done.on_gpus).items()]
-    return "\n".join([*lines, *done.chosen_by, *done.differs, *done.lost, *done.same])
+    return "\n".join([*lines, *done.chosen_by, *done.differences, *done.lost, *done.same])
 
 
 def uncounted(theirs, done, text):

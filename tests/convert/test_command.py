@@ -40,7 +40,7 @@ def theirs(tmp_path, monkeypatch):
 
 def test_the_file_and_the_terminal_say_the_same(theirs, tmp_path, capsys):
     convert.main([str(theirs)])
-    said = capsys.readouterr().out
+    printed = capsys.readouterr().out
     text = (tmp_path / "qlora.zerofit.yaml").read_text()
     assert yaml.safe_load(text)["per_device_train_batch_size"] == 2
     assert re.search(r"^lora_r: 8 +# lora_r$", text, re.M)
@@ -48,14 +48,14 @@ def test_the_file_and_the_terminal_say_the_same(theirs, tmp_path, capsys):
     assert re.search(r"^max_grad_norm: 1.0 +# axolotl's default$", text, re.M)
     for line in (
         "- lora_fan_in_fan_out: True -- LoRA's layers and ranks are the same everywhere",
-        "- unheard_of: 5 -- unknown to this table (axolotl 0.19.0)",
-        "- special_tokens -- special tokens are the tokenizer's own",
-        "- effective batch: 8 x the number of GPUs",
+        "- unheard_of: 5 -- unknown key (axolotl 0.19.0)",
+        "- special_tokens -- special tokens are the tokenizer's",
+        "- effective batch: 8 x the number of data-parallel GPUs",
     ):
-        assert f"\n# {line}" in text and f"\n  {line}" in said
-    same = "The same as without the line: group_by_length"  # it is off, and off here
-    assert f"\n# {same}\n" in text and f"\n{same}\n" in said
-    assert said.endswith("next: make lora CONFIG=qlora.zerofit.yaml\n")
+        assert f"\n# {line}" in text and f"\n  {line}" in printed
+    same = "Set to the default: group_by_length"  # it is off, and off here
+    assert f"\n# {same}\n" in text and f"\n{same}\n" in printed
+    assert printed.endswith("next: make lora CONFIG=qlora.zerofit.yaml\n")
 
 
 def test_a_template_becomes_a_file_beside_the_converted_one(theirs, tmp_path, capsys):
@@ -67,7 +67,7 @@ def test_a_template_becomes_a_file_beside_the_converted_one(theirs, tmp_path, ca
     assert yaml.safe_load((tmp_path / "sub" / "mine.yaml").read_text())["chat_template"] == "sub/mine.jinja"
     assert (tmp_path / "sub" / "mine.jinja").read_text() == "{% for m in messages %}\n{{ m }}{% endfor %}\n"
     (tmp_path / "qlora.zerofit.jinja").write_text("mine")
-    with pytest.raises(UserError, match=r"qlora\.zerofit\.jinja: is there already"):
+    with pytest.raises(UserError, match=r"qlora\.zerofit\.jinja: already exists"):
         convert.main([str(theirs)])
     assert not (tmp_path / "qlora.zerofit.yaml").exists()
     capsys.readouterr()
@@ -81,11 +81,11 @@ def test_keys_of_a_section_are_one_line(tmp_path):
         "model: {_component_: torchtune.models.llama3.llama3_8b}\ndataset: {_component_: torchtune.datasets.x}"
         "\noptimizer: {_component_: torch.optim.AdamW}\nprofiler: {enabled: false, cpu: true, cuda: true}\n"
     )
-    done = convert.of_files([str(file)])
+    done = convert.convert_files([str(file)])
     lines = [line for line in page.text(done, "make sft").splitlines() if "profiler" in line]
     assert lines == [
-        "# - profiler: cpu, cuda -- memory_report: true records a step",
-        "# The same as without the line: profiler.enabled",
+        "# - profiler: cpu, cuda -- memory_report: true records the memory of a step",
+        "# Set to the default: profiler.enabled",
     ]
 
 
@@ -101,7 +101,7 @@ def test_the_terminal_alone(theirs, tmp_path, capsys):
     [
         (QLORA, ["--gpus", "0"], "--gpus 0: it must be 1 or more"),
         (QLORA, ["--kit", "peft"], "--kit peft: must be one of axolotl"),
-        ("a: 1\nb: 2\n", [], "is of no kit known here by its keys"),
+        ("a: 1\nb: 2\n", [], "set --kit to one of axolotl"),
         ("a: [1\n", [], r"qlora.yml:2:1: not valid YAML"),
         ("- 1\n", [], "must hold `key: value` lines"),
         (QLORA.replace("2e-4", "fast"), [], "learning_rate is fast: it must be a number"),
@@ -111,7 +111,7 @@ def test_the_terminal_alone(theirs, tmp_path, capsys):
             [],
             r"num_processes is many: it must be a number \(gpus\)",
         ),
-        (QLORA + "rl: grpo\n", [], "rl: grpo: has no counterpart: zerofit trains SFT, LoRA and preferences"),
+        (QLORA + "rl: grpo\n", [], "rl: grpo: not supported; zerofit trains SFT, LoRA and preferences"),
     ],
 )
 def test_it_refuses(text, flags, sentence, theirs, tmp_path):
@@ -124,7 +124,7 @@ def test_it_refuses(text, flags, sentence, theirs, tmp_path):
 @pytest.mark.bad_input
 def test_it_overwrites_nothing(theirs, tmp_path):
     (tmp_path / "mine.yaml").write_text("zero: 3\n")
-    with pytest.raises(UserError, match=r"mine\.yaml: is there already; remove it, or name another with --output"):
+    with pytest.raises(UserError, match=r"mine\.yaml: already exists; .*--output"):
         convert.main([str(theirs), "--output", "mine.yaml"])
     assert (tmp_path / "mine.yaml").read_text() == "zero: 3\n"
 
@@ -150,8 +150,8 @@ def test_a_foreign_file_as_config_gives_one_short_sentence(text, kit, tmp_path, 
     with pytest.raises(UserError) as refused:
         parse.read_yaml("theirs.yaml", parse.program.recipe_of("sft"))
     sentence = str(refused.value)
-    assert sentence.startswith(f"theirs.yaml: is a file of {kit} (") and len(sentence) < 200
-    assert sentence.endswith("`zerofit convert theirs.yaml` writes it in our names.")
+    assert sentence.startswith("theirs.yaml: ") and f" {kit} file (" in sentence and len(sentence) < 200
+    assert "`zerofit convert theirs.yaml`" in sentence
     assert kits.detect(kits.read("theirs.yaml"))[0].name == kit
 
 

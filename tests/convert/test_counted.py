@@ -5,7 +5,7 @@ import re
 
 import pytest
 import yaml
-from counted import said_of, uncounted
+from counted import summary_text, uncounted
 
 from zerofit.base.errors import UserError
 from zerofit.convert import kits, page
@@ -59,7 +59,7 @@ def test_no_key_of_a_kit_vanishes_with_any_value(kit, tmp_path):
             convert.name_texts(done, "b.yaml")
         except UserError:
             continue
-        failures += [f"{missing}: {value!r}" for missing in uncounted(theirs, done, said_of(done))]
+        failures += [f"{missing}: {value!r}" for missing in uncounted(theirs, done, summary_text(done))]
         if any(place.replace(": ", ".") == key for place in done.same) and (value is False or value not in OFF):
             same.setdefault(key, []).append(value)
     assert not failures, failures
@@ -71,7 +71,7 @@ def of_text(text, folder, kit=""):
     """Return (the conversion, its file's values) of a text, as the command makes them."""
     file = folder / "theirs.yaml"
     file.write_text(text)
-    done = convert.of_files([str(file)], kit)
+    done = convert.convert_files([str(file)], kit)
     written = page.text(done, "make sft")
     convert.check(done, written)
     return done, yaml.safe_load(written)
@@ -147,9 +147,9 @@ def test_off_where_the_kits_default_is_on_and_a_second_name_of_a_setting_are_lis
 @pytest.mark.parametrize(
     "kit, lines, key, why",
     [
-        ("TRL", "lora_modules_to_save: [lm_head]", "lora_modules_to_save", "the file has no adapter"),
-        ("ms-swift", "tuner_type: full\ntarget_modules: [q_proj]", "target_modules", "the file has no adapter"),
-        ("axolotl", "simpo_gamma: 2", "simpo_gamma", "has no effect in what the file trains (recipe sft)"),
+        ("TRL", "lora_modules_to_save: [lm_head]", "lora_modules_to_save", "only for adapters"),
+        ("ms-swift", "tuner_type: full\ntarget_modules: [q_proj]", "target_modules", "only for adapters"),
+        ("axolotl", "simpo_gamma: 2", "simpo_gamma", "has no effect in this training (recipe sft)"),
     ],
 )
 def test_a_key_of_another_training_is_listed_with_the_reason(kit, lines, key, why, tmp_path):
@@ -167,22 +167,22 @@ NINE = "\n".join(f"b{n}: &b{n} [{', '.join([f'*b{n - 1}' if n else '1'] * 9)}]" 
         (
             "TRL",
             "lora_r: 8\nlora_r: 999",
-            r"yaml:4:1: not valid YAML: 'lora_r' stands in line 3 too; keep one of them\.",
+            r"yaml:4:1: not valid YAML: 'lora_r' is also in line 3; keep one of them\.",
         ),
-        ("axolotl", "test_datasets: [{path: a, path: b}]", "'path' stands in line 3 too"),
-        ("TRL", """lr_scheduler_kwargs: '{"a": 1, "a": 2}'""", "lr_scheduler_kwargs: is JSON that cannot be read"),
-        ("TRL", "seed: null", "seed: null is no value"),
-        ("TRL", "run_name: no", "run_name: is false in YAML; write its text in quotes"),
-        ("TRL", NINE, "more than 10,000 values with all aliases"),
-        ("TRL", "x: &d [*d]", "an alias of what it stands in"),
-        ("TRL", "x: &d {y: *d}", "an alias of what it stands in"),
+        ("axolotl", "test_datasets: [{path: a, path: b}]", "'path' is also in line 3"),
+        ("TRL", """lr_scheduler_kwargs: '{"a": 1, "a": 2}'""", "lr_scheduler_kwargs: invalid JSON"),
+        ("TRL", "seed: null", "seed: null is not allowed; .* default 42"),
+        ("TRL", "run_name: no", "run_name: YAML reads it as false; put the text in quotes"),
+        ("TRL", NINE, "more than 10,000 values including aliases"),
+        ("TRL", "x: &d [*d]", "an alias of an enclosing value"),
+        ("TRL", "x: &d {y: *d}", "an alias of an enclosing value"),
         ("TRL", f"x: {'[' * 5000}", "more than 20 levels"),
         ("TRL", f"x: {'{y: ' * 3000}", "more than 20 levels"),
-        ("TRL", f"""lr_scheduler_kwargs: '{'{"a": ' * 5000}'""", "lr_scheduler_kwargs: is JSON that cannot be read"),
+        ("TRL", f"""lr_scheduler_kwargs: '{'{"a": ' * 5000}'""", "lr_scheduler_kwargs: invalid JSON"),
         ("TRL", f"seed: {'9' * 5000}", "cannot be read as int"),
-        ("TRL", r'x: "\ud800"', "half of a surrogate pair"),
+        ("TRL", r'x: "\ud800"', "unpaired surrogate"),
         *[
-            (kit, f"{key}: [q_proj, 'layers.[0-9]+.(q|v)_proj']", f"{key}: .*is a regular expression; name the modules")
+            (kit, f"{key}: [q_proj, 'layers.[0-9]+.(q|v)_proj']", f"{key}: .*is a regular expression")
             for kit, key in (
                 ("axolotl", "adapter: lora\nlora_target_modules"),
                 ("ms-swift", "target_modules"),
@@ -190,16 +190,16 @@ NINE = "\n".join(f"b{n}: &b{n} [{', '.join([f'*b{n - 1}' if n else '1'] * 9)}]" 
             )
         ],
         ("TRL", "loss_type: dft", "loss_type: dft: trains with a loss"),
-        ("axolotl", "use_dynamic_finetuning: true", "trains with a loss that zerofit does not have"),
-        ("LLaMA-Factory", "use_dft_loss: true", "trains with a loss that zerofit does not have"),
-        ("ms-swift", "enable_dft_loss: true", "trains with a loss that zerofit does not have"),
-        ("torchtune", "loss: {_component_: my.FocalLoss}", "trains with a loss that zerofit does not have"),
-        ("ms-swift", "loss_type: focal", "trains with a loss that zerofit does not have"),
+        ("axolotl", "use_dynamic_finetuning: true", "trains with a loss that zerofit does not support"),
+        ("LLaMA-Factory", "use_dft_loss: true", "trains with a loss that zerofit does not support"),
+        ("ms-swift", "enable_dft_loss: true", "trains with a loss that zerofit does not support"),
+        ("torchtune", "loss: {_component_: my.FocalLoss}", "trains with a loss that zerofit does not support"),
+        ("ms-swift", "loss_type: focal", "trains with a loss that zerofit does not support"),
         ("ms-swift", "report_to: [a.b]\nlearning_rate: x", "learning_rate is x"),
         ("axolotl", "unfrozen_parameters: [lm_head]", "trains a part of the weights"),
         ("ms-swift", "freeze_parameters_ratio: 0.5", "trains a part of the weights"),
         ("LLaMA-Factory", "do_train: false", "do_train"),
-        ("TRL", "datasets: [{path: null}]", "is null in YAML|no name of a file"),
+        ("TRL", "datasets: [{path: null}]", "YAML reads it as null|is not a file"),
     ],
 )
 def test_it_refuses_what_would_be_another_training(kit, line, sentence, tmp_path):
@@ -213,7 +213,7 @@ def test_it_refuses_what_would_be_another_training(kit, line, sentence, tmp_path
 @pytest.mark.parametrize("value", ["null", "''", "[a]"])
 def test_a_job_without_a_model_is_refused(kit, value, tmp_path):
     text = re.sub("a/b|(?<=checkpoint_dir: )a", value, BASES[kit])
-    with pytest.raises(UserError, match=r"theirs\.yaml: .*(names no model|is no name of a file|is null|does not take)"):
+    with pytest.raises(UserError, match=r"theirs\.yaml: .*(model is missing|is not a file|as null|invalid value)"):
         of_text(text, tmp_path, kit)
 
 
@@ -223,7 +223,7 @@ def test_a_flat_file_of_another_kit_is_not_taken_for_one_that_shares_its_keys(tm
         "model_name: a/b\nmax_seq_length: 2048\nload_in_4bit: true\nr: 16\ntarget_modules: [q_proj]\n"
         "use_gradient_checkpointing: unsloth\nrandom_state: 1\ndataset: my.jsonl\nmax_steps: 60\n"
     )
-    with pytest.raises(UserError, match=r"4 of its 9 keys are unknown to ms-swift, .*\(max_seq_length, r, "):
+    with pytest.raises(UserError, match=r"4 of its 9 keys are unknown \(max_seq_length, r, .*--kit ms-swift"):
         of_text(text, tmp_path)
 
 
@@ -260,7 +260,7 @@ def test_a_key_of_a_file_that_the_file_names_is_counted(tmp_path):
 def test_a_key_twice_in_a_file_that_the_file_names_is_refused(name, content, tmp_path):
     (tmp_path / name).write_text(content)
     text = BASES["LLaMA-Factory"].replace("a.jsonl", "mine") + "deepspeed: ds.json\n"
-    with pytest.raises(UserError, match=rf"{name}:1:\d+: not valid YAML: '\w+' stands in line 1 too"):
+    with pytest.raises(UserError, match=rf"{name}:1:\d+: not valid YAML: '\w+' is also in line 1"):
         of_text(text, tmp_path, "LLaMA-Factory")
 
 
@@ -268,6 +268,6 @@ def test_a_key_of_the_launchers_file_is_counted_beside_the_jobs(tmp_path):
     launcher = BASES["accelerate"] + "mixed_precision: fp16\nuse_cpu: false\ndebug: false\nmachine_rank: 0\n"
     (tmp_path / "job.yaml").write_text(BASES["TRL"] + "use_peft: true\nlearning_rate: 1e-5\n")
     (tmp_path / "accelerate.yaml").write_text(launcher)
-    done = convert.of_files([str(tmp_path / "job.yaml"), str(tmp_path / "accelerate.yaml")])
+    done = convert.convert_files([str(tmp_path / "job.yaml"), str(tmp_path / "accelerate.yaml")])
     assert not uncounted(yaml.safe_load(launcher), done, page.text(done, "make sft"))
     assert done.on_gpus["fp16"].value is True

@@ -114,13 +114,13 @@ def test_a_launchers_file_beside_a_jobs(tmp_path):
                    "gradient_accumulation_steps: 4\n")  # fmt: skip
     launcher.write_text("distributed_type: DEEPSPEED\nnum_processes: 8\nmixed_precision: bf16\n"
                         "deepspeed_config: {zero_stage: 3, gradient_accumulation_steps: 1}\n")  # fmt: skip
-    done = convert.of_files([str(launcher), str(job)])
+    done = convert.convert_files([str(launcher), str(job)])
     values = {name: line.value for name, line in done.lines.items()}
     assert done.kit.name == "TRL"
     assert (values["effective_batch_size"], values["zero"], values["bf16"]) == (64, 3, True)
     assert convert._command(done, "x") == "make sft GPUS=8 CONFIG=x"
     with pytest.raises(UserError, match="one job at a time"):
-        convert.of_files([str(job), str(job)])
+        convert.convert_files([str(job), str(job)])
 
 
 @pytest.mark.parametrize("form", ["beside", "text", "object", "name", "missing"])
@@ -137,7 +137,7 @@ def test_a_deepspeed_configuration_in_a_file(form, tmp_path):
     }[form]
     job = tmp_path / "job.yaml"
     job.write_text(f"stage: sft\nfinetuning_type: full\ndataset: a.json\nmodel_name_or_path: a\ndeepspeed: {value}\n")
-    done = convert.of_files([str(job)])
+    done = convert.convert_files([str(job)])
     if form == "missing":
         assert "zero" not in done.lines and "deepspeed" in done.lost
     else:

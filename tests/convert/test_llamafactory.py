@@ -255,12 +255,12 @@ def test_names_of_data_sets_are_looked_up(tmp_path):
     )  # fmt: skip
     file = tmp_path / "theirs.yaml"
     file.write_text("stage: sft\nfinetuning_type: lora\nmodel_name_or_path: a/b\ndataset: mine\n")
-    done = convert.of_files([str(file)])
+    done = convert.convert_files([str(file)])
     assert done.lines["data"].value == [str(tmp_path / "data" / "mine_v2.json")]
     assert done.lines["columns"].value == ["instruction=q", "output=a"]
-    assert not [sentence for sentence in done.differs if "dataset_info" in sentence]
+    assert not [sentence for sentence in done.differences if "dataset_info" in sentence]
     file.write_text("stage: sft\nfinetuning_type: lora\nmodel_name_or_path: a/b\ndataset: hubs\n")
-    lines = convert.of_files([str(file)]).lines
+    lines = convert.convert_files([str(file)]).lines
     assert lines["data"].value == ["org/set"] and lines["data_config"].value == "en"
     assert lines["max_samples"].value == 1000 and "data_split" not in lines
 
@@ -279,4 +279,4 @@ def test_a_job_that_nothing_here_trains_is_refused(text, word, tmp_path):
     file = tmp_path / "theirs.yaml"
     file.write_text(text)
     with pytest.raises(UserError, match=word):
-        convert.of_files([str(file)], kit="llama-factory")
+        convert.convert_files([str(file)], kit="llama-factory")

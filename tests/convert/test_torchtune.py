@@ -222,4 +222,4 @@ def test_a_job_that_nothing_here_trains_is_refused(text, word, tmp_path):
     rest = REST if word != "trains nothing" else "tokenizer: {_component_: a.b}\n"
     file.write_text(text + ("optimizer: {_component_: torch.optim.AdamW}\n" * (rest == REST)) + rest)
     with pytest.raises(UserError, match=word):
-        convert.of_files([str(file)])
+        convert.convert_files([str(file)])

@@ -346,4 +346,4 @@ def test_other_trainers_and_what_is_no_mapping_are_refused(line, tmp_path):
     file = tmp_path / "theirs.yaml"
     file.write_text(f"model_name_or_path: a/b\ndataset_name: c/d\nbeta: 0.1\n{line}\n")
     with pytest.raises(UserError, match=line.partition(":")[0]):
-        convert.of_files([str(file)])
+        convert.convert_files([str(file)])

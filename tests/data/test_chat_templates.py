@@ -363,7 +363,7 @@ def test_a_generation_prompt_that_goes_on_is_said():
     tokenizer = with_template(OTHERS["DeepSeek-R1"])
     for turns in (PLAIN, PLAIN * 2):
         text, notes = learned(tokenizer, turns, False)
-        assert text == f"One.{END}" * (len(turns) // 2) and notes == {conversations.PROMPT_GOES_ON}
+        assert text == f"One.{END}" * (len(turns) // 2) and notes == {conversations.PROMPT_IS_LONGER}
     assert learned(with_template(OTHERS["Nemotron"]), PLAIN, False)[1] == set()
 
 
@@ -448,7 +448,7 @@ def test_each_built_in_is_known_by_its_own_words(name):
 @pytest.mark.bad_input
 @pytest.mark.parametrize("name", built_in.NAMES[1:])
 def test_a_tokenizer_without_a_familys_control_words_is_told(name):
-    with pytest.raises(UserError, match=rf"--chat_template {name}: .* are no tokens of this tokenizer"):
+    with pytest.raises(UserError, match=rf"--chat_template {name}: the tokenizer lacks .*[<\[]"):
         built_in.choose(name, tokenizer_of("plain"))
 
 
@@ -500,8 +500,8 @@ def test_control_words_that_were_added_as_ordinary_tokens_stay_text(tokenizer):
         ("{{ 'x'.ljust(10**10) }}", "MemoryError"),
         ("{{ '%10000000000d' % 1 }}", "MemoryError"),
         ("{{ messages[0].content | center(10**10) }}", "MemoryError"),
-        ("{{ 10**(10**10) }}", "was not done after 1 seconds|MemoryError"),
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "not done after 1 seconds"),
+        ("{{ 10**(10**10) }}", "did not finish within 1 seconds|MemoryError"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "not finish within 1"),
     ],
 )
 def test_a_template_ends_within_bounds_of_time_and_memory(tokenizer, monkeypatch, template, says):

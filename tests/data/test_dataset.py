@@ -20,7 +20,7 @@ from transformers import DataCollatorForSeq2Seq
 
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
-from zerofit.data import conversations, dataset, encoding, formats, meaning, sources
+from zerofit.data import conversations, dataset, encoding, formats, loss_marks, sources
 from zerofit.data.batches import (
     Collator,
     DatasetWithFiller,
@@ -163,7 +163,7 @@ def test_tool_results_that_the_template_does_not_write_are_refused(tokenizer, tr
     encode(tokenizer, row, train_on=train_on)
     tokenizer.chat_template = ZEPHYR
     encode(tokenizer, {"messages": TURNS}, train_on=train_on)
-    with pytest.raises(UserError, match=r"^here: turn 3 is a tool's result, but .* writes nothing of it.*with tools"):
+    with pytest.raises(UserError, match=r"^here: turn 3 is a tool result .*use a template with tools"):
         encode(tokenizer, row, train_on=train_on)
 
 
@@ -250,7 +250,7 @@ def test_keys_of_turns_that_are_not_used_are_listed(tmp_path, tokenizer, recipe)
 
 def test_an_old_function_call_beside_text_is_refused():
     old = TURNS[1] | {"function_call": {"name": "weather", "arguments": "{}"}}
-    with pytest.raises(UserError, match=r"^here: turn 2 has OpenAI's old `function_call`; write it as `tool_calls`"):
+    with pytest.raises(UserError, match=r"^here: turn 2 has .*`function_call`; .*`tool_calls`"):
         formats.parse("here", {"messages": [TURNS[0], old]}, "messages")
 
 
@@ -346,7 +346,7 @@ def test_per_turn_train_flags(tokenizer):
 def test_a_turn_that_is_marked_as_not_trained_is_not(tokenizer, train_on):
     """axolotl's, OpenAI's, ms-swift's and xtuner's, LLaMA-Factory's spelling, with every --train_on."""
     unmarked = encode(tokenizer, LONG, train_on=train_on)
-    for mark, value, i in itertools.product(meaning.TRAIN_MARKS, (False, 0, 0.0), (2, 4)):
+    for mark, value, i in itertools.product(loss_marks.TRAIN_MARKS, (False, 0, 0.0), (2, 4)):
         turns = [dict(t) for t in LONG["messages"]]
         turns[i][mark] = value
         ids, labels = encode(tokenizer, {"messages": turns}, train_on=train_on)
@@ -362,7 +362,7 @@ def test_a_turn_that_is_marked_as_not_trained_is_not(tokenizer, train_on):
 @pytest.mark.parametrize(
     ("marks", "says"),
     [
-        ({"weight": 0.5}, "turn 3: 'weight' must be true or false (1 or 0; turns are not weighed), found 0.5"),
+        ({"weight": 0.5}, "turn 3: 'weight' must be true or false (1 or 0, no weight), found 0.5"),
         ({"loss_weight": 2}, "turn 3: 'loss_weight' must be true or false"),
         ({"loss": "false"}, "turn 3: 'loss' must be true or false"),
         ({"train": 10**400}, "turn 3: 'train' must be true or false"),
@@ -384,14 +384,14 @@ def test_marks_of_a_turn_that_are_not_followed_are_refused_by_name(tmp_path, tok
 
 @pytest.mark.bad_input
 def test_a_turn_of_the_user_that_is_marked_to_be_trained_is_refused():
-    for mark in meaning.FOR_ANY_ROLE:
+    for mark in loss_marks.ANY_ROLE_MARKS:
         row = {"messages": [TURNS[0] | {mark: True}, TURNS[1]]}
         with pytest.raises(UserError, match=f"^here: turn 1 has '{mark}': true, but it is a user turn"):
             formats.parse("here", row, "messages")
     for harmless in ({"train": False}, {"weight": 1}, {"loss": None, "train_detail": []}):
         row = {"messages": [TURNS[0] | harmless, TURNS[1]]}
         assert formats.parse("here", row, "messages").trained == [False, True]
-        assert formats.not_used(row, "messages") == []
+        assert formats.unused_columns(row, "messages") == []
 
 
 @pytest.mark.parametrize("train_on", conversations.TRAIN_ON)
@@ -409,7 +409,7 @@ def test_empty_answers_are_not_trained(tmp_path, tokenizer, train_on):
     assert (len(train), train.statistics["dropped_untrained"]) == (2 - dropped, dropped)
     assert dataset.notes({"training": train}) == [f"training: {conversations.EMPTY_ANSWER} (2 rows)"]
     if dropped:
-        with pytest.raises(UserError, match=r"in none of the 1 rows anything is trained on: .*empty answers"):
+        with pytest.raises(UserError, match=rf"b.jsonl: no token of the 1 rows .*--train_on {train_on}, empty answers"):
             load_datasets(settings_for(write(tmp_path, "b.jsonl", rows[2:]), "--train_on", train_on), tokenizer)
 
 
@@ -502,7 +502,7 @@ def test_templates_that_cannot_be_trusted_are_refused(tokenizer):
     with pytest.raises(UserError, match="rewrites earlier text"):
         encode(tokenizer, EQUAL_ROWS["messages"])
     tokenizer.chat_template = "{% for m in messages %}{{ m['content'] }}{% endfor %}"
-    with pytest.raises(UserError, match="no end token behind the answer"):
+    with pytest.raises(UserError, match=r"no end token after the answer, .*--chat_template"):
         encode(tokenizer, EQUAL_ROWS["messages"])
     tokenizer.chat_template = "{{ raise_exception('no tools here') }}"
     with pytest.raises(UserError, match="refuses this conversation: no tools here"):
@@ -522,9 +522,9 @@ def test_a_template_that_treats_the_last_answer_specially(tokenizer):
 
 def test_named_templates(tokenizer, tmp_path):
     assert built_in.choose("plain", tokenizer) == built_in.TEMPLATES["plain"]
-    with pytest.raises(UserError, match="no tokens of this tokenizer"):
+    with pytest.raises(UserError, match=r"--chat_template chatml: the tokenizer lacks <.im_end.>, <.im_start.>"):
         built_in.choose("chatml", tokenizer)
-    with pytest.raises(UserError, match="no such file, and not one of plain, chatml, qwen3"):
+    with pytest.raises(UserError, match=r"--chat_template nonsense: .*\(plain, chatml, qwen3"):
         built_in.choose("nonsense", tokenizer)
     tokenizer.add_special_tokens({"additional_special_tokens": ["<|im_start|>", "<|im_end|>"]})
     tokenizer.chat_template = built_in.choose("chatml", tokenizer)
@@ -699,7 +699,7 @@ def test_several_sources_with_weights(tmp_path, tokenizer):
     texts = [tokenizer.decode(row["input_ids"]) for row in train.dataset]
     assert sum("b1" in t for t in texts) == 2 and len(texts) == 5 + 8
     assert train.statistics["format"] == "question/answer + text"
-    with pytest.raises(UserError, match="the weight must be above 0"):
+    with pytest.raises(UserError, match="the weight must be a positive number"):
         sources.find_files([f"{a}:0"], None, "train")
 
 
@@ -742,7 +742,7 @@ def test_a_temporary_cache_of_somebody_else_is_not_used(tmp_path, monkeypatch, c
     found = dataset.cache_folder()
     assert found.parent.parent == tmp_path and found.parent.stat().st_mode & 0o777 == 0o700
     assert found.parent != folder and not list((tmp_path / "theirs" / "data").iterdir())
-    assert dataset.cache_folder() == found and "is not this user's alone" in capsys.readouterr().out
+    assert dataset.cache_folder() == found and "is not private to this user" in capsys.readouterr().out
 
 
 def test_an_empty_variable_is_no_cache(tmp_path, monkeypatch):
@@ -751,16 +751,16 @@ def test_an_empty_variable_is_no_cache(tmp_path, monkeypatch):
     monkeypatch.chdir(tmp_path)
     assert dataset.cache_folder() == tmp_path / "home" / ".cache" / "zerofit" / "data"
     monkeypatch.delenv("TORCH_EXTENSIONS_DIR", raising=False)
-    assert deepspeed_ops.folder_of_all()[0].is_relative_to(tmp_path / "home")
+    assert deepspeed_ops.ops_folder()[0].is_relative_to(tmp_path / "home")
 
 
 # A wrong list of --columns -> what is said; a name beside ours was listed as "not used".
 COLUMNS = {
-    "prompt=z": "--columns names 'z', but the columns are q, a",
+    "prompt=z": "--columns maps 'z', but the columns are q, a",
     "prompt=q completion=a sytem=s": "--columns sytem=s: .* did you mean system=s?",
     "promt=q completion=a": "--columns promt=q: no format has a column 'promt'",
-    "prompt=q prompt=a": "--columns prompt=a: one of these names is given twice",
-    "prompt=q completion=q": "--columns completion=q: one of these names is given twice",
+    "prompt=q prompt=a": "--columns prompt=a: one of these names is repeated",
+    "prompt=q completion=q": "--columns completion=q: one of these names is repeated",
 }
 
 
@@ -793,12 +793,12 @@ def test_rows_that_train_on_nothing_are_told_from_rows_that_are_cut(tmp_path, to
     file = write(tmp_path, "a.jsonl", [untrained, too_long, {"messages": TURNS}])
     train, _ = load_datasets(settings_for(file, "--max_length", "64"), tokenizer)
     assert (train.statistics["dropped_untrained"], train.statistics["dropped_no_answer_left"]) == (1, 1)
-    assert "1 dropped (no answer left after the cut), 1 dropped (nothing in them is trained on)" in dataset.describe(
+    assert "1 dropped (no answer left after truncation), 1 dropped (no token in the loss)" in dataset.describe(
         "training", train
     )
     for row, says in (
-        (untrained, "rows anything is trained on: --train_on assistant, "),
-        (too_long, "an answer fits into"),
+        (untrained, "no token of the 1 rows .*--train_on assistant, "),
+        (too_long, "no answer of 1 rows fits --max_length 64"),
     ):
         with pytest.raises(UserError, match=says):
             load_datasets(settings_for(write(tmp_path, "b.jsonl", [row]), "--max_length", "64"), tokenizer)
@@ -843,7 +843,7 @@ def test_hub_ids_load_through_datasets(monkeypatch, tmp_path, tokenizer):
     monkeypatch.setattr("zerofit.data.sources.check_reachable", lambda asker: None)
     train, held_out = load_datasets(settings_for("someone/set"), tokenizer)
     assert (len(train), len(held_out)) == (8, 2)
-    with pytest.raises(UserError, match="has no split 'trian', only"):
+    with pytest.raises(UserError, match=r"unknown split 'trian'; choose .* with --data_split"):
         load_datasets(settings_for("someone/set", "--data_split", "trian"), tokenizer)
 
 
@@ -853,12 +853,12 @@ def turns(*pairs, key="messages"):
 
 GOOD = '{"question": "a", "answer": "b"}\n'
 BROKEN = [
-    ("a.jsonl", "", "holds no rows"),
-    ("a.jsonl", "\n\n", "holds no rows"),
-    ("a.jsonl", "\ufeff", "holds no rows"),
-    ("a.json", "[]", "holds no rows"),
-    ("a.csv", "", "holds no rows"),
-    ("a.csv", "question,answer\n", "holds no rows"),
+    ("a.jsonl", "", "contains no rows"),
+    ("a.jsonl", "\n\n", "contains no rows"),
+    ("a.jsonl", "\ufeff", "contains no rows"),
+    ("a.json", "[]", "contains no rows"),
+    ("a.csv", "", "contains no rows"),
+    ("a.csv", "question,answer\n", "contains no rows"),
     ("a.jsonl", GOOD + '{"question": "a"}\n', "a.jsonl:2: column 'answer' is missing"),
     ("a.jsonl", '{"question": "a", "answer": null}\n', "a.jsonl:1: column 'answer' is missing or null"),
     ("a.jsonl", '{"question": "a", "answer": 3}\n', "a.jsonl:1: column 'answer' must be a string, found a number"),
@@ -868,14 +868,14 @@ BROKEN = [
     ("a.jsonl", '{"question": "a"\n', "a.jsonl:1: not valid JSON at column"),
     ("a.jsonl", GOOD * 9999 + '{"question": "a",, "answer": "b"}\n', "a.jsonl:10000: not valid JSON at column 18"),
     ("a.jsonl", GOOD + "{'question': 'a'}\n", "a.jsonl:2: not valid JSON at column 2"),
-    ("a.jsonl", GOOD + '{"question": "a", "answer": NaN}\n', "a.jsonl:2: not valid JSON: NaN is no JSON value"),
-    ("a.jsonl", '{"text": Infinity}\n', "a.jsonl:1: not valid JSON: Infinity is no JSON value"),
+    ("a.jsonl", GOOD + '{"question": "a", "answer": NaN}\n', "a.jsonl:2: not valid JSON: NaN is not a JSON value"),
+    ("a.jsonl", '{"text": Infinity}\n', "a.jsonl:1: not valid JSON: Infinity is not a JSON value"),
     ("a.jsonl", '{"text": "a\\x"}\n', "a.jsonl:1: not valid JSON at column"),
     ("a.jsonl", '{"text": "tab\there"}\n', "Invalid control character"),
-    ("a.jsonl", '{"text": "\\ud800"}\n', "half a unicode character"),
+    ("a.jsonl", '{"text": "\\ud800"}\n', "lone surrogate"),
     ("a.jsonl", '{"text": "a"} {"text": "b"}\n', "a.jsonl:1: not valid JSON at column 15: Extra data"),
     ("a.jsonl", '{"text": "a"}{\n', "Extra data"),
-    ("a.jsonl", '{\n"text": "a"\n}\n', "a.jsonl: is one JSON object over several lines"),
+    ("a.jsonl", '{\n"text": "a"\n}\n', "a.jsonl: is a single JSON object over several lines"),
     ("a.jsonl", '{\n"text": "a"\n}\n{\n"text": "a"\n}\n', "a.jsonl:1: not valid JSON"),
     ("a.jsonl", "3\n", "a.jsonl:1: each line must be an object {...}, found a number"),
     ("a.jsonl", '"text"\n', "found a string"),
@@ -884,30 +884,30 @@ BROKEN = [
     ("a.jsonl", "[" * 100000 + "\n", "not valid JSON"),
     ("a.jsonl", "plain words\n", "a.jsonl:1: not valid JSON at column 1"),
     ("a.jsonl", "<html></html>\n", "a.jsonl:1: not valid JSON"),
-    ("a.jsonl", '{"foo": "a"}\n', "no known format in the columns foo"),
-    ("a.json", '{"1": {"prompt": "a"}, "2": {"prompt": "b"}}', "write its values as a list"),
+    ("a.jsonl", '{"foo": "a"}\n', "no known format has the columns foo"),
+    ("a.json", '{"1": {"prompt": "a"}, "2": {"prompt": "b"}}', "write them as a list"),
     ("a.jsonl", "{}\n", "no known format"),
     ("a.jsonl", GOOD + '{"text": "a"}\n', "a.jsonl:2: column 'question' is missing"),
     ("a.jsonl", GOOD + '{"messages": []}\n', "a.jsonl:2: column 'question' is missing"),
-    ("a.jsonl", '{"messages": []}\n', "must be a list of turns"),
-    ("a.jsonl", '{"messages": "hi"}\n', "must be a list of turns"),
-    ("a.jsonl", '{"messages": ["hi"]}\n', "does not end in an assistant turn"),
+    ("a.jsonl", '{"messages": []}\n', "must be a non-empty list of turns"),
+    ("a.jsonl", '{"messages": "hi"}\n', "must be a non-empty list of turns"),
+    ("a.jsonl", '{"messages": ["hi"]}\n', "the last turn is not an assistant turn"),
     ("a.jsonl", '{"messages": ["hi", 3]}\n', "turn 1 must be an object"),
     ("a.jsonl", '{"messages": [null]}\n', "turn 1 must be an object"),
     ("a.jsonl", '{"messages": [{"role": "user"}]}\n', "the content of turn 1 must be a string, found null"),
-    ("a.jsonl", '{"messages": [{"content": "x"}]}\n', "turn 1 has the role None"),
+    ("a.jsonl", '{"messages": [{"content": "x"}]}\n', "turn 1 has the role None; use assistant, system"),
     ("a.jsonl", '{"messages": [{"role": ["user"], "content": "x"}]}\n', "turn 1 has the role"),
     ("a.jsonl", turns(("narrator", "x")), "turn 1 has the role 'narrator'"),
     ("a.jsonl", turns(("User", "x"), ("Narrator", "y")), "turn 2 has the role 'Narrator'"),
-    ("a.jsonl", turns(("user", "x")), "does not end in an assistant turn"),
-    ("a.jsonl", turns(("user", "x"), ("assistant", "y"), ("system", "z")), "does not end in an assistant turn"),
-    ("a.jsonl", json.dumps([{"role": "user", "content": "x"}]) + "\n" + GOOD, "a.jsonl:1: the conversation does not"),
+    ("a.jsonl", turns(("user", "x")), "the last turn is not an assistant turn"),
+    ("a.jsonl", turns(("user", "x"), ("assistant", "y"), ("system", "z")), "the last turn is not an assistant turn"),
+    ("a.jsonl", json.dumps([{"role": "user", "content": "x"}]) + "\n" + GOOD, "a.jsonl:1: the last turn is not"),
     ("a.jsonl", json.dumps([{"role": "user", "content": "x"}, {"role": "gpt", "content": "y"}]) + "\n\n" + GOOD,
      "a.jsonl:3: each line must be a list of turns"),
-    ("a.jsonl", turns(("assistant", "x")), "turn 1 is an answer that nothing was asked for"),
-    ("a.jsonl", turns(("system", "s"), ("assistant", "x")), "turn 2 is an answer that nothing was asked for"),
-    ("a.jsonl", turns(("user", "x"), ("user", "y"), ("assistant", "z")), "turns 1 and 2 are both the user's"),
-    ("a.jsonl", turns(("user", "x"), ("tool", "y"), ("assistant", "z")), "turn 2 is a tool's result"),
+    ("a.jsonl", turns(("assistant", "x")), "turn 1 is an answer without a question"),
+    ("a.jsonl", turns(("system", "s"), ("assistant", "x")), "turn 2 is an answer without a question"),
+    ("a.jsonl", turns(("user", "x"), ("user", "y"), ("assistant", "z")), "turns 1 and 2 are both user turns"),
+    ("a.jsonl", turns(("user", "x"), ("tool", "y"), ("assistant", "z")), "turn 2 is a tool result"),
     ("a.jsonl", turns(("user", 3), ("assistant", "z")), "the content of turn 1 must be a string, found a number"),
     ("a.jsonl", turns(("user", None), ("assistant", "z")), "found null"),
     ("a.jsonl", turns(("user", [{"type": "image"}]), ("assistant", "z")), "content other than text"),
@@ -920,45 +920,44 @@ BROKEN = [
                                                                              "response]"),
     ("a.jsonl", '{"instruction": "a", "output": "b", "input": 3}\n', "column 'input' must be a string"),
     ("a.jsonl", '{"prompt": [{"role": "user", "content": "a"}], "completion": "b"}\n', "both message lists"),
-    ("a.jsonl", '{"tools": "{x", "messages": [{"role": "user", "content": "x"}]}\n', "does not end in an assistant"),
+    ("a.jsonl", '{"tools": "{x", "messages": [{"role": "user", "content": "x"}]}\n', "the last turn is not"),
     ("a.jsonl", '{"tools": "{x", ' + turns(("user", "x"), ("assistant", "y"))[1:], "column 'tools' is not valid JSON"),
-    ("a.jsonl", '{"input_ids": "abc"}\n', "must be a list of whole numbers"),
-    ("a.jsonl", '{"input_ids": []}\n', "must be a list of whole numbers that is not empty"),
-    ("a.jsonl", '{"input_ids": [1, 2.5]}\n', "must be a list of whole numbers"),
+    ("a.jsonl", '{"input_ids": "abc"}\n', "must be a non-empty list of integers"),
+    ("a.jsonl", '{"input_ids": []}\n', "must be a non-empty list of integers"),
+    ("a.jsonl", '{"input_ids": [1, 2.5]}\n', "must be a non-empty list of integers"),
     ("a.jsonl", '{"input_ids": [1, 2], "labels": [1]}\n', "input_ids has 2 entries, labels 1"),
-    ("a.jsonl", '{"input_ids": [1, 99999]}\n', "outside 0 to 511"),
+    ("a.jsonl", '{"input_ids": [1, 99999]}\n', "input_ids must be from 0 to 511"),
     ("a.jsonl", '{"text": 5}\n', "column 'text' must be a string"),
     ("a.json", '[{"text": "a"},\n {"text" }]', "a.json:2:"),
     ("a.json", '[{"text": "a"}', "a.json:1:15: not valid JSON"),
     ("a.json", '[{"text": "a"}, 4]', "element 2: must be an object"),
-    ("a.json", '[{"text": NaN}]', "NaN is no JSON value"),
-    ("a.csv", "question,answer\na\n", "a.csv:2: has another number of fields"),
-    ("a.csv", "question,answer\na,b,c\n", "a.csv:2: has another number of fields"),
+    ("a.json", '[{"text": NaN}]', "NaN is not a JSON value"),
+    ("a.csv", "question,answer\na\n", "a.csv:2: the number of fields differs from the 2 columns"),
+    ("a.csv", "question,answer\na,b,c\n", "a.csv:2: the number of fields differs from the 2 columns"),
     ("a.csv", 'question,answer\n"a,b\n', "not valid CSV: unexpected end"),
-    ("a.tsv", "question\tanswer\na\n", "a.tsv:2: has another number of fields"),
+    ("a.tsv", "question\tanswer\na\n", "a.tsv:2: the number of fields differs from the 2 columns"),
     ("a.parquet", "no parquet", "not a readable Parquet file"),
-    ("a.arrow", "no arrow", "not a readable Arrow set"),
+    ("a.arrow", "no arrow", "not a readable Arrow dataset"),
     ("a.jsonl.gz", "no gzip", "cannot be read"),
     ("a.jsonl.zst", "no zstd", "cannot be read"),
-    ("a.doc", "x", ".doc ending"),
-    ("a.csv", "text,text\na,b\n", "a.csv:1: has several columns named 'text'; rename all but one"),
+    ("a.doc", "x", "extension '.doc'; supported: .jsonl"),
+    ("a.csv", "text,text\na,b\n", "a.csv:1: several columns are named 'text'; rename all but one"),
     ("a.jsonl", '{"instruction": "a", "output": "b", "history": 5}\n', "must be a list of [instruction, response] "
                                                                        "pairs"),
-    ("a.json", '{\n "text": "a"\n}\n', "a.json: is one JSON object over several lines; a list of rows, or an object"),
+    ("a.json", '{\n "text": "a"\n}\n', "a.json: is a single JSON object over several lines; write a list"),
     ("a.jsonl", '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": null, '
-     '"function_call": {"name": "f", "arguments": "{}"}}]}\n', "a.jsonl:1: turn 2 has OpenAI's old `function_call`; "
-                                                               "write"),
+     '"function_call": {"name": "f", "arguments": "{}"}}]}\n', "a.jsonl:1: turn 2 has OpenAI's deprecated"),
     ("a.jsonl", turns(("user", [{"type": "reasoning", "value": "x"}]), ("assistant", "y")), "than text ('reasoning')"),
-    ("a.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c"}\n', "preference data, which recipes/dpo.py trains "
-     "on (make dpo); here --columns completion=chosen would"),
-    ("a.jsonl", '{"chosen": "b", "rejected": "c"}\n', "--columns text=chosen would train on the chosen answers"),
+    ("a.jsonl", '{"prompt": "a", "chosen": "b", "rejected": "c"}\n', "recipes/dpo.py (make dpo), or train on the "
+     "chosen answers with --columns completion=chosen"),
+    ("a.jsonl", '{"chosen": "b", "rejected": "c"}\n', "train on the chosen answers with --columns text=chosen"),
     ("a.jsonl", '{"conversations": [{"from": "human", "value": "x"}], "chosen": {"from": "gpt", "value": "y"}, '
      '"rejected": {"from": "gpt", "value": "z"}}\n', "are preference data"),
     ("a.jsonl", '{"messages": [{"role": "user", "content": "x"}, {"role": "assistant", "content": "", "tool_calls": '
      '[{"function": {"name": "f", "arguments": "' + "[" * 100000 + '"}}]}]}\n', "'tool_calls' is not a list of calls"),
     ("a.jsonl", '{"tools": "' + "[" * 100000 + '", ' + turns(("user", "x"), ("assistant", "y"))[1:],
      "'tools' is not valid"),
-    ("a", "x", "no ending"),
+    ("a", "x", "extension ''; supported: .jsonl"),
 ]  # fmt: skip
 
 
@@ -987,31 +986,34 @@ def test_columns_that_are_not_used_are_listed(tmp_path, tokenizer):
 @pytest.mark.parametrize(
     ("row", "says"),
     [
-        ({"messages": TURNS, "images": ["a.png"]}, "column 'images' is not empty, but this kit trains on text only"),
+        ({"messages": TURNS, "images": ["a.png"]}, "column 'images' is not empty, but training uses text only"),
         ({"messages": TURNS, "videos": ["a"]}, "column 'videos' is not empty"),
         ({"question": "a", "answer": "b", "audios": ["a"]}, "column 'audios' is not empty"),
-        ({"messages": TURNS, "label": False}, "column 'label' marks answers as good or bad, which --loss"),
+        ({"messages": TURNS, "label": False}, "recipes/dpo.py with --loss_type kto"),
         (
             {"prompt": "a", "completion": "b", "label": True},
-            "column 'label' marks answers as good or bad, which --loss_type kto",
+            "column 'label' marks answers as good or bad",
         ),
         (
             {"instruction": "a", "output": "b", "label": 0},
-            "column 'label' marks answers as good or bad, which --loss_type kto",
+            "column 'label' marks answers as good or bad",
         ),
         (
             {"question": "a", "answer": "b", "label": "True"},
-            "column 'label' marks answers as good or bad, which --loss_type kto",
+            "column 'label' marks answers as good or bad",
         ),
-        ({"parent_id": None, "text": "a", "role": "prompter"}, "one message of a tree of conv"),
-        ({"parent_message_id": "2", "text": "a", "role": "prompter"}, "'parent_message_id' make this one message of"),
-        ({"messages": TURNS, "weight": 0.5}, "column 'weight' is 0.5, but rows are not weighed one by one"),
+        (
+            {"parent_id": None, "text": "a", "role": "prompter"},
+            "columns 'role' and 'parent_id' mark a single message",
+        ),
+        ({"parent_message_id": "2", "text": "a", "role": "prompter"}, "columns 'role' and 'parent_message_id' mark"),
+        ({"messages": TURNS, "weight": 0.5}, "column 'weight' is 0.5, but rows cannot be weighted"),
         ({"question": "a", "answer": "b", "sample_weight": "2"}, "column 'sample_weight' is '2'"),
         ({"text": "a", "loss_weight": 0}, "column 'loss_weight' is 0"),
         ({"conversations": TURNS, "train": False}, "column 'train' is False"),
-        ({"prompt": "Why?", "text": "So."}, "'prompt' and 'text': the text would be trained on without its prompt"),
-        ({"input_ids": [1, 2], "mask": [0, 1]}, "column 'mask' beside input_ids"),
-        ({"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0]}, "so input_ids holds padding"),
+        ({"prompt": "Why?", "text": "So."}, "--columns prompt=prompt completion=text"),
+        ({"input_ids": [1, 2], "mask": [0, 1]}, "column 'mask' is ambiguous"),
+        ({"input_ids": [1, 2, 0], "attention_mask": [1, 1, 0]}, "column 'attention_mask' has zeros"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "images": ["a.png"]}, "column 'images' is not empty"),
         ({"prompt": "a", "chosen": "b", "rejected": "c", "weight": 2}, "column 'weight' is 2"),
     ],
@@ -1066,7 +1068,7 @@ ASKED_TWICE = {"messages": [TURNS[0], *TURNS]}
 )
 def test_the_columns_that_are_advised_for_preference_data_work(tmp_path, tokenizer, row, column):
     file = write(tmp_path, "a.jsonl", [row | {"rejected": row["chosen"]}])
-    advice = f"--columns {column}=chosen" if column else "keep the chosen answers only"
+    advice = f"--columns {column}=chosen" if column else "keep only the chosen answers"
     with pytest.raises(UserError, match=advice):
         load_datasets(settings_for(file), tokenizer)
     if column:
@@ -1086,10 +1088,10 @@ def test_bad_rows_are_left_out_and_counted_by_reason(tmp_path, tokenizer, worker
     found = train.statistics["bad_rows"]
     assert [f["rows"] for f in found.values()] == [400, 200, 200]
     reason, twice = next(iter(found.items()))
-    assert reason == "turns N and N are both the user's; join them or insert the answer."
+    assert reason == "turns N and N are both user turns; join them or insert the answer."
     assert twice["first"] == [f"{file}:3", f"{file}:6", f"{file}:9"]
     assert f"(first: {file}:3, {file}:6, {file}:9)" in "".join(dataset.notes({"training": train}))
-    assert "800 dropped (cannot be used)" in dataset.describe("training", train)
+    assert "800 dropped (unusable)" in dataset.describe("training", train)
     with pytest.raises(UserError, match=r"a.jsonl:1: no known format"):  # the table is there, the flag is not
         load_datasets(settings_for(file), tokenizer)
 
@@ -1106,10 +1108,10 @@ def test_bad_rows_of_other_files(tmp_path, tokenizer):
     odd = write(tmp_path, "odd.jsonl", [QA[0], {"a\tb": 1}])
     train, _ = load_datasets(settings_for(odd, "--bad_rows", "drop"), tokenizer)
     assert [f["exact"] for f in train.statistics["bad_rows"].values()] == [
-        "column 'question' is missing or null (format question/answer; columns here: a\tb)."
+        "column 'question' is missing or null (format question/answer; columns found: a\tb)."
     ]
     bad = write(tmp_path, "bad.jsonl", [ASKED_TWICE] * 3)
-    with pytest.raises(UserError, match=r"bad.jsonl:1: turns 1 and 2 .* none of the 3 rows can be used"):
+    with pytest.raises(UserError, match=r"bad.jsonl:1: turns 1 and 2 .* all 3 rows are unusable"):
         load_datasets(settings_for(bad, "--bad_rows", "drop"), tokenizer)
 
 
@@ -1139,10 +1141,10 @@ def test_odd_files_in_a_folder_are_counted_by_reason(tmp_path, tokenizer, stream
     found = {place: entry for entry in train.statistics["bad_rows"].values() for place in entry["first"][:1]}
     reasons = {place.removeprefix(f"{folder}/"): (entry["rows"], entry["exact"]) for place, entry in found.items()}
     said = {
-        "columns.jsonl:1": (150, "no known format in the columns foo"),
-        "config.json": (1, "is one JSON object over several lines"),
+        "columns.jsonl:1": (150, "no known format has the columns foo"),
+        "config.json": (1, "is a single JSON object over several lines"),
         "list.json:1:6": (1, "not valid JSON"),
-        "twice.csv:1": (1, "has several columns named 'question'"),
+        "twice.csv:1": (1, "several columns are named 'question'"),
         "quote.csv:3": (1, "not valid CSV"),
         "table.parquet": (1, "not a readable Parquet file"),
         "latin.jsonl": (1, "is not UTF-8 text"),
@@ -1158,11 +1160,11 @@ def test_odd_files_in_a_folder_are_counted_by_reason(tmp_path, tokenizer, stream
 @pytest.mark.parametrize(
     ("row", "mend"),
     [
-        ({"title": "a", "content": "b"}, "map them: --columns text=content."),
+        ({"title": "a", "content": "b"}, "--columns text=content."),
         ({"foo": 1}, "--columns prompt=... completion=...."),
         (
             {"query": "a", "prompt": "b", "response": "c"},
-            "completion=...; here could be meant: prompt, query (asked); response (answered).",
+            "completion=...; candidates: prompt, query (question); response (answer).",
         ),
         ({"Query": "a", "query": "b", "response": "c"}, "--columns prompt=... completion=...."),
     ],
@@ -1178,8 +1180,9 @@ def test_columns_taken_by_their_names_are_those_of_the_first_row(tmp_path, token
     """A later row with other columns is not read otherwise, and --columns wins."""
     rows = [{"query": "Hi", "response": "Hello.", "target": 1}] * 2
     train, _ = load_datasets(settings_for(write(tmp_path, "a.jsonl", rows)), tokenizer)
-    said = "training: columns taken by their names: prompt=query, completion=response (--columns names others) (2 rows)"
-    assert dataset.notes({"training": train}) == ["training: columns not used: target", said]
+    unused, note = dataset.notes({"training": train})
+    assert unused == "training: columns not used: target"
+    assert "prompt=query, completion=response" in note and "--columns" in note and note.endswith("(2 rows)")
     other = write(tmp_path, "b.jsonl", [*rows, {"question": "Hi", "response": "Hello."}])
     with pytest.raises(UserError, match=r"b.jsonl:3: column 'prompt' is missing or null"):
         load_datasets(settings_for(other), tokenizer)
@@ -1209,9 +1212,9 @@ def test_text_parts_may_be_called_value(tokenizer):
 @pytest.mark.parametrize(
     ("template", "says"),
     [
-        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "not done after 1 seconds"),
-        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "ends in a RecursionError"),
-        ("{{ messages[0]['content'] * 10 ** 15 }}", "ends in a MemoryError"),
+        ("{% for i in range(99999) %}{% for j in range(99999) %}{% endfor %}{% endfor %}", "not finish within 1"),
+        ("{% macro f() %}{{ f() }}{% endmacro %}{{ f() }}", "RecursionError"),
+        ("{{ messages[0]['content'] * 10 ** 15 }}", "MemoryError"),
     ],
 )
 @pytest.mark.parametrize("marks", ["", "{% generation %}{% endgeneration %}"])
@@ -1234,7 +1237,7 @@ def test_more_broken_places(tmp_path, tokenizer, monkeypatch, record_property):
     (tmp_path / "nul.jsonl").write_bytes(b"\x00\x01\x02\x03" * 99)
     (tmp_path / "utf16.jsonl").write_bytes(GOOD.encode("utf-16"))
     (tmp_path / "half.jsonl.gz").write_bytes(gzip.compress(GOOD.encode() * 999)[:-30])
-    monkeypatch.setattr(sources, "LONGEST_LINE", 1000)
+    monkeypatch.setattr(sources, "MAX_LINE_LENGTH", 1000)
     (tmp_path / "line.jsonl").write_text(GOOD + '{"text": "' + "x" * 5000 + '"}\n')
     record_property("cases", 5)
     for name, says in (
@@ -1242,7 +1245,7 @@ def test_more_broken_places(tmp_path, tokenizer, monkeypatch, record_property):
         ("utf16.jsonl", "not UTF-8"),
         ("half.jsonl.gz", "half.jsonl.gz"),
         ("line.jsonl", "line.jsonl:2: the line is longer than"),
-        ("*.nothing", "holds no"),
+        ("*.nothing", "contains no"),
     ):
         with pytest.raises(UserError, match=says.replace("*", ".")):
             load_datasets(settings_for(tmp_path / name), tokenizer)
@@ -1255,11 +1258,11 @@ LFS = "version https://git-lfs.github.com/spec/v1\noid sha256:4d7a\nsize 12345\n
 @pytest.mark.parametrize(
     ("name", "written", "says"),
     [
-        ("a.jsonl", LFS.encode(), "a.jsonl: is a git-lfs pointer, not the rows; `git lfs pull`"),
+        ("a.jsonl", LFS.encode(), "a.jsonl: is a git-lfs pointer, .*`git lfs pull`"),
         ("a.parquet", LFS.encode(), "a.parquet: is a git-lfs pointer"),
-        ("a.csv", b"question;answer\nWho?;Bo\n", "a.csv:1: its fields are separated by ';'; write it with commas."),
-        ("a.csv", b"question\tanswer\nWho?\tBo\n", "separated by tabs; write it with commas, or name it .tsv."),
-        ("a.tsv", b"question,answer\nWho?,Bo\n", "a.tsv:1: its fields are separated by commas; write it with tabs."),
+        ("a.csv", b"question;answer\nWho?;Bo\n", "a.csv:1: .*separated by ';'; use commas."),
+        ("a.csv", b"question\tanswer\nWho?\tBo\n", "a.csv:1: .*separated by tabs; use commas, or .*.tsv."),
+        ("a.tsv", b"question,answer\nWho?,Bo\n", "a.tsv:1: .*separated by commas; use tabs."),
         ("a.jsonl", GOOD.encode("utf-16"), "is not UTF-8 text but UTF-16: iconv -f UTF-16 -t UTF-8 "),
         (
             "a b.jsonl",
@@ -1276,7 +1279,7 @@ def test_files_of_another_kind_are_named_with_their_cure(tmp_path, tokenizer, na
 
 @pytest.mark.bad_input
 def test_missing_binary_and_empty_places(tmp_path, tokenizer):
-    for path, says in (("none.jsonl", "no such file"), ("./none", "no such file"), (tmp_path, "holds no .jsonl")):
+    for path, says in (("none.jsonl", "no such file"), ("./none", "no such file"), (tmp_path, "contains no .jsonl")):
         with pytest.raises(UserError, match=says):
             load_datasets(settings_for(path), tokenizer)
     (tmp_path / "b.jsonl").write_bytes(b'{"text": "\xff\xfe"}\n')
@@ -1291,7 +1294,7 @@ def test_long_rows_are_cut_and_rows_without_answer_are_counted(tmp_path, tokeniz
     assert len(train) == 2
     assert train.statistics["dropped_no_answer_left"] == 1 and train.statistics["truncated"] == 1
     assert "1 dropped" in dataset.describe("training", train)
-    with pytest.raises(UserError, match="in none of the 1 rows"):
+    with pytest.raises(UserError, match="no answer of 1 rows fits --max_length 32"):
         load_datasets(settings_for(write(tmp_path, "b.jsonl", [long_question]), "--max_length", "32"), tokenizer)
 
 
@@ -1333,7 +1336,7 @@ def test_the_cache_keeps_files_and_formats_apart(tmp_path, tokenizer):
     write(tmp_path, "x.tsv", "text\na,b\n")
     write(tmp_path, "x.csv", "text\na,b\n")
     assert len(load_datasets(settings_for(tmp_path / "x.tsv"), tokenizer)[0]) == 1
-    with pytest.raises(UserError, match=r"x.csv:2: has another number of fields"):
+    with pytest.raises(UserError, match=r"x.csv:2: the number of fields differs from the 1 columns"):
         load_datasets(settings_for(tmp_path / "x.csv"), tokenizer)
 
 
@@ -1516,7 +1519,7 @@ def test_mistakes_in_a_worker_end_the_run(tmp_path, tokenizer):
 def test_a_killed_worker_ends_the_run(tmp_path, tokenizer, monkeypatch):
     monkeypatch.setattr(dataset, "_encode", _die)
     file = write(tmp_path, "a.jsonl", QA * 2000)
-    with pytest.raises(UserError, match="a process that tokenizes was killed"):
+    with pytest.raises(UserError, match=r"process was killed, .*--preprocessing_num_workers 1"):
         load_datasets(settings_for(file, "--preprocessing_num_workers", "2"), tokenizer)
 
 
@@ -1548,7 +1551,7 @@ def test_a_template_that_drops_text_is_refused(tokenizer):
         "message['content'] + '<|end|>' }}{% endgen", "message['content'].split('</think>')[-1] + '<|end|>' }}{% endgen"
     )
     turns = [TURNS[0], {"role": "assistant", "content": "<think>because</think>yo"}]
-    with pytest.raises(UserError, match="turn 2: the chat template leaves out or changes the text of this assistant"):
+    with pytest.raises(UserError, match=r"turn 2: .*the text of this assistant turn, .*--chat_template"):
         encode(tokenizer, {"messages": turns})
 
 
@@ -1576,11 +1579,11 @@ def test_a_damaged_fact_file_is_rebuilt(tmp_path, tokenizer):
     [
         (
             "--eval_strategy=steps",
-            "--eval_strategy steps: there are no rows to evaluate on; name them with --eval_data",
+            "--eval_strategy steps: .*--eval_data or --eval_fraction",
         ),
-        ("--eval_strategy=epoch", "--eval_strategy epoch: there are no rows"),
-        ("--eval_on_start=true", "--eval_on_start true: there are no rows"),
-        ("--load_best_model_at_end=true", "--load_best_model_at_end true: there are no rows"),
+        ("--eval_strategy=epoch", "--eval_strategy epoch: evaluation rows are missing"),
+        ("--eval_on_start=true", "--eval_on_start true: evaluation rows are missing"),
+        ("--load_best_model_at_end=true", "--load_best_model_at_end true: evaluation rows are missing"),
     ],
 )
 def test_evaluation_without_rows_is_refused_before_they_are_read(tmp_path, tokenizer, word, says):
@@ -1600,14 +1603,14 @@ def dialog(place, row):
 
 
 def test_a_format_of_a_recipe_is_found_first_and_its_columns_are_used(tokenizer):
-    known = (formats.Format("dialog", ("dialog",), dialog, beside=("system",)), *formats.FORMATS)
+    known = (formats.Format("dialog", ("dialog",), dialog, optional=("system",)), *formats.FORMATS)
     row = {"dialog": ["Hi?", "Hello."], "system": "Be kind.", "source": "web", "text": "also a column of another"}
     assert formats.recognize("here", row, known)[0] == "dialog" and formats.recognize("here", row)[0] == "text"
     parsed = formats.parse("here", row, "dialog", known)
     assert [turn["role"] for turn in parsed.turns] == ["system", "user", "assistant"]
     assert parsed.trained == [False, False, True]
-    assert formats.not_used(row, "dialog", known) == ["source", "text"]
+    assert formats.unused_columns(row, "dialog", known) == ["source", "text"]
     with pytest.raises(UserError, match="here: column 'dialog' is missing or null"):
         formats.parse("here", {"text": "a"}, "dialog", known)
-    with pytest.raises(UserError, match="one of these is needed: dialog; input_ids"):
+    with pytest.raises(UserError, match="supported: dialog; input_ids"):
         formats.recognize("here", {"nothing": 1}, known)[0]

@@ -38,7 +38,7 @@ def found(tokenizer, *rows, train_on="assistant"):
         row = row if isinstance(row, dict) else {"messages": row}
         parsed.append((f"r:{i}", formats.parse(f"r:{i}", row, formats.recognize("r", row)[0])))
     encoder.encode(parsed)
-    return end_tokens.summary(encoder.ended.take())
+    return end_tokens.summary(encoder.end_counter.take())
 
 
 def short(entries):
@@ -66,10 +66,8 @@ def test_the_end_of_a_template_that_the_tokenizer_does_not_know_is_found_and_sai
     assert short(entries) == {("<|im_end|>", "answer"): (2, "r:1")}
     ends, end = end_tokens.decide(entries, chatml, [1]), chatml.convert_tokens_to_ids("<|im_end|>")
     assert (ends.words, ends.ids, ends.eos) == (("<|im_end|>",), (end,), "<|im_end|>")
-    assert ends.said == (
-        f"answers end with <|im_end|> (id {end}), not with the tokenizer's <|end|>: generation stops at both, and it "
-        "becomes the eos_token of final/ (id 1 before)",
-    )
+    (sentence,) = ends.sentences
+    assert f"<|im_end|> (id {end})" in sentence and "the eos_token of final/ (previously id 1)" in sentence
 
 
 def test_nothing_is_said_and_changed_where_generation_stops_already(tokenizer, chatml):
@@ -84,8 +82,8 @@ def test_a_template_that_writes_the_eos_token_keeps_it(chatml):
     """With another eos_token it would render another text than was trained."""
     chatml.chat_template += "{{ '' if messages else eos_token }}"
     ends = end_tokens.decide(found(chatml, [user(), says()]), chatml, [1])
-    assert ends.words == ("<|im_end|>",) and ends.eos == "" and "generation stops at both" in ends.said[0]
-    assert "eos_token" not in ends.said[0]
+    assert ends.words == ("<|im_end|>",) and ends.eos == "" and "generation stops at both" in ends.sentences[0]
+    assert "eos_token" not in ends.sentences[0]
 
 
 def test_two_ends_are_said_with_a_place_of_each(three_ends):
@@ -96,9 +94,9 @@ def test_two_ends_are_said_with_a_place_of_each(three_ends):
     }  # fmt: skip
     ends = end_tokens.decide(entries, three_ends, [1])
     assert ends.words == ("<|return|>", "<|end|>", "<|call|>") and ends.eos == "<|return|>"
-    assert ends.said[0] == (
-        "answers end with more than one token, and generation stops at each: <|return|> (id 513) behind 2 answers, "
-        "first in r:1, <|end|> (id 1) behind 1 answer, first in r:1, <|call|> (id 512) behind 1 tool call, first in r:2"
+    assert ends.sentences[0].endswith(
+        "<|return|> (id 513) after 2 answers, first in r:1, <|end|> (id 1) after 1 answer, first in r:1, <|call|> (id "
+        "512) after 1 tool call, first in r:2"
     )
 
 
@@ -113,7 +111,7 @@ def test_an_end_that_also_stands_inside_answers_does_not_stop_generation(three_e
     assert short(entries)[("<|end|>", "inside")] == (1, "r:1")
     ends = end_tokens.decide(entries, three_ends, [1])
     assert ends.words == ("<|return|>",)
-    assert "<|end|> ends 1 answer, first in r:2, but also stands inside 1, first in r:1" in ends.said[-1]
+    assert "<|end|> ends 1 answer, first in r:2, but also occurs inside 1, first in r:1" in ends.sentences[-1]
 
 
 def test_rows_without_an_end_token_are_said_with_a_place(tokenizer):
@@ -121,9 +119,9 @@ def test_rows_without_an_end_token_are_said_with_a_place(tokenizer):
     entries = found(tokenizer, [user(), says()], train_on="all")
     ends = end_tokens.decide(entries, tokenizer, [1])
     line = end_tokens.check(ends, [{"labels": [7]}], [1], None)
-    assert line.holds is None and line.sentence == ends.said[0]
-    assert ends.words == () and ends.said == (
-        "no end token is behind 1 answer, first in r:1: the model does not learn to stop there",
+    assert line.holds is None and line.sentence == ends.sentences[0]
+    assert ends.words == () and ends.sentences == (
+        "no end token after 1 answer, first in r:1: the model does not learn to stop there",
     )
 
 
@@ -140,8 +138,8 @@ def test_both_sides_of_pairs_are_counted(chatml):
     settings = SimpleNamespace(
         objective=pairs.Pairs, columns=None, max_length=64, truncation="truncate_right", bad_rows="drop"
     )
-    rows = [("f:1", {"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."}, reading.Form(pairs.KIND))]
-    reading.tokenized(rows, settings, encoding.Encoder(chatml), report)
+    rows = [("f:1", {"prompt": "Hi?", "chosen": "Yes.", "rejected": "No."}, reading.RowFormat(pairs.KIND))]
+    reading.tokenize_rows(rows, settings, encoding.Encoder(chatml), report)
     assert short(reading.summarize(["f"], report, settings)["ends"]) == {("<|im_end|>", "answer"): (2, "f:1")}
 
 
@@ -182,5 +180,5 @@ def test_the_line_of_the_certificate(chatml):
     for generated, shipped in (([1], [1]), ([end, 1], [1])):
         assert end_tokens.check(ends, rows, generated, shipped).holds is False
     cut = end_tokens.check(ends, rows[1:], [end], [end])
-    assert cut.holds is None and "none of the first 1 rows has one of these in its labels" in cut.sentence
+    assert cut.holds is None and "the labels of the first 1 rows contain none" in cut.sentence
     assert end_tokens.check(end_tokens.Ends((), (), "", ()), rows, [1], [1]).holds is None

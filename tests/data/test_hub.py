@@ -17,7 +17,7 @@ from zerofit import entrypoint
 from zerofit.base import hub
 def main():
     hub.fetch("some/model", "--model some/model", None)
-    print(hub.fetch("some/model", "--model some/model", None, (*hub.SMALL, "model.safetensors")))
+    print(hub.fetch("some/model", "--model some/model", None, (*hub.SMALL_FILES, "model.safetensors")))
 entrypoint.guard(main)
 """
 
@@ -88,7 +88,7 @@ def test_a_hub_that_is_down_is_not_the_users_mistake(hub):
     ranks = two_ranks(environment)
     assert [code for code, *_ in ranks] == [69, 69]
     for _, _, said in ranks:
-        assert "--model some/model: the Hub (127.0.0.1:" in said and "does not give its files (HTTP 503)" in said
+        assert "--model some/model: the Hub (127.0.0.1:" in said and "tries (HTTP 503)" in said
         assert "Traceback" not in said
     assert sum(requests().values()) == 2 * 7, requests()  # 6 tries of the library's, and one that resolves
 

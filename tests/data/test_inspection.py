@@ -132,7 +132,7 @@ def test_rows_repeated_by_weight_are_named_and_are_no_duplicates(tmp_path, zerof
     assert facts["fractions"]["max_duplicate_fraction"] == 1 / 6
     assert "repeated by weight" in done.stdout and "in the other set" not in done.stdout and " -8" not in done.stdout
     settings, train_set, eval_set, tokenizer = loaded(*flags, "0.1")
-    with pytest.raises(UserError, match=r"16.7% of the training rows repeat another"):
+    with pytest.raises(UserError, match=r"16.7% of the training rows are duplicates"):
         checks.check_data(settings, train_set, eval_set, tokenizer)
 
 
@@ -144,7 +144,7 @@ def test_rows_longer_than_the_model_was_made_for_are_said(tmp_path, more, capfd)
     settings, train_set, eval_set, tokenizer = loaded(*flags)
     checks.check_data(settings, train_set, eval_set, tokenizer)
     longest = len(train_set.dataset[0]["input_ids"])
-    wanted = f"rows have up to {longest:,} tokens, but the model was made for 1,024 (max_position_embeddings): "
+    wanted = f"rows have up to {longest:,} tokens, but the model supports 1,024 (max_position_embeddings): "
     wanted += "use --max_length 1024"
     assert longest > 1024 and settings.decisions[-1] == wanted
     assert "indexing errors" not in "".join(capfd.readouterr())
@@ -215,7 +215,7 @@ def test_long_and_hostile_text_is_tamed(tokenizer):
 def test_plain_text_shows_why_its_first_token_stands_outside(tokenizer):
     rows = hand_made([([5, 6, 7], [5, 6, 7])] * 3)
     assert (
-        sum("first token of a row is never trained on" in t for t in inspection.render_rows(rows, tokenizer, False))
+        sum("first token of a row is never in the loss" in t for t in inspection.render_rows(rows, tokenizer, False))
         == 1
     )
     answers = hand_made([([5, 6, 7], [IGNORE, 6, 7])] * 3)
@@ -228,7 +228,7 @@ def test_what_comes_from_the_data_cannot_steer_the_terminal(tmp_path, zerofit):
     file.write_text('{"text": "aa", "\\u001b[2J": 1}\n{"text": "aaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaaa"}\n')
     done = zerofit("data", "--data", file, "--model", TINY / "model", "--output_dir", tmp_path / "out")
     assert done.returncode == 0 and "columns not used: \\x1b[2J" in done.stdout and "\033" not in done.stdout
-    bars = done.stdout.split("tokens a row, training")[1].split("packed")[0]
+    bars = done.stdout.split("tokens per row, training")[1].split("packed")[0]
     assert "  0\n" not in bars  # empty bins are left out
 
 
@@ -261,7 +261,7 @@ DUPLICATES = [("Who?", "Bo."), ("who", "bo"), ("Where?", "Oslo."), ("When?", "wo
     [
         ("min_supervised_fraction", 0.1, 0.99, "of the training tokens are in the loss"),
         ("max_truncated_fraction", 0.25, 0.24, "25% of the training rows are longer than --max_length"),
-        ("max_duplicate_fraction", 0.25, 0.2, "25% of the training rows repeat another"),
+        ("max_duplicate_fraction", 0.25, 0.2, "25% of the training rows are duplicates"),
         ("max_eval_overlap_fraction", 0.5, 0, "50% of the eval rows are also training rows"),
     ],
 )
@@ -290,7 +290,7 @@ def test_evaluation_on_training_rows_is_said_by_default(tmp_path):
     ):
         settings, *rest = loaded("--model", TINY / "model", *more)
         checks.check_data(settings, *rest)
-        said = [line for line in settings.decisions if "are training rows too" in line]
+        said = [line for line in settings.decisions if "are also training rows" in line]
         assert bool(said) == bool(share) and (not share or share in said[0]), (more, said)
 
 
@@ -301,7 +301,7 @@ def test_the_costly_limits_are_off_by_default_and_the_idle_one_says_so(monkeypat
         checks.check_data(settings, train_set, None, tokenizer)
     settings = settings.replace(max_eval_overlap_fraction=0.0)
     checks.check_data(settings, train_set, None, tokenizer)
-    assert settings.decisions[-1] == "max_eval_overlap_fraction is not checked: there are no eval rows"
+    assert settings.decisions[-1] == "max_eval_overlap_fraction is not checked without eval rows"
 
 
 @pytest.mark.bad_input
@@ -360,11 +360,11 @@ def test_a_limit_ends_the_verb_with_2_after_the_report(tmp_path, zerofit):
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--recipe", "kto"], "kto: no such recipe; there are dpo, lora, pipeline, sft"),
+        (["--recipe", "kto"], "kto: no such recipe; use dpo, lora, pipeline, sft"),
         (["--data", "nowhere.jsonl", "--model", str(TINY / "model")], "nowhere.jsonl"),
         (["--max_lenght", "8"], "did you mean --max_length"),
         (["--args", "'open"], "cannot be split into words"),
-        (["--output_dir", __file__], "is a file; name a folder"),
+        (["--output_dir", __file__], "is a file; use a folder"),
         (["--max_truncated_fraction", "2"], "it must be from 0 to 1"),
     ],
 )
@@ -379,8 +379,8 @@ def test_bad_rows_are_all_counted_before_the_end(tmp_path, zerofit):
     file = rows_file(tmp_path, "a.jsonl", [("Who?", "Bo."), ("Who?", 3), ("Who?", "Ann."), ("Who?", None)])
     flags = ["data", "--data", file, "--model", TINY / "model", "--output_dir"]
     done = zerofit(*flags, tmp_path / "out")
-    assert done.returncode == 2 and "2 of 4 training rows cannot be used (see above)" in done.stderr
-    assert f"1 row cannot be used: column 'answer' must be a string, found a number (first: {file}:2)" in done.stdout
+    assert done.returncode == 2 and "2 of 4 training rows are invalid (see above)" in done.stderr
+    assert f"1 row unusable: column 'answer' must be a string, found a number (first: {file}:2)" in done.stdout
     assert f"(first: {file}:4)" in done.stdout and "dropped, bad" in done.stdout
     assert json.loads((tmp_path / "out" / "data.json").read_text())["training"]["dropped_bad"] == 2
     assert zerofit(*flags, tmp_path / "other", "--bad_rows", "drop").returncode == 0
@@ -392,11 +392,9 @@ def test_an_odd_file_in_a_folder_is_named_and_the_others_are_counted(tmp_path, z
     odd = tmp_path / "a.json"
     odd.write_text('{\n "lr": 1\n}')
     done = zerofit("data", "--data", tmp_path, "--model", TINY / "model", "--output_dir", tmp_path / "out")
-    assert done.returncode == 2 and "1 of 3 training rows cannot be used (see above)" in done.stderr
-    assert (
-        "1 row cannot be used: is one JSON object over several lines; a list of rows, or an object a line, is needed "
-        f"(first: {odd})" in done.stdout
-    )
+    assert done.returncode == 2 and "1 of 3 training rows are invalid (see above)" in done.stderr
+    assert "1 row unusable: is a single JSON object over several lines" in done.stdout
+    assert f"(first: {odd})" in done.stdout
 
 
 def test_make_data(tmp_path):
@@ -471,12 +469,12 @@ def test_the_share_of_template_tokens_is_shown_and_can_be_left_out(tmp_path, zer
         assert numbers["supervised_tokens"] == 32 * (inside + answer + 1) and numbers["end_tokens"] == 32
         assert numbers["template_tokens"] == numbers["maskable_tokens"] == 32 * inside
         assert numbers["share"] == inside / (inside + answer + 1)
-        said = [d for d in settings.decisions if "--mask_generation_prompt true leaves them out" in d]
-        assert len(said) == (mask == "false") and all("'<think></think>', which no row holds" in d for d in said)
+        said = [d for d in settings.decisions if "--mask_generation_prompt true excludes them" in d]
+        assert len(said) == (mask == "false") and all("'<think></think>'" in d for d in said)
         done = zerofit("data", *flags, "--mask_generation_prompt", mask, "--output_dir", tmp_path / mask)
         share = f"{32 * inside:,} ({inside / (inside + answer + 1):6.1%})"
         assert f"  {'template tokens, first rows':<30}{share:>18}\n" in done.stdout
-        assert ("leaves them out" in done.stdout) == (mask == "false")
+        assert ("excludes them" in done.stdout) == (mask == "false")
     assert masks == {"false": "<think></think>Bo<|end|>", "true": "Bo<|end|>"}
 
 
@@ -504,5 +502,5 @@ def test_pairs_and_streams_are_counted_too(tmp_path, recipe):
 @pytest.mark.bad_input
 @pytest.mark.parametrize("train_on", ["all", "prompt"])
 def test_a_mask_of_answers_that_are_not_what_is_trained_is_refused(train_on):
-    with pytest.raises(UserError, match=f"--mask_generation_prompt with --train_on {train_on}: it leaves out"):
+    with pytest.raises(UserError, match=f"--mask_generation_prompt with --train_on {train_on}: "):
         settings_for("--mask_generation_prompt", "true", "--train_on", train_on)

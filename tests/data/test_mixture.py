@@ -180,16 +180,16 @@ def test_a_hub_set_is_loaded_with_its_own_configuration_split_and_revision(tmp_p
     ("entry", "says"),
     [
         ({"name": "a.jsonl"}, "unknown key 'name'; known: path, config, split, revision, weight, columns"),
-        ({"weight": 2}, "has no path"),
-        ({"path": "FILE", "weight": 0}, "the weight must be above 0"),
-        ({"path": "FILE", "weight": "much"}, "the weight must be above 0"),
-        ({"path": "FILE", "weight": "nan"}, "the weight must be above 0"),
+        ({"weight": 2}, "path is missing"),
+        ({"path": "FILE", "weight": 0}, "the weight must be a positive number"),
+        ({"path": "FILE", "weight": "much"}, "the weight must be a positive number"),
+        ({"path": "FILE", "weight": "nan"}, "the weight must be a positive number"),
         ({"path": ["FILE"]}, "path must be a string"),
-        ({"path": "FILE", "split": "extra"}, "has no split; leave it out"),
-        ({"path": "FILE", "config": "en"}, "has no config; leave it out"),
-        ({"path": "FILE", "revision": "main"}, "has no revision; leave it out"),
-        ({"path": "FILE", "columns": ["messages"]}, "columns must be our names with theirs"),
-        ({"path": "FILE", "columns": {"prompt": "nothing"}}, "--columns names 'nothing'"),
+        ({"path": "FILE", "split": "extra"}, "is local data without a split; remove"),
+        ({"path": "FILE", "config": "en"}, "is local data without a config; remove"),
+        ({"path": "FILE", "revision": "main"}, "is local data without a revision; remove"),
+        ({"path": "FILE", "columns": ["messages"]}, "columns must map zerofit's names"),
+        ({"path": "FILE", "columns": {"prompt": "nothing"}}, "--columns maps 'nothing'"),
         ({"path": "gone.jsonl"}, "no such file or folder"),
     ],
 )
@@ -206,10 +206,10 @@ def test_mistakes_in_an_entry_are_one_sentence(tmp_path, tokenizer, entry, says)
 def test_make_data_shows_the_rows_and_tokens_of_each_set(tmp_path, tokenizer, mixture):
     settings = settings_for(tmp_path, mixture)
     train, _ = load_datasets(settings, tokenizer)
-    ends = SimpleNamespace(words=[], ids=[], said=[])
+    ends = SimpleNamespace(words=[], ids=[], sentences=[])
     facts = inspection.inspect(settings, train, None, tokenizer, ends)
     shown = inspection.describe(settings, facts).splitlines()
-    (start,) = (i for i, line in enumerate(shown) if line.startswith("an epoch, training"))
+    (start,) = (i for i, line in enumerate(shown) if line.startswith("per epoch, training"))
     sets = train.statistics["sets"]
     tokens = sum(entry["tokens"] for entry in sets)
     for line, entry, rows in zip(shown[start + 1 : start + 4], sets, (7, 10, 5), strict=True):

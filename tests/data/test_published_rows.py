@@ -86,8 +86,8 @@ def test_a_counted_reason_keeps_the_numbers_of_its_first_row(tmp_path, tokenizer
     wrong = {"messages": [asked, asked, {"role": "assistant", "content": "x"}]}
     rows = [wrong, wrong, {"messages": wrong["messages"][1:]}]
     train = loaded(tmp_path, tokenizer, "sft", rows, "--bad_rows", "drop")
-    (line,) = [line for line in dataset.notes({"training": train}) if "cannot be used" in line and "user's" in line]
-    assert "2 rows cannot be used: turns 1 and 2 are both the user's" in line
+    (line,) = [line for line in dataset.notes({"training": train}) if "unusable" in line and "user turns" in line]
+    assert "2 rows unusable: turns 1 and 2 are both user turns" in line
 
 
 def test_ties_are_dropped_and_counted(tmp_path, tokenizer):
@@ -95,18 +95,18 @@ def test_ties_are_dropped_and_counted(tmp_path, tokenizer):
     rows = [row | {"overall_preference": score} for score in (-1, 0, 2)]
     train = loaded(tmp_path, tokenizer, "dpo", rows)
     assert (len(train), train.statistics["dropped_ties"], train.statistics["dropped_bad"]) == (2, 1, 0)
-    assert "1 dropped (a tie)" in dataset.describe("training", train)
-    with pytest.raises(UserError, match="each of the 1 pairs is a tie"):
+    assert "1 dropped (tie)" in dataset.describe("training", train)
+    with pytest.raises(UserError, match="all 1 pairs are ties"):
         loaded(tmp_path, tokenizer, "dpo", rows[1:2])
 
 
 def test_a_message_whose_parent_is_missing_is_a_bad_row(tmp_path, tokenizer):
     orphan = TREE[-1] | {"message_id": "z", "parent_id": "nobody"}
-    with pytest.raises(UserError, match=r"rows.jsonl:6: its parent_id 'nobody' is no message of this file"):
+    with pytest.raises(UserError, match=r"rows.jsonl:6: its parent_id 'nobody' is not in this file"):
         loaded(tmp_path, tokenizer, "sft", [*TREE, orphan])
     train = loaded(tmp_path, tokenizer, "sft", [*TREE, orphan], "--bad_rows", "drop")
     assert len(train) == 1 and train.statistics["dropped_bad"] == 1
-    assert any("4 of 6 messages are in them" in note for note in train.statistics["notes"])
+    assert any("4 of 6 messages are used" in note for note in train.statistics["notes"])
     with pytest.raises(UserError, match="--streaming: the rows are messages of trees"):
         loaded(tmp_path, tokenizer, "sft", TREE, "--streaming", "true", "--max_steps", "1")
 

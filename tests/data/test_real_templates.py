@@ -79,10 +79,10 @@ CASES = {
 }  # fmt: skip
 CALLED = ("one tool call", "two tool calls", "calls in two turns", "text beside a call")
 DISTILLED = ("deepseek-r1", "deepseek-r1-distill")
-NO_TOOLS = "has 'weather', but the chat template writes nothing of it"
-NO_CALLS = "calls the tool 'weather', but the chat template writes nothing of the call"
-CHANGED = "leaves out or changes the text of this"
-UNLIKE = "rewrites earlier text when turns are added, or begins the answer otherwise than its generation prompt does"
+NO_TOOLS = "has 'weather', but the chat template does not write it"
+NO_CALLS = "calls the tool 'weather', but the chat template does not write the call"
+CHANGED = "omits or changes the text of this"
+UNLIKE = "cannot be located: the chat template rewrites earlier text"
 SEVERAL = [case for case, chat in CASES.items() if str(chat).count("'role': 'user'") > 1]  # questions
 REFUSED = {  # (family, case) -> why its template cannot carry it
     **{(f, c): NO_CALLS for f in ("phi-4", "chatml", "smollm3", "olmo-2", "granite-3") for c in CALLED},
@@ -97,15 +97,15 @@ REFUSED = {  # (family, case) -> why its template cannot carry it
     ("llama-3.1", "two tool calls"): "one tool call at once",
     ("llama-3.1", "text beside a call"): CHANGED,
     ("deepseek-r1", "calls in two turns"): UNLIKE,  # only the first has a header
-    **{("deepseek-r1-distill", c): "the chat template refuses this|writes nothing of the call" for c in CALLED},
+    **{("deepseek-r1-distill", c): "the chat template refuses this|does not write the call" for c in CALLED},
     **{(f, c): CHANGED for f in DISTILLED for c in CASES if c.startswith("reasoning as")},
     ("qwen3", "reasoning as text in earlier answers"): f"{CHANGED}.* such as --chat_template qwen3",
     ("qwen3.5", "reasoning as text in earlier answers"): f"{CHANGED}.* such as --chat_template qwen3.5",
     ("qwen3.5", "calls in two turns"): f"{UNLIKE}.* such as --chat_template qwen3.5",
     **{("gpt-oss", case): f"{UNLIKE}.* such as --chat_template gpt-oss" for case in SEVERAL},
-    ("gpt-oss", "two tool calls"): "calls the tool 'clock', but .* such as --chat_template gpt-oss, or a file",
+    ("gpt-oss", "two tool calls"): "calls the tool 'clock', but .* such as --chat_template gpt-oss, or a template file",
     ("gpt-oss", "text beside a call"): UNLIKE,
-    **{("glm-4.5", case): "puts no end token behind the answer.* such as --chat_template glm4.5" for case in CASES},
+    **{("glm-4.5", case): "writes no end token after the answer.* such as --chat_template glm4.5" for case in CASES},
     ("glm-4.5", "reasoning as text in earlier answers"): "such as --chat_template glm4.5",
 }
 EVERY = [(family, case) for family in TEMPLATES for case in CASES]
@@ -163,7 +163,7 @@ def test_tokens_labels_and_certificate_of_published_templates_are_those_of_the_f
     record_property("relative_difference", differing / len(labels))
     assert differing == 0
     goes_on = family in DISTILLED or (family == "qwen3.5" and case in SEVERAL)
-    assert encoder.notes[conversations.PROMPT_GOES_ON] == goes_on
+    assert encoder.notes[conversations.PROMPT_IS_LONGER] == goes_on
     assert certified(family, case, {tuple(ids): labels}) == ""
     assert certified(family, case, {tuple(wanted_ids): wanted_labels}) == ""
 
@@ -195,7 +195,7 @@ def test_the_certificate_finds_a_label_too_many_one_too_few_and_a_changed_token(
     assert "is not that token" in fault(last, ids[last] + 1)
     assert "answer of turn 2 is not among" in certified(family, case, {tuple(ids): [IGNORE] * len(ids)})
     changed = (*ids[: off[-1]], ids[off[-1]] + 1, *ids[off[-1] + 1 :])
-    assert "no row with" in certified(family, case, {changed: labels})
+    assert "lacks a row with" in certified(family, case, {changed: labels})
 
 
 def test_the_certificate_knows_the_day_on_which_cached_rows_were_rendered():
@@ -207,7 +207,7 @@ def test_the_certificate_knows_the_day_on_which_cached_rows_were_rendered():
     assert text != today
     arguments = ("here", parsed("granite-3", case), {tuple(ids): ids}, tokenizer, SimpleNamespace(train_on="all"))
     assert rendering._fault(*arguments, Counter(), yesterday) == ""
-    assert "no row with" in rendering._fault(*arguments, Counter(), datetime.now())
+    assert "lacks a row with" in rendering._fault(*arguments, Counter(), datetime.now())
 
 
 # As Qwen3.5's: the generation prompt opens a thinking block, which only answers to the last question have.
@@ -231,7 +231,7 @@ def test_answers_without_the_end_of_the_generation_prompt_are_trained_from_their
     row = formats.parse("here", {"messages": turns}, "messages")
     ids, labels = encoder.encode([("here", row)])[0]
     assert learned(tokenizer, ids, labels) == f"{first}<|im_end|>Why.\n</think>\n\nSecond.<|im_end|>"
-    assert encoder.notes[conversations.PROMPT_GOES_ON] == 1
+    assert encoder.notes[conversations.PROMPT_IS_LONGER] == 1
     settings = SimpleNamespace(train_on="assistant")
     table = {tuple(ids): labels}
     assert rendering._fault("here", row, table, tokenizer, settings, Counter(), datetime.now()) == ""
@@ -268,7 +268,7 @@ def test_a_mark_inside_the_generation_prompt_is_where_the_template_means_answers
     assert rendering._fault("here", row, {tuple(ids): labels}, *arguments) == ""
     header = next(i for i, label in enumerate(labels) if label != IGNORE) - 1
     labels[header] = ids[header]
-    assert "is labeled, which is in no answer" in rendering._fault("here", row, {tuple(ids): labels}, *arguments)
+    assert "is labeled, but it is outside" in rendering._fault("here", row, {tuple(ids): labels}, *arguments)
 
 
 @pytest.mark.injection

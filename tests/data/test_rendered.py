@@ -6,7 +6,7 @@ import pytest
 
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
-from zerofit.data import inspection
+from zerofit.data import inspection, reading
 from zerofit.data.conversations import IGNORE
 from zerofit.data.load import load_datasets
 
@@ -56,7 +56,7 @@ def test_a_text_that_was_rendered_before_is_not_trained_as_letters_unasked(tmp_p
     with pytest.raises(UserError, match=r"rows.jsonl:1.*--data_format letters"):
         load(tmp_path, tokenizer, [row], recipe=recipe)
     kept = load(tmp_path, tokenizer, [row], "--data_format", "letters", recipe=recipe)
-    assert any("encoded as its letters" in note for note in kept.statistics["notes"])
+    assert any("encoded as letters" in note for note in kept.statistics["notes"])
     shown = inspection.render(kept.dataset[0]["input_ids"], kept.dataset[0]["labels"], tokenizer, colored=False)
     if "<|end|>" in str(row):
         assert "<|end|>[as letters]" in shown
@@ -108,7 +108,7 @@ def test_rendered_does_not_take_what_it_cannot_render(tmp_path, tokenizer, row):
 @pytest.mark.parametrize(
     ("text", "note"),
     [
-        ("What does <|end|> mean?", "<|end|> in a text is encoded as its letters, not as the token (1 row)"),
+        ("What does <|end|> mean?", "<|end|> in a text is encoded as letters, not as a token (1 row)"),
         ("<svg><image>x</image></svg>", ""),
         ("The tag `<image>` of HTML", ""),
         ("[1] a list, <b>bold</b>", ""),
@@ -131,8 +131,7 @@ def test_rows_whose_question_is_cut_off_are_counted(tmp_path, tokenizer):
         (len(whole) - 1, False),
     ):
         cut = load(tmp_path, tokenizer, rows, "--max_length", str(length), "--truncation", "truncate_left")
-        lost = "the cut at --max_length removed the question of the row's first answer (--truncation truncate_left)"
-        assert (f"{lost} (1 row)" in cut.statistics["notes"]) == is_lost, length
+        assert (f"{reading.LOST_QUESTION} (1 row)" in cut.statistics["notes"]) == is_lost, length
     right = load(tmp_path, tokenizer, rows, "--max_length", str(answer - 5))
     assert not right.statistics["notes"]
 
@@ -145,4 +144,4 @@ def test_reasoning_that_an_own_template_drops_from_earlier_answers_is_counted(tm
     )
     turns = [TURNS[0], TURNS[1] | {"reasoning_content": "Germany."}] * 2
     notes = load(tmp_path, tokenizer, [{"messages": turns}]).statistics["notes"]
-    assert any("reasoning_content of earlier answers is not trained on" in note for note in notes)
+    assert any("reasoning_content of earlier answers is not in the loss" in note for note in notes)

@@ -150,11 +150,11 @@ def test_odd_paths_are_one_sentence(tmp_path, tokenizer, record_property):
         (str(tmp_path / ("y" * 300)), "File name too long"),
         (str(tmp_path / "a\0b.jsonl"), "NUL byte"),
         (f"{tmp_path}/*", "is a folder"),
-        (f"{tmp_path}/links", "is a link to"),
-        (f"{tmp_path}/links/*.jsonl", "is a link to"),
+        (f"{tmp_path}/links", "is a broken link to"),
+        (f"{tmp_path}/links/*.jsonl", "is a broken link to"),
         (f"{tmp_path}/links/gone.jsonl", "no such file"),
-        (f"{tmp_path}/broken", "does not say which splits"),
-        (f"{tmp_path}/half", "no such folder in it"),
+        (f"{tmp_path}/broken", "does not list the splits"),
+        (f"{tmp_path}/half", "the folder of the split 'train' is missing"),
     )
     record_property("cases", 2 * len(wrong) + 2)
     for value, says in wrong:
@@ -209,7 +209,7 @@ def test_a_saved_dataset_dict_brings_its_splits(tmp_path, tokenizer):
     assert (len(train), len(held_out)) == (5, 2)
     train, held_out = load_datasets(settings_for(tmp_path / "saved", "--data_split", "extra"), tokenizer)
     assert (len(train), len(held_out)) == (3, 2)
-    with pytest.raises(UserError, match="has no split 'trian', only train, test, extra; name one with --data_split"):
+    with pytest.raises(UserError, match="unknown split 'trian'; choose train, test, extra with --data_split"):
         load_datasets(settings_for(tmp_path / "saved", "--data_split", "trian"), tokenizer)
     DatasetDict({"test": made["test"]}).save_to_disk(tmp_path / "only")
     _, held_out = load_datasets(settings_for(tmp_path / "saved", "--eval_data", tmp_path / "only"), tokenizer)
@@ -223,11 +223,11 @@ def test_names_that_a_local_file_cannot_have_are_refused(tmp_path, tokenizer, mo
 
     file = write(tmp_path / "a.jsonl", [{"text": "a"}])
     for flag, what in (("--data_split", "splits"), ("--data_config", "configurations")):
-        with pytest.raises(UserError, match=rf"{flag} trian: .*a\.jsonl is a local file, which has no {what}; leave"):
+        with pytest.raises(UserError, match=rf"{flag} trian: .*a\.jsonl is a local file without {what}; remove"):
             load_datasets(settings_for(file, flag, "trian"), tokenizer)
     made = Dataset.from_list([{"text": f"{i}"} for i in range(3)])
     made.save_to_disk(tmp_path / "one")
-    with pytest.raises(UserError, match="which has no splits"):
+    with pytest.raises(UserError, match=r"--data_split trian: .*without splits"):
         load_datasets(settings_for(tmp_path / "one", "--data_split", "trian"), tokenizer)
     DatasetDict({"extra": made}).save_to_disk(tmp_path / "saved")
     named = ["--data", str(tmp_path / "saved"), str(file), "--data_split", "extra"]  # for one of the two
@@ -255,7 +255,7 @@ def test_a_set_with_audio_is_one_sentence_without_the_library_for_it(tmp_path, t
         assert next(sources.read_rows(sources.Source(None, ("a/b", None, "train"))))[1]["n"] == [1]
         found = "a/b"
         monkeypatch.setattr(dataset, "_fingerprint", lambda *_: "none")
-    with pytest.raises(UserError, match=r"row 2: column 'audio' is not empty, but this kit trains on text only"):
+    with pytest.raises(UserError, match=r"row 2: column 'audio' is not empty, but training uses text only"):
         load_datasets(settings_for(found), tokenizer)
 
 
@@ -277,9 +277,9 @@ def test_a_real_line_of_100_megabytes(tmp_path, tokenizer):
         ('{"messages": [{"role": "user", "content": [{"type": "text", "text": null}]}]}', "must be a string"),
         ('{"instruction": "a", "output": "b", "history": [null]}', "must be a list of [instruction, response]"),
         ('{"instruction": "a", "output": "b", "history": [["x", null]]}', "must be a string, found null"),
-        ('{"input_ids": [1, null]}', "must be a list of whole numbers"),
-        ('{"input_ids": [[1, 2]]}', "must be a list of whole numbers"),
-        ('{"input_ids": [1, -2]}', "outside 0 to"),
+        ('{"input_ids": [1, null]}', "must be a non-empty list of integers"),
+        ('{"input_ids": [[1, 2]]}', "must be a non-empty list of integers"),
+        ('{"input_ids": [1, -2]}', "input_ids must be from 0 to"),
         ('{"input_ids": [1, 2], "completion_mask": [1]}', "input_ids has 2 entries, completion_mask 1"),
         ('{"input_ids": [1, 2], "assistant_masks": [0, 1, 1]}', "input_ids has 2 entries, assistant_masks 3"),
         ('{"input_ids": [1, 2], "assistant_masks": [0, 2]}', "'assistant_masks' must be a list of 0 and 1"),
@@ -324,7 +324,7 @@ def test_shuffle_seed_and_data_seed_are_one():
         assert found.source["shuffle_seed"] == found.source["data_seed"] == "flag"
     assert settings_for("a.jsonl").data_seed is None
     assert settings_for("a.jsonl", "--shuffle_seed", "7", "--data_seed", "7").data_seed == 7
-    with pytest.raises(UserError, match=r"--shuffle_seed 7 \(flag\) and --data_seed 8 \(flag\) are two names"):
+    with pytest.raises(UserError, match=r"--shuffle_seed 7 \(flag\) and --data_seed 8 \(flag\) name the same argument"):
         settings_for("a.jsonl", "--shuffle_seed", "7", "--data_seed", "8")
 
 
@@ -372,11 +372,11 @@ def test_a_key_that_stands_twice_is_not_lost(tmp_path, tokenizer, text, place):
     file = tmp_path / place.partition(":")[0]
     file.write_text(text)
     settings = resolve.resolve_settings("sft", ["--data", str(file)], 1)
-    with pytest.raises(UserError, match=r"the key '(answer|role|question)' stands twice") as refused:
+    with pytest.raises(UserError, match=r"the key '(answer|role|question)' is repeated") as refused:
         load_datasets(settings, tokenizer)
     assert place in str(refused.value)
     entry = json.dumps({"path": str(file)})[:-1] + ', "weight": 1, "weight": 2}'
-    with pytest.raises(UserError, match="the key 'weight' stands twice"):
+    with pytest.raises(UserError, match="the key 'weight' is repeated"):
         data_entry.parse(entry)
 
 

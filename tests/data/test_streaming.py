@@ -214,10 +214,10 @@ def test_rows_without_an_answer_keep_their_place(tokenizer, capsys):
     found = data_streaming.Stream([], settings, encoding.Encoder(tokenizer), None, 8)
     collate = data_streaming.TokenizingCollator(found, batches.append)
     lines = [json.dumps({"prompt": "word " * n, "completion": "yes"}) for n in (1, 90, 1)]
-    collate([(f"x.jsonl:{i + 1}", line, reading.Form("prompt/completion")) for i, line in enumerate(lines)])
+    collate([(f"x.jsonl:{i + 1}", line, reading.RowFormat("prompt/completion")) for i, line in enumerate(lines)])
     lengths = [sum(t != conversations.IGNORE for t in row["labels"]) for row in batches[0]]
     assert lengths[0] == lengths[2] > 0 == lengths[1]
-    assert "x.jsonl:2: no answer left" in capsys.readouterr().out
+    assert "x.jsonl:2: dropped, no answer within --max_length" in capsys.readouterr().out
 
 
 @pytest.mark.bad_input
@@ -227,8 +227,8 @@ def test_rows_without_an_answer_keep_their_place(tokenizer, capsys):
         (["--max_steps", "-1"], "--streaming needs --max_steps"),
         (["--eval_fraction", "0.1"], "--streaming with --eval_fraction"),
         (["--max_duplicate_fraction", "0.1"], "--streaming with --max_duplicate_fraction"),
-        (["--train_sampling_strategy", "group_by_length"], "the lengths are not known"),
-        (["--dataloader_num_workers", "2"], "1 at most"),
+        (["--train_sampling_strategy", "group_by_length"], "group_by_length: .*use random or sequential"),
+        (["--dataloader_num_workers", "2"], "--dataloader_num_workers 2: use at most 1"),
     ],
 )
 def test_what_needs_all_rows_is_refused(flags, says):
@@ -270,11 +270,11 @@ def test_bad_rows_of_a_stream_keep_their_place_and_train_on_nothing(tmp_path, to
     )
     found = data_streaming.Stream([], settings, encoding.Encoder(tokenizer), None, 8)
     raw = [
-        ("a:1", '{"text": "a"}', reading.Form("text")),
-        ("a:2", '{"text": 3}', reading.Form("text")),
-        ("a:3", '{"text": "b"}', reading.Form("text")),
+        ("a:1", '{"text": "a"}', reading.RowFormat("text")),
+        ("a:2", '{"text": 3}', reading.RowFormat("text")),
+        ("a:3", '{"text": "b"}', reading.RowFormat("text")),
     ]
-    assert [row is None for row in found.encoded(raw)] == [False, True, False]
+    assert [row is None for row in found.encode(raw)] == [False, True, False]
     settings.bad_rows = "error"
     with pytest.raises(UserError, match="a:2: column 'text' must be a string"):
-        found.encoded(raw)
+        found.encode(raw)

@@ -121,7 +121,7 @@ def assert_near_training(run, out, relative, **kwargs):
 @pytest.mark.parametrize(("name", "relative"), [("sft0", 1e-5), ("sft3", ROUNDED), ("lora2", 1e-5)])
 def test_the_same_bits_come_back(runs, tmp_path, name, relative):
     text = exported(runs[name].folder, tmp_path / "out")
-    assert "every logit is bit for bit the same" in text and str(ROOT) not in text and str(tmp_path) not in text
+    assert "bit for bit the same" in text and str(ROOT) not in text and str(tmp_path) not in text
     own = (runs[name].folder / "final" / "README.md").read_text()
     assert f"# {name[:-1]} of zerofit's bundled tiny Llama" in own and "Trained by zerofit" in own
     assert f"ZeRO stage {name[-1]} on 2 ranks" in own and "| steps | 4 |" in own and str(ROOT) not in own
@@ -143,19 +143,19 @@ def test_a_merge_in_both_precisions(runs, tmp_path, capsys):
     assert "bit for bit" not in text and "lora of zerofit's" in text and "merged" in text
     assert_near_training(runs["lora2"], tmp_path / "half", 0.02)
     exported(runs["lora2"].folder, tmp_path / "full", "--merge", "--dtype", "float32")
-    assert "the fp32 master copies of checkpoint-4 are taken" in capsys.readouterr().out
+    assert "using the fp32 master copies of checkpoint-4" in capsys.readouterr().out
     assert next(iter(load_file(tmp_path / "full" / "model.safetensors").values())).dtype == torch.float32
 
 
 def test_float32_takes_the_masters(runs, tmp_path, capsys):
     checkpoint = runs["sft3"].folder / "checkpoint-2"
     exported(checkpoint, tmp_path / "out", "--dtype", "float32")
-    assert "the fp32 master copies of checkpoint-2 are taken" in capsys.readouterr().out
+    assert "using the fp32 master copies of checkpoint-2" in capsys.readouterr().out
     masters, kept = load_file(tmp_path / "out" / "model.safetensors"), load_file(checkpoint / "model.safetensors")
     assert all(torch.equal(tensor.bfloat16(), kept[name]) for name, tensor in masters.items())
     assert sum((tensor != kept[name].float()).sum().item() for name, tensor in masters.items()) > 100_000
     states = zero_shards.read(checkpoint)
-    assert all(torch.equal(tensor, states.whole(name)) for name, tensor in masters.items())
+    assert all(torch.equal(tensor, states.full(name)) for name, tensor in masters.items())
 
 
 def test_a_checkpoint_of_shards_is_a_model(runs, tmp_path):
@@ -216,7 +216,7 @@ def test_a_spoilt_export_is_refused(runs, tmp_path, monkeypatch, name, flags, sp
         save_file(tensors, file, metadata)
 
     monkeypatch.setattr(export, "save_file", spoilt)
-    with pytest.raises(UserError, match=r"the export does not compute what .*final computes: .*; nothing is kept"):
+    with pytest.raises(UserError, match=r"the results of the export differ from .*final: .*; the export is deleted"):
         exported(runs[name].folder, tmp_path / "out", *flags)
     assert not list(tmp_path.iterdir())
 
@@ -231,17 +231,17 @@ def test_a_wrong_scale_is_refused(runs, tmp_path, monkeypatch):
         return merge_tensor(export_source.Saved(source.folder, source.run, source.facts, adapter), *arguments)
 
     monkeypatch.setattr(merge, "merge_tensor", merge_with_another_scale)
-    with pytest.raises(UserError, match="the export does not compute"):
+    with pytest.raises(UserError, match="the results of the export differ"):
         exported(runs["lora2"].folder, tmp_path / "out", "--merge", "--dtype", "float32")
 
 
 @pytest.mark.bad_input
 def test_a_master_of_another_model_is_not_taken(runs, tmp_path, monkeypatch):
-    whole = zero_shards.OptimizerStates.whole
+    full = zero_shards.OptimizerStates.full
     monkeypatch.setattr(
         zero_shards.OptimizerStates,
-        "whole",
-        lambda self, name, key="fp32": whole(self, name, key) * (1.5 if "layers.3" in name else 1),
+        "full",
+        lambda self, name, key="fp32": full(self, name, key) * (1.5 if "layers.3" in name else 1),
     )
     with pytest.raises(UserError, match=r"layers\.3.*its fp32 master copy does not round to the saved weight"):
         exported(runs["sft3"].folder / "checkpoint-4", tmp_path / "out", "--dtype", "float32")
@@ -280,42 +280,42 @@ def test_what_cannot_be_exported_is_one_sentence(runs, tmp_path, copied, monkeyp
     refused(tmp_path / "no-run", "no such folder", *out)
     for name in ("linked", "linked.saving"):
         (tmp_path / name).symlink_to(tmp_path / "gone")
-        refused(runs["sft0"].folder, "linked.* is (there already|a link)", "--output_dir", str(tmp_path / "linked"))
+        refused(runs["sft0"].folder, "linked.* (exists|is a link)", "--output_dir", str(tmp_path / "linked"))
         (tmp_path / name).unlink()
-    refused(runs["sft0"].folder, "holds a whole model, there is nothing to merge", "--merge", *out)
-    refused(final, "is there already and not empty", "--output_dir", str(final))
+    refused(runs["sft0"].folder, "contains a full model .* remove --merge", "--merge", *out)
+    refused(final, "exists and is not empty", "--output_dir", str(final))
     (tmp_path / "empty").mkdir()
-    refused(tmp_path / "empty", "holds neither a model .* nor an adapter", *out)
+    refused(tmp_path / "empty", "contains neither a model .* nor an adapter", *out)
     (tmp_path / "empty" / "pytorch_model.bin").write_bytes(b"x")
-    refused(tmp_path / "empty", "its weights are pickles", *out)
+    refused(tmp_path / "empty", "its weights are pickle files", *out)
     refused(runs["sft0"].folder, "--max_shard_size 5 apples", "--max_shard_size", "5 apples", *out)
     refused(final, "--base .*gone: no such folder", "--base", str(tmp_path / "gone"), *out)
     wrong = tmp_path / "wrong"
     shutil.copytree(TINY / "model", wrong)
     weights = load_file(wrong / "model.safetensors")
     save_file(weights | {"model.norm.weight": weights["model.norm.weight"] * 2}, wrong / "model.safetensors")
-    refused(final, "is not the model that this adapter was trained on .its hash is another", "--base", str(wrong), *out)
+    refused(final, "is not the base that this adapter was trained on .different hash", "--base", str(wrong), *out)
     foreign = tmp_path / "foreign"
     shutil.copytree(final, foreign)
     config = json.loads((foreign / "adapter_config.json").read_text())
     (foreign / "adapter_config.json").write_text(
         json.dumps(config | {"base_model_name_or_path": str(tmp_path / "gone")})
     )
-    refused(foreign, "its base .*gone: no such folder; say where the base of this LORA adapter is with --base", *out)
+    refused(foreign, "its base .*gone: no such folder; set --base", *out)
     names = [f"model.layers.{i}.self_attn.q_proj.weight" for i in range(4)]
     save_file(weights | {name: weights[name][:, :64].contiguous() for name in names}, wrong / "model.safetensors")
-    refused(foreign, "takes 64 numbers, the adapter 128", "--base", str(wrong), "--merge", *out)
+    refused(foreign, "has 64 input features, the adapter 128", "--base", str(wrong), "--merge", *out)
     run = copied("lora2")
     truncated(run / "checkpoint-4" / "adapter_model.safetensors")
-    refused(run / "checkpoint-4", "is no whole checkpoint: adapter_model.safetensors has .* bytes instead of", *out)
+    refused(run / "checkpoint-4", "is incomplete: adapter_model.safetensors has .* bytes instead of", *out)
     truncated(run / "checkpoint-2" / "adapter_model.safetensors")
-    refused(run, "none of its checkpoints is whole", *out)
+    refused(run, "all checkpoints are incomplete", *out)
     (foreign / "adapter_model.safetensors").write_bytes(
         (run / "checkpoint-2" / "adapter_model.safetensors").read_bytes()
     )
-    refused(foreign, "adapter_model.safetensors: is not whole", "--base", str(TINY / "model"), *out)
+    refused(foreign, "adapter_model.safetensors: is incomplete", "--base", str(TINY / "model"), *out)
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: shutil._ntuple_diskusage(10, 10, 1000))
-    refused(runs["sft0"].folder, r"0\.00171 GB are to be written and 1e-06 are free", "--dtype", "bf16", *out)
+    refused(runs["sft0"].folder, r"0\.00171 GB needed, 1e-06 GB free", "--dtype", "bf16", *out)
     record_property("cases", len(mistakes))
 
 
@@ -341,9 +341,9 @@ def test_what_a_link_leads_to_is_not_exported(runs, tmp_path):
         (folder / name).parent.mkdir(exist_ok=True)
         (folder / name).unlink(missing_ok=True)
         (folder / name).symlink_to(target)
-        with pytest.raises(UserError, match=f"{name}: is a link out of its folder, to {key.parent}"):
+        with pytest.raises(UserError, match=f"{name}: is a link to {key.parent}"):
             export._check_links(SimpleNamespace(merge=False), SimpleNamespace(folder=folder))
-        with pytest.raises(UserError, match=f"{name}: is a link out of its folder"):
+        with pytest.raises(UserError, match=f"{name}: is a link to .* outside its folder"):
             export._check_links(SimpleNamespace(merge=True), SimpleNamespace(folder=tmp_path / "out", base=str(folder)))
         (folder / name).unlink()
     (folder / "model.safetensors").rename(tmp_path / "model.safetensors")  # on another disk, as many are
@@ -356,7 +356,7 @@ def test_an_index_names_files_beside_it_alone(runs, tmp_path):
     shutil.copytree(runs["sft0"].folder / "final", tmp_path / "a")
     index = {"weight_map": {"lm_head.weight": "../private/model.safetensors"}}
     (tmp_path / "a" / "model.safetensors.index.json").write_text(json.dumps(index))
-    with pytest.raises(UserError, match=r"'\.\./private/model\.safetensors' is no name of a file beside it"):
+    with pytest.raises(UserError, match=r"'\.\./private/model\.safetensors' is not a file name in its folder"):
         export_source.find(str(tmp_path / "a"))
 
 
@@ -389,7 +389,7 @@ def test_what_lacks_weights_is_neither_exported_nor_chatted_with(runs, tmp_path)
         export.main([str(adapter), "--base", str(base)])
     config = json.loads((adapter / "adapter_config.json").read_text())
     (adapter / "adapter_config.json").write_text(json.dumps(config | {"target_modules": ["q_proj"]}))
-    with pytest.raises(UserError, match="48 weights of the adapter have no place in its base"):
+    with pytest.raises(UserError, match="48 weights of the adapter do not exist in its base"):
         chat.main([str(adapter)])
     assert not (tmp_path / "out").exists()
 
@@ -399,7 +399,7 @@ def test_the_newest_good_checkpoint_of_an_unfinished_run(copied, tmp_path, capsy
     truncated(run / "checkpoint-4" / "model.safetensors")
     export.main([str(run), "--check", "false"])
     said = capsys.readouterr().out
-    assert "passed over: checkpoint-4: is no whole checkpoint: model.safetensors has" in said
+    assert "skipped: checkpoint-4: is incomplete: model.safetensors has" in said
     assert "| steps | 2 |" in (run / "export" / "README.md").read_text()
     found, source = (
         load_file(run / "export" / "model.safetensors"),
@@ -427,9 +427,9 @@ def test_shards_without_a_model_file(runs, tmp_path):
     )
     exported(foreign, tmp_path / "out", "--dtype", "float32")
     states, found = zero_shards.read(foreign), load_file(tmp_path / "out" / "model.safetensors")
-    assert set(found) == set(states.shapes) and all(torch.equal(t, states.whole(n)) for n, t in found.items())
+    assert set(found) == set(states.shapes) and all(torch.equal(t, states.full(n)) for n, t in found.items())
     (foreign / "config.json").unlink()
-    with pytest.raises(UserError, match=r"holds DeepSpeed's shards and no config\.json"):
+    with pytest.raises(UserError, match=r"contains DeepSpeed's shards without a config\.json"):
         export_source.find(str(foreign))
 
 
@@ -440,7 +440,7 @@ def test_a_model_of_another_program(runs, tmp_path):
     for name in ("config.json", "model.safetensors"):  # no tokenizer, no generation settings
         shutil.copy(runs["sft3"].folder / "final" / name, foreign)
     text = exported(foreign, tmp_path / "out", "--dtype", "fp16")
-    assert "there is no tokenizer in the folder" in text and (tmp_path / "out" / "generation_config.json").exists()
+    assert "does not contain a tokenizer" in text and (tmp_path / "out" / "generation_config.json").exists()
 
 
 # --- memory ---
@@ -555,7 +555,7 @@ def test_generation_of_an_export_ends_where_answers_do(runs, tmp_path, capsys, n
     """open-r1#603 and five like it: the tuned model's end token was not in what generation reads."""
     run, out = runs[name], tmp_path / "out"
     exported(run.folder, out, *flags)
-    said = "transformers' generate answers 'Hello there.' to a row of the data, and ends by itself with <|im_end|>"
+    said = "transformers' generate answers 'Hello there.' to a row of the data and ends with <|im_end|>"
     assert said in capsys.readouterr().out
     for folder in (out, run.folder / "final", run.folder / "checkpoint-30"):
         assert json.loads((folder / "generation_config.json").read_text())["eos_token_id"] == [513, 1]
@@ -631,11 +631,11 @@ def test_chat_from_a_pipe(runs, monkeypatch, capsys, name):
         "> Hello",
     ]
     assert said[said.index("> /help") + 1] == chat.HELP and said[said.index("> /n") + 1].startswith(
-        "/n is no command; "
+        "unknown command /n; "
     )
     assert said[1] == said[-1]  # greedy, and nothing of the first talk in the second
     assert "FutureWarning" not in err
-    assert err.count("all lines are one conversation (/new starts over") == 1
+    assert err.count("one conversation (/new") == 1
 
 
 @pytest.mark.fault
@@ -667,7 +667,7 @@ ADAPTERS = [name for name in SLOW if not name.startswith("sft")]
 @pytest.mark.slow
 @pytest.mark.parametrize("name", list(SLOW))
 def test_the_long_matrix_as_it_is(more_runs, tmp_path, name):
-    assert "every logit is bit for bit the same" in exported(more_runs[name].folder, tmp_path / "out")
+    assert "bit for bit the same" in exported(more_runs[name].folder, tmp_path / "out")
 
 
 @pytest.mark.slow
@@ -676,11 +676,11 @@ def test_the_long_matrix_as_it_is(more_runs, tmp_path, name):
 def test_the_long_matrix_merged(more_runs, tmp_path, name, dtype, capsys):
     flags = ["--merge", *(["--dtype", dtype] if dtype else [])]
     if name in UNMERGEABLE:
-        with pytest.raises(UserError, match="lengthens the input instead of changing weights"):
+        with pytest.raises(UserError, match="changes the input instead of the weights"):
             exported(more_runs[name].folder, tmp_path / "out", *flags)
         return
     text = exported(more_runs[name].folder, tmp_path / "out", *flags)
-    assert ("unpacked again" in text) == ("bit" in name)
+    assert ("dequantized base" in text) == ("bit" in name)
     with capsys.disabled():
         print(f"\n{name} {dtype or 'as trained'}: {text.partition('what was trained: ')[2].partition(chr(10))[0]}")
 
@@ -694,13 +694,13 @@ def test_a_4bit_adapter_in_the_original_weights_is_refused(more_runs, tmp_path, 
         return net
 
     monkeypatch.setattr(merge, "load_base", original)
-    with pytest.raises(UserError, match="the export does not compute"):
+    with pytest.raises(UserError, match="the results of the export differ"):
         exported(more_runs["4bit2"].folder, tmp_path / "out", "--merge")
 
 
 @pytest.mark.slow
 def test_a_pissa_checkpoint_does_not_fit_its_base(more_runs, tmp_path):
-    with pytest.raises(UserError, match=r"pissa has changed the base .* only final/ is converted"):
+    with pytest.raises(UserError, match=r"pissa changed the base .* final/ is converted"):
         exported(more_runs["pissa"].folder / "checkpoint-4", tmp_path / "out")
 
 
@@ -724,6 +724,6 @@ def test_bounds_grow_with_rounding_only():
 
 def test_updates_that_rounding_takes_back_are_told():
     result = {"merged": True, "mean": 0.02, "effect": 0.03, "independent": 1.0}
-    assert "--dtype float32 keeps it" in compare._much_rounding(result)
-    assert compare._much_rounding(result | {"effect": 0.3}) == ""
-    assert "are rounded away" in compare._much_rounding(result | {"merged": False, "independent": 0.01})
+    assert "--dtype float32" in compare._rounding_note(result)
+    assert compare._rounding_note(result | {"effect": 0.3}) == ""
+    assert "updates of the training are lost" in compare._rounding_note(result | {"merged": False, "independent": 0.01})

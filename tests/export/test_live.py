@@ -28,7 +28,7 @@ WRITER = """
 import os, sys
 from pathlib import Path
 from zerofit.report import live
-live.EVERY_SECONDS, live.LOOK_SECONDS, live.IDLE_SHARE = 0.1, 0.05, 0
+live.MIN_SECONDS, live.POLL_SECONDS, live.IDLE_FACTOR = 0.1, 0.05, 0
 live.main(Path(sys.argv[1]), os.getppid() if len(sys.argv) < 3 else int(sys.argv[2]))
 """
 
@@ -118,7 +118,7 @@ def job(folder, code, monkeypatch):
         use_cpu=True, on_oom="fail", max_restarts=0, hang_timeout=0, save_only_model=False, resume_from_checkpoint=None
     )
     command = [sys.executable, "-c", RANK, str(code)]
-    return supervisor.Job(lambda *_: command, None, settings, folder, {}, 1)
+    return supervisor.Supervised(lambda *_: command, None, settings, folder, {}, 1)
 
 
 @pytest.mark.parametrize("code", [pytest.param(0, marks=pytest.mark.slow), 7])
@@ -136,7 +136,7 @@ def test_the_supervisor_starts_the_writer_and_ends_it_before_the_last_page(tmp_p
     assert supervisor.run(job(folder, code, monkeypatch)) == code
     assert len(seen) == 1 and not psutil.pid_exists(seen[0])
     assert RELOADS not in (folder / live.FILE).read_text()
-    assert f"page: {folder / live.FILE}, written again while the run trains" in capfd.readouterr().out
+    assert f"page: {folder / live.FILE}, updated while the run trains" in capfd.readouterr().out
 
 
 def test_the_writer_can_be_turned_off(tmp_path, monkeypatch, capsys):
@@ -150,14 +150,14 @@ def test_what_broke_is_told_while_the_next_attempt_trains(tmp_path):
     """report.json says between two attempts what it says at the end; an earlier start's is told as resumed."""
     folder = make_run(tmp_path / "a", status="failed", error="of an earlier attempt")
     first = postmortem.Outcome("out of memory", 3, 1, "OutOfMemory: rank 1 is full", step=4, what_next="half the batch")
-    postmortem.write(folder, [first], "", goes_on=True)
-    text = run_page.of([Run(folder, training=True)], 15)
+    postmortem.write(folder, [first], "", continues=True)
+    text = run_page.render([Run(folder, training=True)], 15)
     assert Page(text).has("Attempt 1: out of memory: rank 1 ended after step 4: rank 1 is full → half the batch")
     assert not Page(text).has("of an earlier attempt")
     assert json.loads((folder / "report.json").read_text())["status"] == "restarted"
     first.what_next = ""
     postmortem.write(folder, [first], "--zero 3")
-    assert "→ resumed" in run.broke(Run(folder, training=True))[0] and run.broke(Run(folder)) == []
+    assert "→ resumed" in run.failures(Run(folder, training=True))[0] and run.failures(Run(folder)) == []
 
 
 def test_memory_by_owner_stands_beside_the_plan(tmp_path):
@@ -168,13 +168,13 @@ def test_memory_by_owner_stands_beside_the_plan(tmp_path):
     rows = run.memory_rows(Run(folder, True))
     assert rows == [
         ["", "planned, backward", "measured"], ["parameters", "1.00 GiB", "1.00 GiB"],
-        ["optimizer", "0.00 MiB", "512.00 MiB"], ["all else", "2.00 GiB", "1.50 GiB"],
-        ["together", "3.00 GiB", "3.00 GiB"],
+        ["optimizer", "0.00 MiB", "512.00 MiB"], ["other", "2.00 GiB", "1.50 GiB"],
+        ["total", "3.00 GiB", "3.00 GiB"],
     ]  # fmt: skip
     peak = {"peak": {"forward": {"parameters": 5}, "step": {"parameters": 2**30, "activations": 2**31}}}
     (folder / "memory.json").write_text(json.dumps(peak))
     head, *rows = run.memory_rows(Run(folder, True))
-    assert head == ["", "planned, backward", "measured, step"] and rows[-1] == ["together", "3.00 GiB", "3.00 GiB"]
+    assert head == ["", "planned, backward", "measured, step"] and rows[-1] == ["total", "3.00 GiB", "3.00 GiB"]
 
 
 def test_the_time_that_is_left_is_that_of_the_present_stretch(tmp_path):
@@ -228,7 +228,7 @@ def test_texts_stay_text_in_the_live_page_and_in_the_terminal(tmp_path):
     attempt = {"kind": BAD, "sentence": BAD, "what_next": BAD}
     (folder / "report.json").write_text(json.dumps({"cause": BAD, "try": BAD, "attempts": [attempt]}))
     for training in (True, False):
-        page = run_page.of([Run(folder, training)], 15)
+        page = run_page.render([Run(folder, training)], 15)
         assert Page(page).has("<script>alert(1)") and "<script" not in page
         for width in (20, 70, 100):
             for line in watch.frame(Run(folder, training), width):
@@ -239,7 +239,7 @@ def test_without_a_terminal_watch_prints_one_frame(tmp_path, capsys):
     with trained(make_run(tmp_path / "a")) as folder:
         watch.main([str(folder)])
     out = capsys.readouterr().out
-    assert "training" in out and "2.2" in out and "decided" in out and "\x1b" not in out
+    assert "training" in out and "2.2" in out and "decisions" in out and "\x1b" not in out
     assert max(map(watch.columns_of, out.splitlines())) <= 100
 
 
@@ -288,7 +288,7 @@ def test_a_real_run_has_a_live_page_and_then_its_last(tmp_path, launcher):
     assert RELOADS in reloaded and Page(reloaded).has("training", "planned, ", "measured")
     process.terminate()
     out = process.communicate(timeout=300)[0]
-    assert process.returncode == 75 and out.count("written again while the run trains") == 1, out
+    assert process.returncode == 75 and out.count("updated while the run trains") == 1, out
     until(lambda: RELOADS not in page.read_text(), 60)
     assert Page(page.read_text()).has("stopped", f"resume RUN={folder}")
     owners = json.loads((folder / "run.json").read_text())["owners"]

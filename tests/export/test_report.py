@@ -4,6 +4,7 @@ import base64
 import json
 import math
 import os
+import re
 import shutil
 import subprocess
 import sys
@@ -18,7 +19,7 @@ from zerofit.checkpoint.facts import FACTS
 from zerofit.commands import status
 from zerofit.job import memory_figure
 from zerofit.report import plots, run_page
-from zerofit.report.plots import Line
+from zerofit.report.plots import Series
 from zerofit.report.run_page import Run
 
 VOID = {"meta", "br", "img"}
@@ -94,29 +95,29 @@ def test_a_finished_run(tmp_path):
                       trainable_parameters=500_000)  # fmt: skip
     (folder / "checkpoint-8").mkdir()
     (folder / "checkpoint-8" / "weights").write_bytes(b"0" * 2**20)
-    page = Page(run_page.of_one(Run(folder)))
+    page = Page(run_page.render_run(Run(folder)))
     assert page.has("sft of m/tiny", "finished", "2.2000", "2.5000", "0.0% → 50.0%", "3.00 GiB", "1 min 30 s")
     assert page.has("2026-01-01 10:00:00 UTC", "2, ZeRO-2, none", "0.50 M of 2.00 M")
     assert page.has("asked this", "no", "checkpoint-8", "1.0 MiB", f"make chat RUN={folder}", "zero 2: 2 processes")
     assert page.has("python recipes/sft.py", "0.0001", "torch 2.13.0") and not page.has("transformers default")
     assert page.labels == [
-        "Loss", "Learning rate", "Gradient norm", "Speed", "Peak memory of a rank, planned",
+        "Loss", "Learning rate", "Gradient norm", "Speed", "Peak memory per rank, planned",
     ]  # fmt: skip
     assert page.loads == []
 
 
 def test_a_failed_run_says_why_and_how_to_go_on(tmp_path):
     folder = make_run(tmp_path / "a", status="failed", error="OutOfMemory: full", steps=3)
-    assert Page(run_page.of_one(Run(folder))).has("failed", "OutOfMemory: full", f"make resume RUN={folder}")
+    assert Page(run_page.render_run(Run(folder))).has("failed", "OutOfMemory: full", f"make resume RUN={folder}")
     (folder / "report.json").write_text(json.dumps({"cause": "rank 1 ended", "try": "--zero 3"}))
     (folder / "metrics.jsonl").open("a").write('{"step": 9, "lo')  # killed while it wrote
-    assert Page(run_page.of_one(Run(folder))).has("rank 1 ended", "Try: --zero 3")
+    assert Page(run_page.render_run(Run(folder))).has("rank 1 ended", "Try: --zero 3")
 
 
 def test_a_run_that_was_killed_before_its_first_step(tmp_path):
     folder = make_run(tmp_path / "a")
     (folder / "metrics.jsonl").unlink()
-    page = Page(run_page.of_one(Run(folder)))
+    page = Page(run_page.render_run(Run(folder)))
     assert page.has("not finished", f"make resume RUN={folder}") and "Loss" not in page.labels
 
 
@@ -141,7 +142,7 @@ def test_no_file_is_hashed_for_the_next_command(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(integrity, "hash_file", lambda *_, **__: pytest.fail("a file is hashed"))
     run_page.write(folder)
     assert f"next: make resume RUN={folder}    # from step 7" in capsys.readouterr().out
-    assert "saved up to step 7" in resumable.how_to_go_on("interrupted", folder, 7)
+    assert "saved up to step 7" in resumable.how_to_continue("interrupted", folder, 7)
 
 
 def test_a_diverged_run_is_looked_into(tmp_path):
@@ -151,7 +152,7 @@ def test_a_diverged_run_is_looked_into(tmp_path):
         (folder / "nan" / f"step-{step}").mkdir(parents=True)
     (following,) = run_page.next_steps(folder)
     assert following.startswith(f"zerofit replay {folder}/nan/step-11    #")
-    assert Page(run_page.of_one(Run(folder))).has(following)
+    assert Page(run_page.render_run(Run(folder))).has(following)
 
 
 def test_runs_side_by_side(tmp_path, capsys, monkeypatch):
@@ -172,10 +173,21 @@ def test_an_integer_and_a_float_of_the_same_value_are_no_difference(tmp_path):
     assert run_page.differences(runs) == []
 
 
+def test_charts_follow_dark_mode(tmp_path):
+    """The page draws their background, and inverts text, grid and lines."""
+    page = run_page.render_run(Run(make_run(tmp_path / "a")))
+    _, dark, rules = page.partition("@media (prefers-color-scheme: dark)")
+    assert dark and "figure img { filter: invert(1)" in rules.partition("} }")[0]
+    assert "figure { margin: 0; background: var(--card)" in page
+    for picture in re.findall(r'src="(data:[^"]+)"', page):
+        assert b"<svg" in drawn(picture) and b'id="patch_1"' in drawn(picture)
+        assert b"fill: none" in drawn(picture).partition(b'id="patch_1"')[2].partition(b"</g>")[0]
+
+
 def test_one_logged_step_is_no_chart(tmp_path):
     folder = make_run(tmp_path / "a")
     (folder / "metrics.jsonl").write_text('{"step": 6, "loss": 1.5}\n')
-    page = Page(run_page.of_one(Run(folder)))
+    page = Page(run_page.render_run(Run(folder)))
     assert page.has("1.5000") and "Loss" not in page.labels
 
 
@@ -188,7 +200,7 @@ def test_texts_of_data_and_flags_are_no_markup(tmp_path):
     facts |= {"command": bad, "decisions": [bad], "recipe": bad, "device": bad, "started": bad}
     facts["arguments"]["model"] = argument(bad)
     (folder / "run.json").write_text(json.dumps(facts))
-    for page in (run_page.of_one(Run(folder)), run_page.of_several([Run(folder), Run(make_run(tmp_path / "b"))])):
+    for page in (run_page.render_run(Run(folder)), run_page.render_runs([Run(folder), Run(make_run(tmp_path / "b"))])):
         assert Page(page).has("<script>alert(1)") and "<script" not in page and "<img src=x" not in page
         assert "\x1b" not in page
 
@@ -224,8 +236,8 @@ def test_odd_values_in_a_folder_from_elsewhere_are_named_or_shown(tmp_path, monk
         (folder / file).write_text("\n".join([json.dumps(case), *(lines[1:] if file == "metrics.jsonl" else [])]))
         for ask in (
             lambda: status.progress(folder),
-            lambda: run_page.of_one(Run(folder)),
-            lambda: run_page.of_several([Run(folder), Run(other)]),
+            lambda: run_page.render_run(Run(folder)),
+            lambda: run_page.render_runs([Run(folder), Run(other)]),
         ):
             try:
                 ask()
@@ -242,7 +254,7 @@ def drawn(picture: str) -> bytes:
 def test_odd_numbers_have_charts():
     odd = [math.nan, math.inf, -math.inf, 1e308, -1e308, 2**62, 0]
     for value in odd:
-        lines = [Line("a", [(1, value), (2**62, 1.0), (3, value)], 0), Line("b", [(1, 1.0)], 1)]
+        lines = [Series("a", [(1, value), (2**62, 1.0), (3, value)], 0), Series("b", [(1, 1.0)], 1)]
         assert b"<svg" in drawn(plots.chart("", lines, from_zero=True))
     peak = {"a$5_$6%": {"buffers": 2**62, "c": -1.5}, "": {}}
     assert b"<svg" in drawn(plots.picture(memory_figure.figure(peak, "", None)))
@@ -252,7 +264,7 @@ def test_odd_numbers_have_charts():
 def test_names_are_no_formulas(tmp_path):
     """matplotlib takes what is between two `$` for TeX: `cost_100%_$5_$6.jsonl` made a finished run a failed one."""
     runs = [make_run(tmp_path / name, status="finished") for name in ("a$5_$6%", "\udcff_b")]
-    page = run_page.of_several([Run(run) for run in runs])
+    page = run_page.render_runs([Run(run) for run in runs])
     assert b"a$5_$6%, training" in drawn(run_page._charts([Run(run) for run in runs])["Loss"])
     assert "a$5_$6%" in page
     run_page.main([str(run) for run in runs])
@@ -271,13 +283,13 @@ def test_long_runs_are_thinned_and_gaps_kept(tmp_path):
     with (folder / "metrics.jsonl").open("w") as file:
         for step in range(1, 50_001):
             file.write(json.dumps({"step": step, "loss": float("nan") if step == 7 else 1.0}) + "\n")
-    text = run_page.of_one(Run(folder))
+    text = run_page.render_run(Run(folder))
     assert Page(text).has("50,000") and len(text) < 200_000
 
 
 @pytest.mark.bad_input
 def test_a_folder_without_a_run_is_refused(tmp_path):
-    with pytest.raises(UserError, match="is no run folder"):
+    with pytest.raises(UserError, match="not a run folder"):
         run_page.main([str(tmp_path)])
 
 
@@ -319,7 +331,7 @@ BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 def test_a_browser_shows_it(tmp_path, width, training):
     """Nothing is wider than the window, every chart has a size, and nothing is loaded."""
     folder = make_run(tmp_path / "a", status="finished", error="")
-    text = run_page.of([Run(folder, training)], 15)
+    text = run_page.render([Run(folder, training)], 15)
     probe = (
         "<script>addEventListener('load', () => { const sizes = [...document.querySelectorAll('img')].map("
         "s => s.getBoundingClientRect()); document.title = JSON.stringify([document.documentElement.scrollWidth, "

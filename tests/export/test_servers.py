@@ -44,11 +44,11 @@ def tokenizer_with(template):
     [
         (
             ["--for", "tgi"],
-            "is no server that is written for; name one of transformers, vllm, sglang, llama.cpp, ollama",
+            "unsupported server; use one of transformers, vllm, sglang, llama.cpp, ollama",
         ),
         (["--for", "llama.cpp"], "needs llama.cpp's converter.*LLAMA_CPP=path.*pip download"),
-        (["--for", "ollama", "--llama_cpp", "nowhere"], "LLAMA_CPP=nowhere: has no convert_hf_to_gguf.py"),
-        (["--for", "llama.cpp", "--gguf", "q4"], "--gguf q4: is no type that is written; name f16 or q8_0"),
+        (["--for", "ollama", "--llama_cpp", "nowhere"], "LLAMA_CPP=nowhere: does not contain convert_hf_to_gguf.py"),
+        (["--for", "llama.cpp", "--gguf", "q4"], "--gguf q4: unsupported type; use f16 or q8_0"),
     ],
 )
 def test_what_cannot_be_written_is_refused(tmp_path, monkeypatch, words, says):
@@ -66,7 +66,7 @@ ADAPTER = {"peft_type": "LORA", "r": 16, "base_model_name_or_path": "m/base"}
     ("more", "says"),
     [
         ({"use_dora": True}, "this one has DoRA"),
-        ({"modules_to_save": ["lm_head"], "bias": "all"}, "has whole modules in it and biases"),
+        ({"modules_to_save": ["lm_head"], "bias": "all"}, "has full modules and biases"),
         ({"peft_type": "IA3"}, "this one is IA3"),
         ({"trainable_token_indices": [5]}, "new tokens"),
     ],
@@ -74,15 +74,15 @@ ADAPTER = {"peft_type": "LORA", "r": 16, "base_model_name_or_path": "m/base"}
 def test_adapters_that_vllm_would_serve_as_others_are_refused(tmp_path, more, says):
     saved, given = source.Saved(tmp_path, adapter=ADAPTER | more, base="b"), SimpleNamespace(server="vllm", merge=False)
     with pytest.raises(UserError, match=rf"{says}.*add --merge"):
-        serve.check_asked(given, saved)
+        serve.check_arguments(given, saved)
     given.merge = True
-    serve.check_asked(given, saved)
+    serve.check_arguments(given, saved)
 
 
 def test_only_vllm_keeps_an_adapter(tmp_path):
     for name, merged in {"vllm": False, "sglang": True, "transformers": True}.items():
         given = SimpleNamespace(server=name, merge=False)
-        serve.check_asked(given, source.Saved(tmp_path, adapter=dict(ADAPTER), base="b"))
+        serve.check_arguments(given, source.Saved(tmp_path, adapter=dict(ADAPTER), base="b"))
         assert given.merge == merged, name
 
 
@@ -109,30 +109,30 @@ def test_another_token_is_the_same_answer_only_within_the_error_of_the_logits():
     prompt = Prompt("a", [7], answer=[0, 1], logits=logits, ended=True)
     assert reference.first_difference(prompt, [0, 1], 0.0) == ""
     assert reference.first_difference(prompt, [2, 2], 0.06) == ""  # 0.1 apart; what follows is another text
-    assert "token 1 is 2 and not 0, whose logit is 0.1 higher" in reference.first_difference(prompt, [2], 0.04)
-    assert "token 2 is 2 and not 1" in reference.first_difference(prompt, [0, 2], 1.9)
-    assert "it goes on after token 2" in reference.first_difference(prompt, [0, 1, 0], 9.0)
-    check = reference.compared([prompt, prompt], [[0, 1], [2]], 0.06, "here")
-    assert check.holds and check.says.startswith("1 of 2 the same token by token, here; the others part where")
-    assert reference.compared([prompt], [[1]], 0.06, "here").holds is False
+    assert "token 1 is 2 instead of 0, whose logit is 0.1 higher" in reference.first_difference(prompt, [2], 0.04)
+    assert "token 2 is 2 instead of 1" in reference.first_difference(prompt, [0, 2], 1.9)
+    assert "it continues after token 2" in reference.first_difference(prompt, [0, 1, 0], 9.0)
+    check = reference.compare_answers([prompt, prompt], [[0, 1], [2]], 0.06, "here")
+    assert check.holds and check.says.startswith("1 of 2 identical token by token, here; the others differ")
+    assert reference.compare_answers([prompt], [[1]], 0.06, "here").holds is False
 
 
 def test_an_end_that_the_trained_model_has_not_is_not_asked_of_a_server():
     asked, same = [Prompt("a", [], answer=[5], ended=True), Prompt("b", [], answer=[5])], [[5], [5, 6]]
-    assert reference.ends(asked, same, [True, False], "x").holds
-    assert reference.ends(asked, [[5, 7], [5]], [False, True], "x").holds is False
-    assert reference.ends(asked[1:], same[1:], [False], "x").holds is None
-    assert reference.ends(asked, [[6], [5]], [False, False], "x").holds is None  # it says something else
+    assert reference.check_ends(asked, same, [True, False], "x").holds
+    assert reference.check_ends(asked, [[5, 7], [5]], [False, True], "x").holds is False
+    assert reference.check_ends(asked[1:], same[1:], [False], "x").holds is None
+    assert reference.check_ends(asked, [[6], [5]], [False, False], "x").holds is None  # it says something else
 
 
 def test_what_a_template_does_not_render_is_said():
     refuses = (
         "{% if messages[0].role == 'system' %}{{ raise_exception('no system') }}{% endif %}{{ messages[-1].content }}"
     )
-    found, left = reference.prompts(tokenizer_with(refuses), [([1, 2], [3])] * 5)
+    found, left = reference.make_prompts(tokenizer_with(refuses), [([1, 2], [3])] * 5)
     assert [one.name for one in found] == ["one turn", "several turns", *(f"row {n} of the data" for n in (1, 2, 3))]
     assert [(check.what, check.holds) for check in left] == [("a system message", None), ("tools", None)]
-    assert "no system" in left[0].says and "leaves tools out" in left[1].says
+    assert "no system" in left[0].says and "ignores tools" in left[1].says
 
 
 # --- the Modelfile ---
@@ -185,7 +185,7 @@ def test_the_template_in_go_renders_what_the_chat_template_does(name):
 
 
 def asked_by(tokenizer):
-    return reference.prompts(tokenizer, [])[0]
+    return reference.make_prompts(tokenizer, [])[0]
 
 
 def test_a_template_that_go_cannot_say_is_left_out_and_said():
@@ -193,7 +193,7 @@ def test_a_template_that_go_cannot_say_is_left_out_and_said():
     tokenizer = tokenizer_with((TEMPLATES / "gemma.jinja").read_text())
     text, checks = modelfile.text("m.gguf", tokenizer, asked_by(tokenizer), ["<end>"], {})
     assert text == 'FROM ./m.gguf\nPARAMETER stop "<end>"\n'
-    assert checks[0].holds is None and "left out: it renders a system message in another way" in checks[0].says
+    assert checks[0].holds is None and "left out: it would render a system message differently" in checks[0].says
 
 
 @pytest.mark.injection
@@ -274,8 +274,8 @@ def test_a_card_describes_the_files_beside_it_and_what_was_checked_of_them(tmp_p
 
     monkeypatch.setattr(gguf, "converter", lambda *_: tmp_path)
     monkeypatch.setattr(gguf, "write", converted)
-    monkeypatch.setattr(gguf, "prove", proven)
-    monkeypatch.setattr(http, "prove", lambda *_: [Check("over HTTP", None, "not installed")])
+    monkeypatch.setattr(gguf, "check_file", proven)
+    monkeypatch.setattr(http, "check_server", lambda *_: [Check("over HTTP", None, "not installed")])
     out = tmp_path / "out"
     report = exported(MODEL, server, out)
     card, beside = (out / "README.md").read_text(), {file.name for file in out.iterdir()}
@@ -283,7 +283,7 @@ def test_a_card_describes_the_files_beside_it_and_what_was_checked_of_them(tmp_p
         assert f"- {Check(**check).line}" in card
     files = [f"model-{kind}.gguf" for kind in CARDS[server]]
     assert set(files) <= beside and all(file in card for file in files)
-    assert ("every logit is bit for bit" in card) == ("from_pretrained" in card) == (not files)
+    assert ("bit for bit the same" in card) == ("from_pretrained" in card) == (not files)
     assert ("library_name: gguf" in card) == bool(files) == ("config.json" not in beside)
     assert str(tmp_path) not in card and str(MODEL) not in card
     if files:
@@ -376,7 +376,7 @@ def test_vllm_gets_the_adapter_and_what_was_not_run_is_said(trained, tmp_path):
 @pytest.mark.fault
 def test_a_server_that_answers_otherwise_is_refused(trained, tmp_path, monkeypatch):
     wrong = [Check("`transformers serve` over HTTP", False, "1 of 3 answers are the text of the same tokens")]
-    monkeypatch.setattr(http, "prove", lambda *_: wrong)
+    monkeypatch.setattr(http, "check_server", lambda *_: wrong)
     with pytest.raises(UserError, match=r"--for transformers: .* over HTTP: 1 of 3 answers.*nothing is kept"):
         exported(trained["qwen"], "transformers", tmp_path / "out")
     assert not list(tmp_path.iterdir())

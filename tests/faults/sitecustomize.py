@@ -117,7 +117,7 @@ def dawdle(module) -> None:
     for moment, owner, name in moments:
         before(owner, name, lambda self, moment=moment: moment, dawdle_at)
     judging = sys.modules["zerofit.base.stragglers"]
-    judging.WINDOW_STEPS, judging.WINDOWS = 2, 2
+    judging.WINDOW_STEPS, judging.MIN_SLOW_WINDOWS = 2, 2
 
 
 def inject(module) -> None:
@@ -125,8 +125,8 @@ def inject(module) -> None:
     if "slow" in FAULT:
         dawdle(module)
     if "patience" in FAULT:
-        module.phases.SEEN = 2
-        module.phases.LEAST_SECONDS = dict.fromkeys(module.phases.LEAST_SECONDS, FAULT["patience"])
+        module.phases.MIN_SEEN_PHASES = 2
+        module.phases.MIN_LIMIT_SECONDS = dict.fromkeys(module.phases.MIN_LIMIT_SECONDS, FAULT["patience"])
     if where == "forward":
         before(kit, "compute_loss", lambda self: self)
     elif where == "backward":

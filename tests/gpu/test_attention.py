@@ -15,7 +15,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, LlamaConfig, Training
 
 from zerofit.base.errors import UserError
 from zerofit.model import attention, fused_loss
-from zerofit.model.experimental import flex_proof
+from zerofit.model.experimental import flex_self_test
 
 pytestmark = pytest.mark.gpu
 BOUND = {torch.bfloat16: 1e-2, torch.float16: 2e-3}  # relative difference in norm
@@ -137,10 +137,10 @@ def test_implementation_keeps_documents_apart(name):
 def test_flex_attention_is_proven(kind, sizes, dtypes):
     config = AutoConfig.for_model(kind, **sizes, num_hidden_layers=2)
     with torch.device("meta"):
-        layers = flex_proof.layers_of(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
-    flex_proof.compile_all_lengths()
+        layers = flex_self_test.layers_of(AutoModelForCausalLM.from_config(config, attn_implementation="eager"))
+    flex_self_test.compile_all_lengths()
     assert len(layers) == 2
-    assert flex_proof.problem(layers, flex_proof.Dtypes(*dtypes), torch.device("cuda")) is None
+    assert flex_self_test.problem(layers, flex_self_test.Dtypes(*dtypes), torch.device("cuda")) is None
 
 
 # --- sdpa with a padding mask ---

@@ -73,7 +73,7 @@ def check(said: str, ranks: list[dict], run: dict, count: int, chosen: dict) -> 
     for rank in [*ranks, {"values": written, "source": source, "decisions": run["decisions"]}]:
         assert {name: rank["values"][name] for name in chosen} == chosen
         assert rank["source"]["per_device_train_batch_size"] == rank["source"]["gradient_checkpointing"] == "plan"
-        (why,) = (sentence for sentence in rank["decisions"] if "GiB a rank by formula" in sentence)
+        (why,) = (sentence for sentence in rank["decisions"] if "GiB per rank by formula" in sentence)
         assert why.startswith("per_device_train_batch_size ") and f"plan: {why}" in said
         assert f"effective batch 48 = per_device_train_batch_size {chosen['per_device_train_batch_size']} x" in str(
             rank["decisions"]

@@ -81,7 +81,7 @@ def test_deepspeeds_launcher_gets_the_gpus_that_are_visible(monkeypatch):
     words = prepare.command("deepspeed", 2, 29500, Path("recipes/sft.py"), [])
     assert words[words.index("--include") + 1] == "localhost:2,3" and "--num_gpus" not in words
     monkeypatch.setenv("CUDA_VISIBLE_DEVICES", "GPU-8a56a4bc,GPU-1c2d")
-    with pytest.raises(UserError, match="LAUNCHER=deepspeed: it reads numbers only"):
+    with pytest.raises(UserError, match="LAUNCHER=deepspeed supports only numbers"):
         prepare.command("deepspeed", 2, 29500, Path("recipes/sft.py"), [])
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES")
     assert "--num_gpus" in prepare.command("deepspeed", 2, 29500, Path("recipes/sft.py"), [])
@@ -126,7 +126,7 @@ def test_deepspeed_installs_with_a_gpu_and_without_the_cuda_toolkit(deepspeed_so
 
 UNUSABLE = {
     "driver": ({"driver": "550.54.14"}, "cannot use it with driver 550.54.14: CUDA 13 needs driver 580 or newer"),
-    "CPU build": ({"cuda": None}, "is a build without CUDA: run `make clean install`"),
+    "CPU build": ({"cuda": None}, "was built without CUDA: run `make clean install`"),
     "driver that fails": ({"torch_usable": False}, "cannot use it with driver"),
 }
 
@@ -177,15 +177,15 @@ def test_an_import_of_deepspeed_makes_no_gpu_usable(tmp_path, monkeypatch):
     """It sets a variable with which torch.cuda.is_available() counts GPUs that torch cannot use."""
     in_process(monkeypatch, tmp_path, [H100], driver="550.54.14")
     monkeypatch.setenv(hardware.NVML_CHECK, "1")
-    assert torch.cuda.is_available() and not hardware.torch_sees_some()
-    assert hardware.visible() == [] and "CUDA 13 needs driver 580" in hardware.why_torch_sees_none()
+    assert torch.cuda.is_available() and not hardware.torch_sees_gpu()
+    assert hardware.visible() == [] and "CUDA 13 needs driver 580" in hardware.why_no_gpu()
     assert os.environ[hardware.NVML_CHECK] == "1"
 
 
 def test_the_time_of_an_unknown_gpu_is_said_to_be_a_guess(tmp_path, monkeypatch, capsys):
     in_process(monkeypatch, tmp_path, [Card("NVIDIA RTX 9999", 24564)])
     assert hardware.find("detect").tflops == hardware.GPUS["a100-80g"].tflops
-    assert "note: the speeds of NVIDIA RTX 9999 are not known" in capsys.readouterr().out
+    assert "note: the speed of NVIDIA RTX 9999 is unknown" in capsys.readouterr().out
 
 
 def test_doctor_says_why_torch_sees_no_gpu(tmp_path, monkeypatch):
@@ -225,7 +225,7 @@ def test_doctor_names_a_gpu_without_kernels(capability, architectures, fix, tmp_
     if fix:
         major, minor = capability
         built = " ".join(architectures)
-        assert f"compute capability {major}.{minor}, this torch has no kernels for it: it was built for {built}" in (
+        assert f"compute capability {major}.{minor}, but this torch build has no kernels for it, only for {built}" in (
             finding.text
         )
         assert fix in finding.fix
@@ -237,7 +237,7 @@ def test_doctor_names_a_gpu_without_kernels(capability, architectures, fix, tmp_
 def test_asking_about_gpus_opens_no_context(tmp_path, monkeypatch):
     """Each would take 0.5 GiB of every GPU for the whole job, and EXCLUSIVE_PROCESS would let no rank in."""
     in_process(monkeypatch, tmp_path, [H100] * 2, compute_mode="Exclusive_Process")
-    assert "only one process may use it (EXCLUSIVE_PROCESS)" in next(doctor.gpus()).text
+    assert "limited to one process (EXCLUSIVE_PROCESS)" in next(doctor.gpus()).text
     assert hardware.find("detect", 2).memory_gib > 70
     assert batch_search.limit_bytes(SimpleNamespace(memory_limit=None, use_cpu=False, world_size=2)) > 70 * GIB
     hardware.check_devices(2, use_cpu=False)
@@ -363,13 +363,13 @@ def test_segments_that_the_driver_refuses_are_not_expanded(monkeypatch):
             raise RuntimeError("CUDA driver error: operation not supported")
 
     monkeypatch.setattr(allocator, "_allocate", allocate)
-    said = allocator.prove_expandable()
-    assert said == "expandable_segments False: the driver refuses them (CUDA driver error: operation not supported)"
+    said = allocator.check_expandable_segments()
+    assert said == "expandable_segments False: the driver rejects them (CUDA driver error: operation not supported)"
     assert set_to == ["expandable_segments:False,pinned_max_round_threshold_mb:256"]
-    assert allocator.prove_expandable() is None and len(set_to) == 1
+    assert allocator.check_expandable_segments() is None and len(set_to) == 1
     monkeypatch.setenv("PYTORCH_ALLOC_CONF", allocator.default())
     monkeypatch.setattr(allocator, "_allocate", lambda: None)
-    assert allocator.prove_expandable().startswith("expandable_segments True: ")
+    assert allocator.check_expandable_segments().startswith("expandable_segments True: ")
 
 
 def test_data_workers_of_a_gpu(monkeypatch):
@@ -509,7 +509,7 @@ def test_a_full_gpu_ends_the_proof_of_packing_as_such(monkeypatch):
         seq_idx=False, settings=SimpleNamespace(precision="bf16"), data_collator=SimpleNamespace(pad_token_id=0),
         model_wrapped=None, tokens=SimpleNamespace(dataset=None), args=None)  # fmt: skip
     with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
-        train_trainer.ZerofitTrainer.prove_documents_apart(trainer)
+        train_trainer.ZerofitTrainer.check_no_cross_document_attention(trainer)
 
 
 @pytest.mark.parametrize(("precision", "logits", "leak", "packed"), [
@@ -528,12 +528,12 @@ def test_the_gradient_judges_packed_rows_in_half_precision(
                               train_collator=SimpleNamespace(packed=True),
                               args=SimpleNamespace(process_index=0, output_dir=str(tmp_path)),
                               model_wrapped=None, tokens=SimpleNamespace(dataset=None), seq_idx=False)  # fmt: skip
-    train_trainer.ZerofitTrainer.prove_documents_apart(trainer)
+    train_trainer.ZerofitTrainer.check_no_cross_document_attention(trainer)
     _, *decided = json.loads((tmp_path / "run.json").read_text())["decisions"]
     assert [line.partition(":")[0] for line in decided] == ([] if packed else ["padding_free false"])
     said = capsys.readouterr().out + "".join(check.sentence for check in settings.checks)
     assert trainer.train_collator.packed == packed == bool(settings.checks)
-    assert f"gradient of one by another {leak:.1g}" in said and f"logits {logits:.1e} off" in said
+    assert f"gradient between documents {leak:.1g}" in said and f"logits {logits:.1e} off" in said
 
 
 def test_a_launch_says_what_runs_without_a_compiler(monkeypatch):
@@ -542,7 +542,7 @@ def test_a_launch_says_what_runs_without_a_compiler(monkeypatch):
     monkeypatch.delenv("CC", raising=False)
     monkeypatch.setattr(shutil, "which", lambda tool: None)
     said = preflight._without_compiler(settings)
-    assert said.startswith("no C compiler") and "without Liger's kernels and AdamW in one kernel" in said
+    assert said.startswith("no C compiler") and "without Liger kernels and fused AdamW" in said
     for values in ({"use_cpu": True}, {"use_liger_kernel": False, "pure_bf16": False}):
         assert preflight._without_compiler(SimpleNamespace(**vars(settings) | values)) is None
 
@@ -571,10 +571,10 @@ def test_other_programs_of_a_first_run_are_in_no_later_plan(monkeypatch, tmp_pat
     monkeypatch.setenv("ZEROFIT_CACHE", str(tmp_path))
     here = dataclasses.replace(hardware.GPUS["h100-80g"], device_name="NVIDIA H100 80GB HBM3")
     own = sum(gpu_memory.outside_allocator(here, 1).values())
-    allocator.keep_outside(here.device_name, 1, 1, own + int(others_gib * 2**30))
+    allocator.record_outside_bytes(here.device_name, 1, 1, own + int(others_gib * 2**30))
     planned = gpu_memory.outside_allocator(here, 1)
     assert sum(planned.values()) == (own + int(others_gib * 2**30) if is_kept else own)
-    allocator.keep_outside(here.device_name, 1, 1, own - 5)  # once the GPU was this run's alone
+    allocator.record_outside_bytes(here.device_name, 1, 1, own - 5)  # once the GPU was this run's alone
     assert sum(gpu_memory.outside_allocator(here, 1).values()) == own - 5
 
 
@@ -585,7 +585,7 @@ def test_other_programs_of_a_first_run_are_in_no_later_plan(monkeypatch, tmp_pat
 def test_step_counts_lie_where_the_optimizer_wants_them(fused, device):
     flat = torch.zeros(4, device="meta")
     group, optimizer = {"params": [flat], "fused": fused}, SimpleNamespace(state={})
-    reshard._give(optimizer, group, flat, {"exp_avg": torch.zeros(4)}, {"step": torch.tensor(7.0)})
+    reshard._set_state(optimizer, group, flat, {"exp_avg": torch.zeros(4)}, {"step": torch.tensor(7.0)})
     assert optimizer.state[flat]["step"].device.type == device
 
 
@@ -594,7 +594,7 @@ def test_a_batch_size_is_searched_after_the_proof_of_packing(monkeypatch):
     order = []
     trainer = SimpleNamespace(
         tokens=SimpleNamespace(stream=None), is_deepspeed_enabled=False, train_collator=SimpleNamespace(packed=True),
-        prove_documents_apart=lambda: order.append("proof"), seed_this_rank=lambda: None,
+        check_no_cross_document_attention=lambda: order.append("proof"), seed_this_rank=lambda: None,
         settings=SimpleNamespace(bundled=False, zero=3), before_first_step=lambda: None,
         sequence=SimpleNamespace(size=1), _tr_loss=0.0, _globalstep_last_logged=0,
         optimizer=SimpleNamespace(_is_overflow=False),

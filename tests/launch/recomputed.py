@@ -25,7 +25,7 @@ def compare(settings, config) -> None:
     import torch
 
     from zerofit.base.errors import UserError
-    from zerofit.model import prove
+    from zerofit.model import self_test
 
     def problem():
         x = torch.linspace(-4, 4, 64, device="cpu" if settings.use_cpu else "cuda", requires_grad=True)
@@ -36,7 +36,7 @@ def compare(settings, config) -> None:
         return f"it is {error:.1e} off torch's" if error > 1e-6 else None
 
     if settings.recomputed:
-        if why := prove.problem(problem, "--recomputed", "leave it out"):
+        if why := self_test.run(problem, "--recomputed", "leave it out"):
             raise UserError(f"--recomputed: {why}; leave it out.")
         settings.decisions.append("recomputed: MLPs compute here what they do without it")
 

@@ -1,4 +1,4 @@
-"""A recipe with a name, a loss and a flag of its own: for test_own_recipe.py, as docs/own_recipes.md shows it."""
+"""A recipe with a name, a loss and a flag of its own: for test_own_recipe.py, as docs/extending.md shows it."""
 
 from dataclasses import dataclass, field
 

@@ -38,7 +38,7 @@ def test_the_search_finds_the_largest_divisor_that_fits(monkeypatch, fits, answe
 
 def test_nothing_fits_and_no_limit(monkeypatch):
     monkeypatch.setattr(batch_search, "_run", lambda *_: {})
-    with pytest.raises(UserError, match="not even a micro batch of 1 fits"):
+    with pytest.raises(UserError, match="a micro batch of 1 does not fit"):
         batch_search.search(settings("--memory_limit", "1"))
     with pytest.raises(UserError, match="--memory_limit"):
         batch_search.search(settings())
@@ -59,7 +59,7 @@ def test_auto_is_a_word_for_the_probe():
 def test_ranks_without_a_gpu_search_for_nothing(monkeypatch):
     monkeypatch.setattr("sys.argv", ["sft.py", *DATA, "--per_device_train_batch_size", "auto"])
     with pytest.raises(
-        UserError, match=r"without a launcher the plan chooses the size, for a GPU .*; start with `zero"
+        UserError, match=r"without a launcher, the plan can choose the size only on a GPU.*; start with `zero"
     ):
         recipe.parse(program.start(str(ROOT / "recipes" / "sft.py")).recipe)
 
@@ -109,7 +109,7 @@ def test_presets_train(tmp_path):
 
 @pytest.mark.bad_input
 def test_unknown_preset():
-    with pytest.raises(UserError, match="--preset gpu-7g: there are gpu-12g"):
+    with pytest.raises(UserError, match="--preset gpu-7g: must be one of gpu-12g"):
         resolve.resolve_settings("sft", ["--preset", "gpu-7g"], 1)
 
 

@@ -60,7 +60,7 @@ def test_a_version_outside_of_the_tested_set(monkeypatch):
     level, text = failure(doctor_packages.check())
     assert level == "fail" and "deepspeed 0.18.5 is not " in text and "make install" in text
     with pytest.raises(UserError, match=r"deepspeed 0\.18\.5"):
-        doctor.raise_or_warn(doctor.installation())
+        doctor.raise_or_warn(doctor.check_installation())
 
 
 def installed(monkeypatch, **versions):
@@ -91,10 +91,10 @@ def test_a_version_above_all_tested_ones_is_noted_and_never_refused(versions, no
         assert none(doctor_packages.check())
         return
     text = noted.replace("2.{}", newest["torch"].partition("+")[0])
-    assert len(found) == 1 and found[0].text.startswith(f"newer than what was tested: {text}")
+    assert len(found) == 1 and found[0].text.startswith(f"newer than the tested versions: {text}")
     assert "`zerofit doctor`" in found[0].fix
     if versions.get("deepspeed", "") is not None:
-        assert doctor.raise_or_warn(doctor.installation())
+        assert doctor.raise_or_warn(doctor.check_installation())
 
 
 @pytest.mark.slow
@@ -109,7 +109,7 @@ def test_a_newer_minor_release_trains_with_one_note(tmp_path, monkeypatch):
         more = ["--max_steps", "1", "--num_samples", "0", "--output_dir", str(folder)]
         done = subprocess.run([sys.executable, *words, *more], cwd=ROOT, capture_output=True, text=True)
         assert done.returncode == 0, done.stdout + done.stderr
-        assert (done.stdout + done.stderr).count("newer than what was tested: transformers 5.99.0") == 1
+        assert (done.stdout + done.stderr).count("newer than the tested versions: transformers 5.99.0") == 1
         decisions = json.loads((folder / "run.json").read_text())["decisions"]
         assert sum("transformers 5.99.0" in decision for decision in decisions) == 1
 
@@ -175,7 +175,7 @@ def test_a_known_problem_is_reported(monkeypatch):
     monkeypatch.setattr(metadata, "version", lambda name: versions.get(name) or plain(name))
     level, text = only(doctor_packages.known_problems())
     assert level == "warn" and text.startswith("flash-attn 2.7.4.post1, torch 2.13.0: a prebuilt wheel fails")
-    assert any("undefined symbol" in sentence for sentence in doctor.raise_or_warn(doctor.installation()))
+    assert any("undefined symbol" in sentence for sentence in doctor.raise_or_warn(doctor.check_installation()))
     versions["flash-attn"] = "2.8.0"
     assert none(doctor_packages.known_problems())
 
@@ -234,7 +234,7 @@ def test_a_cache_that_is_small_or_cannot_be_written_is_named(tmp_path, monkeypat
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage(2**40, 0, 2**40))
     assert list(doctor.caches()) == []
     monkeypatch.setattr(doctor.shutil, "disk_usage", lambda path: usage(2**34, 0, 2**33))
-    assert [f.text for f in doctor.caches()] == [f"{tmp_path / 'hub'}: 8.0 GiB free, a model of 7B in bf16 takes 14"]
+    assert [f.text for f in doctor.caches()] == [f"{tmp_path / 'hub'}: 8.0 GiB free, a 7B model in bf16 takes 14"]
     monkeypatch.setattr(doctor.os, "access", lambda path, mode: False)
     assert [f.fix.partition("=")[0] for f in doctor.caches()] == ["HF_HOME", "ZEROFIT_CACHE"]
 
@@ -242,7 +242,7 @@ def test_a_cache_that_is_small_or_cannot_be_written_is_named(tmp_path, monkeypat
 def test_few_open_files_are_named(monkeypatch):
     monkeypatch.setattr(doctor.resource, "getrlimit", lambda which: (256, 4096))
     (found,) = (f for f in doctor.host_memory() if f.name == "open files")
-    assert found.level == "warn" and found.text.startswith("256 files may be open")
+    assert found.level == "warn" and found.text.startswith("limited to 256 files")
 
 
 @pytest.mark.fault
@@ -301,13 +301,13 @@ def test_no_file_is_written_through_a_link(tmp_path):
 @pytest.mark.bad_input
 @pytest.mark.parametrize("words", [["--gpus", "none"], ["--gpus", "0"], ["--gpus", "\u00b2"], ["--nodes", "\u00b2"]])
 def test_mistakes(words):
-    with pytest.raises(UserError, match="must be a whole number"):
+    with pytest.raises(UserError, match="must be a positive integer"):
         doctor.main(words)
 
 
 @pytest.mark.bad_input
 def test_no_more_processes_than_the_machine_bears():
-    with pytest.raises(UserError, match="GPUS=100000: this machine has no GPU and only"):
+    with pytest.raises(UserError, match="GPUS=100000: this machine has only"):
         doctor.main(["--gpus", "100000"])
 
 
@@ -315,10 +315,10 @@ def test_room_for_checkpoints(monkeypatch, tmp_path):
     settings = resolve.resolve_settings("sft", ["--save_total_limit", "2", "--output_dir", str(tmp_path / "new")], 1)
     net = torch.nn.Linear(10**5, 10**5, bias=False, device="meta")
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=0, free=100 * 10**9))
-    level, text = only(doctor.room(settings, net))  # 3 x 14 bytes x 1e10 and 2 bytes x 1e10
+    level, text = only(doctor.disk_space(settings, net))  # 3 x 14 bytes x 1e10 and 2 bytes x 1e10
     assert level == "warn" and "3 checkpoints and final/ take about 440 GB" in text and "has 100 free" in text
     monkeypatch.setattr(shutil, "disk_usage", lambda folder: SimpleNamespace(total=0, free=10**12))
-    assert none(doctor.room(settings, net))
+    assert none(doctor.disk_space(settings, net))
 
 
 def test_the_hub(monkeypatch):
@@ -327,7 +327,7 @@ def test_the_hub(monkeypatch):
     monkeypatch.delenv("HF_HUB_OFFLINE")
     monkeypatch.setenv("HF_ENDPOINT", "http://127.0.0.1:9")
     level, text = only(doctor.hub_access())
-    assert level == "warn" and "cannot be reached, without a token" in text
+    assert level == "warn" and "not reachable, without a token" in text
     monkeypatch.setenv("HF_TOKEN", "hf_secret")
     assert "with a token" in only(doctor.hub_access())[1] and "hf_secret" not in only(doctor.hub_access())[1]
 
@@ -336,7 +336,7 @@ def test_a_job_is_told_what_concerns_it(monkeypatch):
     net = torch.nn.Linear(2, 2, device="meta")
     monkeypatch.setenv("NCCL_P2P_DISABLE", "1")
     monkeypatch.setenv("DS_SKIP_CUDA_CHECK", "1")
-    found = doctor.of_job(resolve.resolve_settings("sft", ["--zero", "2", "--offload", "optimizer"], 1), net)
+    found = doctor.check_job(resolve.resolve_settings("sft", ["--zero", "2", "--offload", "optimizer"], 1), net)
     assert "NCCL_P2P_DISABLE" not in {f.name for f in found}  # on a CPU
     assert {"DS_SKIP_CUDA_CHECK", "host memory"} <= {f.name for f in found}
     assert any("DS_SKIP_CUDA_CHECK is" in s or s.startswith("DS_SKIP_CUDA_CHECK") for s in doctor.raise_or_warn(found))
@@ -347,9 +347,9 @@ def test_a_job_is_told_of_missing_kernels_on_a_gpu_alone(monkeypatch):
     config = transformers.AutoConfig.for_model("qwen3_next")
     net = SimpleNamespace(config=config, parameters=torch.nn.Linear(2, 2, device="meta").parameters)
     monkeypatch.setattr(doctor, "gpus", list)
-    monkeypatch.setattr(doctor, "room", lambda *_: [])
-    assert "kernels" not in {f.name for f in doctor.of_job(asked, net)}
-    (sentence,) = [s for s in doctor.raise_or_warn(doctor.of_job(asked.replace(use_cpu=False), net)) if "fla" in s]
+    monkeypatch.setattr(doctor, "disk_space", lambda *_: [])
+    assert "kernels" not in {f.name for f in doctor.check_job(asked, net)}
+    (sentence,) = [s for s in doctor.raise_or_warn(doctor.check_job(asked.replace(use_cpu=False), net)) if "fla" in s]
     assert sentence.startswith("kernels: Qwen3NextForCausalLM computes layers in plain PyTorch")
     assert sentence.endswith("; pip install flash-linear-attention && pip install causal-conv1d --no-build-isolation")
 
@@ -397,8 +397,8 @@ def test_locked_memory_where_something_locks_it(monkeypatch):
         return [f.text for f in doctor.host_memory(**more) if f.name == "memlock"]
 
     assert warned() == []  # the driver pins CUDA's memory itself
-    assert warned(nvme=True) == ["8 MiB may be locked, too little for the buffers of --offload_path"]
-    assert warned(nodes=2) == ["8 MiB may be locked, too little for what InfiniBand registers"]
+    assert warned(nvme=True) == ["limited to 8 MiB, too little for the buffers of --offload_path"]
+    assert warned(nodes=2) == ["limited to 8 MiB, too little for InfiniBand's registered memory"]
     monkeypatch.setattr(doctor_nodes, "infiniband", list)
     assert warned(nodes=2) == []
     monkeypatch.setattr(resource, "getrlimit", lambda what: (resource.RLIM_INFINITY,) * 2)

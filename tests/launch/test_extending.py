@@ -57,7 +57,7 @@ def test_rows_of_the_format_are_read_and_a_bad_one_is_named(tmp_path):
     assert facts["format"] == "dialog" and facts["kept"] == 2 and facts["columns_not_used"] == {}
     rows.write_text('{"dialog": ["Hi?"]}\n')
     done = run_python([str(EXTENDING / "data_format.py"), *SHORT, *flags, "--output_dir", str(tmp_path / "bad")])
-    assert done.returncode == 2 and f"{rows}:1: the conversation does not end in an assistant turn" in done.stderr
+    assert done.returncode == 2 and f"{rows}:1: the last turn is not an assistant turn" in done.stderr
 
 
 @pytest.mark.slow
@@ -69,8 +69,8 @@ def test_the_optimizer_is_the_one_that_steps(tmp_path):
 
 
 def test_an_optimizer_says_what_it_cannot():
-    recipe = program.of(EXTENDING / "optimizer.py").recipe
-    with pytest.raises(UserError, match="--optim signum with --offload optimizer: it has no step for the CPU; "):
+    recipe = program.from_file(EXTENDING / "optimizer.py").recipe
+    with pytest.raises(UserError, match="--optim signum with --offload optimizer: it does not have a CPU step; "):
         resolve.resolve_settings(recipe, ["--zero", "2", "--offload", "optimizer"], 2)
     assert resolve.resolve_settings(recipe, ["--optim", "sgd"], 1).optim == "sgd"
 
@@ -139,8 +139,8 @@ def test_a_verb_is_a_file_and_a_line_of_the_list(monkeypatch, capsys):
 
 
 def test_its_flag_is_in_the_help_and_its_limits_hold():
-    recipe = program.of(EXTENDING / "technique.py").recipe
-    assert "--freeze_layers" in help.text(recipe, whole=True)
+    recipe = program.from_file(EXTENDING / "technique.py").recipe
+    assert "--freeze_layers" in help.text(recipe, every_flag=True)
     settings = resolve.resolve_settings(recipe, ["--freeze_layers", "9"], 1)
     with pytest.raises(UserError, match="--freeze_layers 9: must be 0 to 3 with this model"):
         resolve.resolve_for_model(settings)

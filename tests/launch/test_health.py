@@ -23,27 +23,27 @@ def machine(tmp_path, monkeypatch):
 
 
 def test_nothing_new_is_nothing(machine):
-    before = health.look()
+    before = health.read()
     assert before == health.Health({"GPU 0 (H100)": 2, "GPU 1 (H100)": 0}, frozenset({"mlx5_0 port 1"}))
-    assert health.worse(before, health.look()) == ""
+    assert health.degradations(before, health.read()) == ""
 
 
 def test_a_restart_says_what_became_worse(machine):
     gpus, state = machine
     settings = SimpleNamespace(on_oom="fail", max_restarts=3, use_cpu=False)
-    job = SimpleNamespace(healthy=health.look(), coordinator=None, env={})
+    job = SimpleNamespace(initial_health=health.read(), coordinator=None, env={})
     gpus[0][health.FIELDS[2]] = "5"
     del gpus[1]
     state.write_text("1: DOWN\n")
     lost = postmortem.Outcome("lost rank", 1)
     following = supervisor._next_attempt(job, supervisor.Attempt(settings, None), lost, 0)
     assert following.change == (
-        "the same settings (restart 1 of 3); on this node GPU 1 (H100) does not answer any more, GPU 0 (H100) has 3 "
-        "more memory errors that were not corrected, mlx5_0 port 1 is down"
+        "the same settings (restart 1 of 3); on this node GPU 1 (H100) no longer responds, GPU 0 (H100) has 3 "
+        "new uncorrected memory errors, mlx5_0 port 1 is down"
     )
 
 
 def test_a_driver_that_is_gone_is_one_clause(machine):
-    before = health.look()
+    before = health.read()
     machine[0].clear()
-    assert health.worse(before, health.look()) == "nvidia-smi does not answer any more"
+    assert health.degradations(before, health.read()) == "nvidia-smi no longer responds"

@@ -83,7 +83,7 @@ def test_the_short_verbs_know_all_recipes_and_options():
     parser = argparse.ArgumentParser(add_help=False)
     prepare.add_placement(parser, gpus="1")
     node_options.add_options(parser)
-    assert {action.option_strings[0] for action in parser._actions} == {*command_line.PLACING, "--args"}
+    assert {action.option_strings[0] for action in parser._actions} == {*command_line.LAUNCH_OPTIONS, "--args"}
 
 
 def test_the_next_step_is_said_in_the_words_of_its_user(tmp_path, monkeypatch):

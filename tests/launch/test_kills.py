@@ -13,7 +13,7 @@ import pytest
 from conftest import ROOT, TINY, Run
 
 from zerofit.checkpoint import integrity
-from zerofit.checkpoint.facts import ASIDE
+from zerofit.checkpoint.facts import STAGING
 from zerofit.job import run_folder
 
 KILLS = int(os.environ.get("ZEROFIT_KILLS", 100))
@@ -64,7 +64,7 @@ def test_killed_at_random_moments(tmp_path, record_property, more):
                 deadline = min(deadline, time.monotonic() + moments.uniform(0.0, 1.5))
             time.sleep(0.01)
         assert process.poll() is None, (tmp_path / "killed.err").read_text()[-3000:]
-        aside = (killed / ASIDE).exists()
+        aside = (killed / STAGING).exists()
         kill(process)
         newest = max(run_folder.checkpoints(killed), default=0)
         done = [json.loads(line)["step"] for line in _lines(killed)]

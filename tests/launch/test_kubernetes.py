@@ -66,8 +66,8 @@ def expanded(words: list[str], env: dict[str, str]) -> list[str]:
     return [re.sub(r"\$\$|\$\(([^)]*)\)", one, word) for word in words]
 
 
-def job(flags: list[str]) -> kubernetes.Job:
-    return kubernetes.Job("demo", 2, 2, "registry.example/zerofit:1", False, ["recipes/sft.py", *flags])
+def job(flags: list[str]) -> kubernetes.Manifest:
+    return kubernetes.Manifest("demo", 2, 2, "registry.example/zerofit:1", False, ["recipes/sft.py", *flags])
 
 
 @pytest.mark.injection
@@ -226,14 +226,14 @@ REFUSED = {
     "name": (["--name", "My_Run"], [], "--name My_Run"),
     "long name": (["--name", "x" * 60], [], "must be 1 to 54"),
     "gpu": (["--gpu_type", "h100-8g"], [], "--gpu_type h100-8g: not in the table"),
-    "token": ([], ["--hub_token", "hf_x"], "hub_token (flag): it would stand in the manifest"),
-    "token=": ([], ["--hub-token=hf_x"], "it would stand in the manifest"),
+    "token": ([], ["--hub_token", "hf_x"], "hub_token (flag): the manifest would expose it"),
+    "token=": ([], ["--hub-token=hf_x"], "kubectl create secret"),
     "folder": ([], ["--output_dir", "runs/x"], "is not on the volume"),
-    "checkpoint": ([], ["--resume_from_checkpoint", "/runs/x/checkpoint-1"], "would begin there again"),
+    "checkpoint": ([], ["--resume_from_checkpoint", "/runs/x/checkpoint-1"], "would start from it again"),
     "batch": (["--nodes", "3", "--gpus", "8"], ["--effective_batch_size", "32"], "24"),
     "unknown flag": ([], ["--zeero", "3"], "did you mean --zero?"),
-    "show": ([], ["--show"], "--show: prints and trains nothing"),
-    "recipe": ([], None, "recipes/ppo.py: no such recipe; there are dpo, lora, pipeline, sft"),
+    "show": ([], ["--show"], "--show: only prints"),
+    "recipe": ([], None, "recipes/ppo.py: no such recipe; use dpo, lora, pipeline, sft"),
 }
 
 
@@ -256,7 +256,7 @@ def test_a_mistake_is_refused_before_anything_is_printed(case, capsys):
 @pytest.mark.bad_input
 def test_a_token_in_the_config_file_is_refused(tmp_path):
     (tmp_path / "run.yaml").write_text("hub_token: hf_x\n")
-    with pytest.raises(UserError, match=r"hub_token \(.*run.yaml\): it would stand in the manifest"):
+    with pytest.raises(UserError, match=r"hub_token \(.*run.yaml\): the manifest would expose it"):
         kubernetes.main(["--name", "demo", "--image", "i", "recipes/sft.py", "--config", str(tmp_path / "run.yaml")])
 
 
@@ -266,8 +266,8 @@ def test_a_template_edited_beyond_use_is_named(monkeypatch, tmp_path):
     text = TEMPLATE.read_text()
     monkeypatch.setattr(kubernetes, "PROJECT", tmp_path)
     for broken, place in (
-        (text.replace("numNodes:", "nodes:").replace("args:", "words:"), "no place in it (KeyError: 'args')"),
-        (text.replace("name: runs,", "name: data,"), "keep its keys and the volume `runs`"),
+        (text.replace("numNodes:", "nodes:").replace("args:", "words:"), "required key (KeyError: 'args')"),
+        (text.replace("name: runs,", "name: data,"), "restore its keys and the volume `runs`"),
         (text.replace("kind: TrainingRuntime", "kind: [TrainingRuntime"), "trainjob.yaml:7: not valid YAML"),
     ):
         (tmp_path / kubernetes.TEMPLATE).write_text(broken)

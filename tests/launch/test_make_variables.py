@@ -26,9 +26,9 @@ def make(*words):
         ("gpus=2", "gpus=2: no such variable; did you mean GPUS?"),
         ("NUM_GPUS=2", "NUM_GPUS=2: no such variable; did you mean GPUS?"),
         ("MODELL=a/b", "MODELL=a/b: no such variable; did you mean MODEL?"),
-        ("BATCH=4", 'BATCH=4: no such variable; it is a flag: ARGS="--effective_batch_size N".'),
-        ("LR=1e-4", 'LR=1e-4: no such variable; it is a flag: ARGS="--learning_rate N".'),
-        ("QWERTY=1", "QWERTY=1: no such variable; a flag of the recipes goes into ARGS"),
+        ("BATCH=4", 'BATCH=4: no such variable; use the flag: ARGS="--effective_batch_size N".'),
+        ("LR=1e-4", 'LR=1e-4: no such variable; use the flag: ARGS="--learning_rate N".'),
+        ("QWERTY=1", "QWERTY=1: no such variable; pass flags of the recipes as ARGS"),
         pytest.param("D;E=3", "D;E=3: no such variable", marks=pytest.mark.injection),
         pytest.param(
             "X='a\" b` $(touch pwned)`", "X='a\" b` $(touch pwned)`: no such variable", marks=pytest.mark.injection
@@ -145,20 +145,20 @@ def test_a_verb_refuses_each_variable_that_its_commands_do_not_read(installed, v
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        ("plan SEQ=4096", 'SEQ=4096: make plan does not read it; it is a flag: ARGS="--max_length N".'),
+        ("plan SEQ=4096", 'SEQ=4096: make plan does not read it; use the flag: ARGS="--max_length N".'),
         (
             "sft RUN=x",
-            "RUN=x: make sft does not read it; make cancel, chat, eval, export, report, resume, status, watch read it.",
+            "RUN=x: make sft does not read it; it works with make cancel, chat, eval,",
         ),
-        ("show lora RECIPE=x", "RECIPE=x: make show lora does not read it; make batch-size, data, launch, plan"),
-        ("slurm NODES=2 NODE_RANK=1", "NODE_RANK=1: make slurm does not read it; make dpo, launch,"),
-        ("lora MASTER_ADDR=a", "MASTER_ADDR=a: make lora does not read it; it is read only with NODES=."),
-        ("resume RUN=a NODE_RANK=1", "NODE_RANK=1: make resume does not read it; it is read only with NODES=."),
-        ("dpo INCLUDE=a", "INCLUDE=a: make dpo does not read it; it is read only with HOSTS=."),
-        ("sft HOSTS=h NODES=2", "NODES=2: make sft does not read it; HOSTS= decides it."),
-        ("launch EXTRAS=dev", "EXTRAS=dev: make launch does not read it; make install reads it."),
-        ("chat RUN=x GPUS=2", "GPUS=2: make chat does not read it; leave it out."),
-        ("clean ARGS=`x`$y", "ARGS=`x`$y: make clean does not read it; leave it out."),
+        ("show lora RECIPE=x", "RECIPE=x: make show lora does not read it; it works with make batch-size,"),
+        ("slurm NODES=2 NODE_RANK=1", "NODE_RANK=1: make slurm does not read it; it works with make dpo, launch,"),
+        ("lora MASTER_ADDR=a", "MASTER_ADDR=a: make lora does not read it; it requires NODES=."),
+        ("resume RUN=a NODE_RANK=1", "NODE_RANK=1: make resume does not read it; it requires NODES=."),
+        ("dpo INCLUDE=a", "INCLUDE=a: make dpo does not read it; it requires HOSTS=."),
+        ("sft HOSTS=h NODES=2", "NODES=2: make sft does not read it; HOSTS= determines it."),
+        ("launch EXTRAS=dev", "EXTRAS=dev: make launch does not read it; it works with make install."),
+        ("chat RUN=x GPUS=2", "GPUS=2: make chat does not read it; remove it."),
+        ("clean ARGS=`x`$y", "ARGS=`x`$y: make clean does not read it; remove it."),
     ],
 )
 def test_a_variable_that_the_verb_does_not_read_is_refused(words, says):
@@ -192,7 +192,7 @@ def test_no_variable_is_taken_from_the_environment_without_a_line(installed, wor
     for line in lines:
         name = re.findall(r"^note: (\w+)", line)[0]
         shown = name if name == "ARGS" else f"{name}={ENVIRONMENT[name]}"
-        assert line == f"note: {shown}: from the environment; `make ... {name}=` sets another value, or none."
+        assert line == f"note: {shown}: set in the environment; override or clear it with `make ... {name}=`."
     assert "note: " not in output and "secret" not in output + errors
 
 
@@ -228,4 +228,4 @@ def test_an_unclosed_quote_of_args_is_named(installed):
 @pytest.mark.bad_input
 def test_a_recipe_to_reproduce_is_asked_for(installed):
     _, errors = in_folder(installed, ["reproduce"])
-    assert "make reproduce: name a folder of examples/reproduce with RECIPE=" in errors
+    assert "make reproduce: set RECIPE=" in errors

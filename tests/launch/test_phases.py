@@ -52,7 +52,7 @@ def pass_time(clock, ranks, seconds: float) -> bool:
     for _ in range(int(seconds)):
         clock.now += 1.0
         for watch in ranks[1]:  # each looks
-            ended |= watch.look(clock.now)
+            ended |= watch.check(clock.now)
     return ended
 
 
@@ -62,7 +62,7 @@ def make_steps(clock, ranks, count: int, seconds: float) -> None:
             of_rank.enter(phases.STEP)
         assert not pass_time(clock, ranks, seconds)
         for of_rank in ranks[0]:
-            of_rank.enter(phases.ELSE)
+            of_rank.enter(phases.OTHER_PHASE)
 
 
 def enter(ranks, *of_each: str) -> None:
@@ -101,9 +101,9 @@ def test_what_was_seen_a_few_times_only_has_no_limit(clock, ranks):
 
 def test_a_rank_that_saves_or_runs_a_callback_holds_up_the_others(clock, ranks):
     make_steps(clock, ranks, 10, 2)
-    enter(ranks, phases.ELSE, phases.STEP)
+    enter(ranks, phases.OTHER_PHASE, phases.STEP)
     assert not pass_time(clock, ranks, 3000)
-    enter(ranks, phases.STEP, phases.ELSE)  # the late one is late no more
+    enter(ranks, phases.STEP, phases.OTHER_PHASE)  # the late one is late no more
     assert not pass_time(clock, ranks, 3000)
     assert ranks[2].add(ranks[1][0].key, 0) == 1
 
@@ -132,7 +132,7 @@ def test_one_suspended_rank_is_waited_for(clock, ranks):
     enter(ranks, phases.STEP, phases.STEP)
     for _ in range(1000):  # rank 1 does not look
         clock.now += 1.0
-        assert not ranks[1][0].look(clock.now)
+        assert not ranks[1][0].check(clock.now)
     assert not pass_time(clock, ranks, 250)  # it has as long as the others had
 
 
@@ -145,7 +145,7 @@ def test_the_phase_is_in_the_heartbeat(clock, tmp_path, monkeypatch):
     of_rank.heartbeat.beat(7)
     assert rank_status.heartbeats(tmp_path) == {3: (os.getpid(), 7, clock.now)}
     assert rank_status.phases(tmp_path) == {3: "evaluation batch"}
-    of_rank.enter(phases.ELSE)
+    of_rank.enter(phases.OTHER_PHASE)
     assert rank_status.phases(tmp_path) == {3: ""}
 
 
@@ -154,7 +154,7 @@ import sys, torch, torch.distributed as dist
 from zerofit.base import phases
 dist.init_process_group("gloo", init_method=f"file://{sys.argv[1]}", rank=0, world_size=1)
 group = dist.new_group([0])
-for _ in range(phases.KEPT):
+for _ in range(phases.MAX_KEPT_COLLECTIVES):
     dist.all_reduce(torch.ones(9, 2))
 dist.all_gather([torch.ones(4)], torch.ones(4), group=group)
 (name, of_all), (_, of_group) = sorted(phases.collectives().items())
@@ -167,5 +167,5 @@ def test_what_torch_has_recorded(tmp_path):
     """Without a setting: its flight recorder is on."""
     words = [sys.executable, "-c", RECORDS, str(tmp_path / "store")]
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
-    number = str(phases.KEPT)
+    number = str(phases.MAX_KEPT_COLLECTIVES)
     assert done.stdout.strip().split("|") == [number, number, "all_reduce of [[9, 2]]", "1", "all_gather of [[4]]"]

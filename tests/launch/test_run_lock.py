@@ -101,7 +101,7 @@ def test_of_two_launches_one_trains_and_a_resume_of_it_is_refused(tmp_path):
         wait_for(lambda: any(p.poll() is not None for p in both), "none of two was refused")
         (refused,) = [p for p in both if p.poll() is not None]
         (live,) = [p for p in both if p is not refused]
-        since = f"{folder} is being trained by process {live.pid} on {socket.gethostname()} since 20"
+        since = f"{folder} is in use by process {live.pid} on {socket.gethostname()} since 20"
         said = refused.communicate()[1]
         assert refused.returncode == 2 and since in said and "Traceback" not in said
 
@@ -161,7 +161,7 @@ def test_a_recipe_without_a_supervisor_has_the_folder_too(tmp_path):
     wait_for(lambda: run_folder.checkpoints(folder) or live.poll() is not None, "no checkpoint")
     second = started(folder, "--resume_from_checkpoint", "auto", words=words)
     said = second.communicate(timeout=200)[1]
-    assert second.returncode == 2 and f"{folder} is being trained by process {live.pid} on" in said
+    assert second.returncode == 2 and f"{folder} is in use by process {live.pid} on" in said
     assert f"process {live.pid} on" in again(folder).stderr
     live.send_signal(signal.SIGINT)
     said = live.communicate(timeout=60)[1]
@@ -179,10 +179,7 @@ def test_a_stop_that_saves_a_model_only_promises_no_resume(tmp_path):
     said = job.communicate(timeout=120)[1]
     (saved,) = folder.glob("checkpoint-*")
     assert job.returncode == 130 and "resume" not in said and "` continues" not in said
-    assert (
-        f"{saved.name} holds the model without optimizer states (--save_only_model), so no run can continue from it"
-        in said
-    )
+    assert f"{saved.name} holds the model without optimizer states (--save_only_model) and cannot be resumed" in said
     assert f"`make export RUN={saved}` keeps it" in said
     assert Run(folder).json("result.json")["status"] == "stopped"
 
@@ -193,9 +190,7 @@ def test_a_stop_that_saves_a_model_only_promises_no_resume(tmp_path):
 @pytest.mark.fault
 def test_a_lock_ends_with_its_process(owner):
     folder, process = owner
-    with pytest.raises(
-        UserError, match=f"is being trained by process {process.pid} on {socket.gethostname()} since 20"
-    ):
+    with pytest.raises(UserError, match=f"is in use by process {process.pid} on {socket.gethostname()} since 20"):
         run_lock.take(folder)
     process.kill()
     process.wait()
@@ -251,7 +246,7 @@ def test_a_file_system_without_locks_is_said_once(tmp_path, monkeypatch, capsys)
     monkeypatch.setattr(fcntl, "flock", no_locks)
     for _ in range(2):
         run_lock.take(tmp_path / "x")
-    assert capsys.readouterr().out.count("its file system has no locks (Function not implemented)") == 1
+    assert capsys.readouterr().out.count("its file system lacks locks (Function not implemented)") == 1
     run_lock.release()
 
 
@@ -261,7 +256,7 @@ def test_the_lock_of_another_machine_is_waited_for(owner, monkeypatch, capsys):
     monkeypatch.setattr(run_lock, "LEASE_SECONDS", 0.6)
     monkeypatch.setattr(socket, "gethostname", lambda: "another")
     began = time.monotonic()
-    with pytest.raises(UserError, match="is being trained by process"):
+    with pytest.raises(UserError, match="is in use by process"):
         run_lock.take(folder)
     assert time.monotonic() - began > 0.6 and "in case that machine has died" in capsys.readouterr().out
 
@@ -290,7 +285,7 @@ def test_a_link_in_a_run_folder_is_refused_and_not_written_through(tmp_path, nam
     (folder / name).parent.mkdir(parents=True)
     (folder / name).symlink_to(precious)
     settings = SimpleNamespace(output_dir=str(folder), push_to_hub=False)
-    with pytest.raises(UserError, match=f"{re.escape(str(folder / name))}: is a link, to {re.escape(str(precious))}, "):
+    with pytest.raises(UserError, match=f"{re.escape(str(folder / name))}: is a link to {re.escape(str(precious))}, "):
         run_folder.claim_folder(settings)
     assert not run_lock.held() and precious.read_text() == "mine"
     (folder / name).unlink()
@@ -308,9 +303,9 @@ def test_what_a_link_leads_to_is_not_pushed_nor_made_readable(tmp_path):
     folder.mkdir()
     (folder / "notes.txt").symlink_to(key)
     (folder / "checkpoint-1").symlink_to(tmp_path)
-    run_folder.readable(folder)
+    run_folder.apply_umask(folder)
     assert key.stat().st_mode & 0o777 == 0o600
-    with pytest.raises(UserError, match=r"notes\.txt: is a link, .* or push what it leads to"):
+    with pytest.raises(UserError, match=r"notes\.txt: is a link to .* or push its target"):
         run_folder.claim_folder(SimpleNamespace(output_dir=str(folder), push_to_hub=True))
     assert not run_lock.held()
 
@@ -348,7 +343,7 @@ def test_what_a_killed_writer_has_left_does_not_stay(tmp_path):
 @pytest.mark.parametrize("name", ["o\udce4t", "n" * 256, "ö" * 128, "/".join(["p" * 200] * 20)])
 def test_a_folder_in_which_a_run_could_not_be_saved_is_refused_before_it(tmp_path, name):
     folder = tmp_path / name
-    with pytest.raises(UserError, match=r"--output_dir .*: is (not UTF-8 here|longer than a file system takes)"):
+    with pytest.raises(UserError, match=r"--output_dir .*: is (not UTF-8|too long for a file system)"):
         run_folder.claim_folder(SimpleNamespace(output_dir=str(folder), push_to_hub=False))
     with pytest.raises(UserError, match="--output_dir"):
         run_folder.check_folder(folder, resumes=False)
@@ -360,11 +355,11 @@ def test_a_folder_in_which_a_run_could_not_be_saved_is_refused_before_it(tmp_pat
 def test_a_name_as_long_as_can_be_has_room_beside_it(tmp_path):
     for name in ("n" * 255, "ö" * 127, "short"):
         folder, other = tmp_path / name, tmp_path / f"{name[:-1]}x"
-        aside = paths.beside(folder, ".canary", prefix=".")
+        aside = paths.sibling(folder, ".canary", prefix=".")
         aside.mkdir()
         paths.write_text(folder, "text")
-        assert folder.read_text() == "text" and aside != paths.beside(other, ".canary", prefix=".")
-    assert paths.beside(tmp_path / "run", ".canary", prefix=".").name == ".run.canary"
+        assert folder.read_text() == "text" and aside != paths.sibling(other, ".canary", prefix=".")
+    assert paths.sibling(tmp_path / "run", ".canary", prefix=".").name == ".run.canary"
 
 
 LOCKS = {
@@ -423,7 +418,7 @@ def test_pipes_in_a_folder_from_elsewhere_are_not_waited_for(tmp_path):
         os.mkfifo(tmp_path / name)
     assert status.progress(tmp_path).startswith("before the first step")
     assert run_lock.owner(tmp_path) == {} and run_lock.holder(tmp_path) is None
-    with pytest.raises(UserError, match="is no run folder"):
+    with pytest.raises(UserError, match="not a run folder"):
         run_page.main([str(tmp_path)])
 
 
@@ -457,7 +452,7 @@ def test_a_link_that_comes_later_is_replaced_or_an_error(tmp_path, capsys):
 def test_a_report_that_is_a_link_is_left_alone(tmp_path):
     (tmp_path / "run.json").write_text('{"recipe": "sft"}')
     (tmp_path / "report.html").symlink_to(tmp_path / "mine")
-    with pytest.raises(UserError, match=r"report\.html: is a link, .*--output"):
+    with pytest.raises(UserError, match=r"report\.html: is a link .*--output"):
         run_page.main([str(tmp_path)])
     run_page.main([str(tmp_path), "--output", str(tmp_path / "report.html")])  # named by the user
     assert "sft" in (tmp_path / "mine").read_text()
@@ -513,7 +508,7 @@ def test_a_lock_file_that_nobody_holds_ends_no_process(tmp_path, said):
     (tmp_path / run_lock.FILE).write_text(said)
     try:
         assert run_lock.holder(tmp_path) is None
-        with pytest.raises(UserError, match="nothing of it runs on this machine"):
+        with pytest.raises(UserError, match="not running on this machine"):
             cancel.main(["--now", str(tmp_path)])
         assert other.poll() is None
     finally:
@@ -542,7 +537,7 @@ def test_what_only_looks_takes_no_lock(owner, monkeypatch):
         with pytest.raises(SystemExit) as ended:
             launch.main([*words, look])
         assert ended.value.code == 0 and not run_lock.held()
-    with pytest.raises(UserError, match="is being trained by process"):
+    with pytest.raises(UserError, match="is in use by process"):
         launch.main(words)
     assert sorted(f.name for f in folder.iterdir()) == [run_lock.FILE]
 
@@ -584,7 +579,7 @@ def test_the_next_command_is_true(tmp_path):
     folder = tmp_path / "it's a run"
     folder.mkdir()
     assert (
-        checkpoint_resume.how_to_go_on("interrupted", folder, None)
+        checkpoint_resume.how_to_continue("interrupted", folder, None)
         == "interrupted; no run was started. Repeat the command"
     )
     (folder / "run.json").write_text("{}")

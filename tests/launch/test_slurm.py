@@ -124,8 +124,7 @@ def test_the_rendered_script(printed, tmp_path, monkeypatch):
         next(line for line in slurm.TEMPLATE.read_text().splitlines() if line.startswith("port=")),
         f"recipe=({ROOT}/recipes/sft.py --zero 3 --learning_rate 1e-5 --run_name 'a; b')  # relative paths begin at "
         "--chdir",
-        "case ${SLURM_ARRAY_TASK_ID:-} in    # further flags of each job of a sweep; its runs are in $out/0, "
-        "$out/1 ...",
+        "case ${SLURM_ARRAY_TASK_ID:-} in    # extra flags of each job of a sweep; the runs are in $out/0, $out/1 ...",
         "esac",
     ]
     template = slurm.TEMPLATE.read_text()
@@ -252,28 +251,26 @@ def test_a_sweep(printed, bash, tmp_path):
         ([RECIPE, "--hub_token", "x"], "set HF_TOKEN in the environment"),
         ([RECIPE, "--zero", "7"], "--zero"),
         (["recipes/none.py"], "none"),
-        (["--nodes", "two", RECIPE], "NODES=two: must be a whole number"),
+        (["--nodes", "two", RECIPE], "NODES=two: must be a positive integer"),
         (["--gpus", "0", RECIPE], "GPUS=0"),
-        (["--sbatch", "exclusive", RECIPE], "'exclusive' is no option of sbatch"),
+        (["--sbatch", "exclusive", RECIPE], "'exclusive' is not an sbatch option"),
         (["--sbatch", "--mail 'x", RECIPE], "cannot be split"),
         pytest.param(
-            ["--sbatch", "'--comment x\ntouch /tmp/y\n'", RECIPE], "is no option of sbatch", marks=pytest.mark.injection
+            ["--sbatch", "'--comment x\ntouch /tmp/y\n'", RECIPE], "not an sbatch option", marks=pytest.mark.injection
         ),
-        pytest.param(
-            ["--sbatch", "'--comment\ntouch=1'", RECIPE], "is no option of sbatch", marks=pytest.mark.injection
-        ),
-        pytest.param(["--sbatch", "'-\n'", RECIPE], "is no option of sbatch", marks=pytest.mark.injection),
-        pytest.param(["--sbatch", "--mem=0 'a\nb'", RECIPE], "is no option of sbatch", marks=pytest.mark.injection),
+        pytest.param(["--sbatch", "'--comment\ntouch=1'", RECIPE], "not an sbatch option", marks=pytest.mark.injection),
+        pytest.param(["--sbatch", "'-\n'", RECIPE], "not an sbatch option", marks=pytest.mark.injection),
+        pytest.param(["--sbatch", "--mem=0 'a\nb'", RECIPE], "not an sbatch option", marks=pytest.mark.injection),
         pytest.param(["--sbatch", "--comment 'a\nb'", RECIPE], "line break", marks=pytest.mark.injection),
         (["--nodes", "3", RECIPE, "--effective_batch_size", "8"], "8"),
         ([RECIPE, "--resume_from_checkpoint", "runs/x/checkpoint-5"], "name that folder with OUT=... and use auto"),
         (["--output_dir", "a\nb", RECIPE], "line break"),
         (["--port", "65535", RECIPE], "PORT=65535: must be a number from 1 to 65534"),
-        (["--sbatch", "--export=ALL,HF_TOKEN=hf_secret_value", RECIPE], "would hold the value of HF_TOKEN"),
+        (["--sbatch", "--export=ALL,HF_TOKEN=hf_secret_value", RECIPE], "would expose the value of HF_TOKEN"),
         (["--sweep", "none.txt", RECIPE], "none.txt: cannot be read"),
-        (["--mounts", "/a:/a", RECIPE], "there is no --image"),
-        (["--image", "i", "--output_dir", "a:b", RECIPE], "its name has a , or :"),
-        (["--setup", "export X=hf_secret_value", RECIPE], "would hold the value of HF_TOKEN"),
+        (["--mounts", "/a:/a", RECIPE], "requires --image"),
+        (["--image", "i", "--output_dir", "a:b", RECIPE], "its name contains , or :"),
+        (["--setup", "export X=hf_secret_value", RECIPE], "would expose the value of HF_TOKEN"),
     ],
 )
 def test_what_is_refused(printed, monkeypatch, words, sentence):
@@ -290,7 +287,7 @@ def test_what_is_refused(printed, monkeypatch, words, sentence):
         ("--learning_rate 'x", "sweep.txt:2: cannot be split"),
         ("--output_dir x", "sweep.txt:2: --output_dir"),
         ("--zero 9", "sweep.txt: job 0 (--zero 9): "),
-        ("", "holds no line"),
+        ("", "does not contain flags"),
     ],
 )
 def test_what_is_refused_in_a_sweep(printed, tmp_path, line, sentence):
@@ -302,7 +299,7 @@ def test_what_is_refused_in_a_sweep(printed, tmp_path, line, sentence):
 @pytest.mark.bad_input
 def test_no_slurm_here(tmp_path, monkeypatch):
     monkeypatch.setenv("PATH", str(tmp_path))
-    with pytest.raises(UserError, match=r"sbatch is not installed here.*login node.*--print"):
+    with pytest.raises(UserError, match=r"sbatch is not installed: .*login node.*--print"):
         slurm.main(["--output_dir", str(tmp_path / "run"), str(ROOT / RECIPE)])
     assert not (tmp_path / "run").exists()
     with pytest.raises(UserError, match="already holds"):
@@ -332,12 +329,12 @@ def test_a_submission_that_fails_leaves_no_folder(tmp_path, monkeypatch, sweep):
 
 def test_how_a_run_stands(tmp_path, capsys):
     run = tmp_path / "run"
-    with pytest.raises(UserError, match="is no run folder"):
+    with pytest.raises(UserError, match="not a run folder"):
         status.main([str(run)])
     run.mkdir()
     (run / "run.json").write_text("{}")
     status.main([str(run)])
-    assert f"{run}: before the first step, no checkpoint yet\n  no process of it runs" in capsys.readouterr().out
+    assert f"{run}: before the first step, no checkpoint yet\n  not running on this machine" in capsys.readouterr().out
     lines = [{"step": 9, "loss": 0.5, "tokens_per_second": 1234.5}, {"step": 9, "eval_loss": 0.7}]
     (run / "metrics.jsonl").write_text("\n".join(map(json.dumps, lines)) + '\n{"step": 1')
     (run / "checkpoint-5").mkdir()
@@ -346,7 +343,7 @@ def test_how_a_run_stands(tmp_path, capsys):
     status.main([str(run)])
     said = capsys.readouterr().out
     assert "step 9, loss 0.5000, 1,234 tok/s, " in said and "newest checkpoint 10" in said
-    assert "the last start ended: rank 1 ended; try: --zero 3" in said
+    assert "the last start failed: rank 1 ended; try: --zero 3" in said
     (run / "result.json").write_text(json.dumps({"status": "finished", "steps": 1200, "train_loss": 0.25}))
     status.main([str(run)])
     assert capsys.readouterr().out == f"{run}: finished after 1,200 steps, train loss 0.2500\n"
@@ -359,7 +356,7 @@ def test_a_job_number_that_is_none_reaches_no_command(tmp_path, monkeypatch, fac
     (tmp_path / status.JOB).write_text(json.dumps(facts))
     monkeypatch.setattr(status, "ask", lambda *words: pytest.fail(f"{words} was called"))
     for main in (cancel.main, status.main):
-        with pytest.raises(UserError, match=r"slurm.json: (job_id .* is no number of a job|cluster .* is no name)"):
+        with pytest.raises(UserError, match=r"slurm.json: (job_id .* is not a job id|cluster .* is not a cluster)"):
             main([str(tmp_path)])
 
 
@@ -393,7 +390,7 @@ def test_a_job_of_another_run_is_not_cancelled(tmp_path, monkeypatch, log, is_ow
     if is_own:
         cancel.main(["--now", str(run)])
     else:
-        with pytest.raises(UserError, match=r"names job 12007, whose log is .*: it is another run's; `scancel 12007`"):
+        with pytest.raises(UserError, match=r"job 12007 belongs to another run.*`scancel 12007`"):
             cancel.main(["--now", str(run)])
     assert (("scancel", "12007") in asked) == is_own == (run / status.CANCELLED).exists()
 
@@ -402,7 +399,7 @@ def test_a_run_on_this_machine_is_cancelled(tmp_path, capsys):
     run, other = tmp_path / "my run", tmp_path / "other"
     run.mkdir()
     (run / "run.json").write_text("{}")
-    with pytest.raises(UserError, match="nothing of it runs on this machine"):
+    with pytest.raises(UserError, match="not running on this machine"):
         cancel.main([str(run)])
     held = "import sys, time; from pathlib import Path; from zerofit.job import run_lock; "
     words = [sys.executable, "-c", f"{held}run_lock.take(Path(sys.argv[1])); time.sleep(300)"]

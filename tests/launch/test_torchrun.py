@@ -126,7 +126,7 @@ def started(by_agent, tmp_path, monkeypatch):
     def settings(ranks, *flags):
         monkeypatch.setenv("WORLD_SIZE", str(ranks))
         monkeypatch.setattr(sys, "argv", ["sft.py", *FLAGS, *flags, "--output_dir", str(tmp_path)])
-        return restart.settings_of(SFT)
+        return restart.resolve_settings(SFT)
 
     return settings
 
@@ -144,7 +144,7 @@ def test_only_the_agent_of_the_failed_start_goes_on_with_less(started, tmp_path,
     assert (settings.per_device_train_batch_size, settings.gradient_accumulation_steps) == (1, 2)
     for wrong in ({"model": "evil"}, {"zero": "--model"}, {"output_dir": "/elsewhere"}):
         (tmp_path / "next.json").write_text(json.dumps(left | {"decided": wrong}))
-        with pytest.raises(UserError, match=r"next.json has .*, which it cannot decide"):
+        with pytest.raises(UserError, match=r"next.json: cannot set .*; remove the file"):
             started(2)
     (tmp_path / "next.json").write_text(json.dumps(left))
     monkeypatch.setattr(restart, "_agent", lambda: "another one")
@@ -159,7 +159,7 @@ def test_other_ranks_keep_the_runs_batch_unless_another_is_asked_for(started, tm
     settings = started(8, "--per_device_train_batch_size", "4")  # which 8 rows on 8 ranks do not hold
     assert (settings.per_device_train_batch_size, settings.effective_batch_size) == (1, 8)
     assert started(4, "--effective_batch_size", "16").effective_batch_size == 16
-    with pytest.raises(UserError, match="--gpus 3: the run's effective batch of 8 is no multiple of it"):
+    with pytest.raises(UserError, match="--gpus 3: the run's effective batch of 8 is not a multiple of it"):
         started(3)
 
 
@@ -168,7 +168,7 @@ def test_nothing_is_left_for_a_restart_that_does_not_come(tmp_path, monkeypatch)
     for count, limit in (("1", "1"), ("0", "1")):
         monkeypatch.setenv("TORCHELASTIC_RESTART_COUNT", count)
         monkeypatch.setenv("TORCHELASTIC_MAX_RESTARTS", limit)
-        assert bool(restart.leave_smaller(resolved(tmp_path), "")) == (count < limit)
+        assert bool(restart.record_smaller_settings(resolved(tmp_path), "")) == (count < limit)
         assert (tmp_path / "next.json").exists() == (count < limit)
     left = json.loads((tmp_path / "next.json").read_text())
     assert left["change"] == "micro batch 1 instead of 2" and left["decided"]["effective_batch_size"] == 8

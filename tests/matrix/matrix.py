@@ -1,8 +1,8 @@
-"""Try every class of transformers' causal and image-text models with a tiny model; write docs/models.md.
+"""Try every class of transformers' causal and image-text models with a tiny model; write the list of `zerofit models`.
 
 make models                                    what benchmarks/results/models.json lacks (two hours on two cores)
 make models ARGS="--kinds llama qwen3 --again"
-make models ARGS=--page                        only the page
+make models ARGS=--page                        only the list
 """
 
 import argparse
@@ -60,7 +60,7 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", default=[*dict.fromkeys((*tiny_models.CAUSAL, *tiny_models.IMAGE_TEXT))])
     parser.add_argument("--again", action="store_true", help="try also what the result file has")
-    parser.add_argument("--page", action="store_true", help="write docs/models.md from the result file, try nothing")
+    parser.add_argument("--page", action="store_true", help="write the list from the result file, train nothing")
     given = parser.parse_args()
     record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"kinds": {}}
     wanted = [] if given.page else [kind for kind in given.kinds if given.again or kind not in record["kinds"]]
@@ -70,7 +70,7 @@ def main() -> None:
         record["versions"] = machine.versions()
         RESULTS.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
         print(f"{min(first + CHUNK, len(wanted))} of {len(wanted)} tried", flush=True)
-    matrix_page.write(record, COLUMNS, tiny_models.IMAGE_TEXT)
+    matrix_page.write(record)
 
 
 def try_all(kinds: list[str], folder: Path, found: dict) -> None:

@@ -209,7 +209,7 @@ def test_a_new_token_that_ends_answers_starts_as_the_end_before():
     """As a mean it would begin like the token that opens turns; exact match of the bundled task: 98.5 %, now 99.5."""
     found = settings_of("--new_tokens", "<|im_start|>", "<|im_end|>", "--chat_template", "chatml")
     tokenizer = load_tokenizer(found)
-    assert any("but <|im_end|>, which ends answers, as <|end|>" in sentence for sentence in found.decisions)
+    assert any("<|im_end|>, which ends answers, starts as <|end|>" in sentence for sentence in found.decisions)
     table = load_model(found, tokenizer).get_input_embeddings().weight
     assert torch.equal(table[513], table[tokenizer.eos_token_id])
     torch.testing.assert_close(table[512], table[:512].mean(0))
@@ -224,10 +224,10 @@ def test_a_4bit_base_holds_the_bytes_that_nf4_says(runs):
     layers, blocks = 4 * 7, linear // 64
     tables = 4 * (16 + 256 + 1)  # the NF4 values, those of the absmax and its mean, per layer
     sums = quantization.frozen_bytes(adapters.add_adapter(net, found))
-    assert sums["packed"] == sums["packed_here"] == linear // 2
+    assert sums["packed"] == sums["packed_on_rank"] == linear // 2
     nested = sum(-(-p.numel() * 8 // 64 // 256) for p in net.parameters() if hasattr(p, "quant_state"))
     assert sums["constants"] == blocks + 4 * nested + layers * tables
-    assert sums["whole"] == linear // 2 + 4 * (512 * 128 + 9 * 128)  # embedding and norms in fp32
+    assert sums["total"] == linear // 2 + 4 * (512 * 128 + 9 * 128)  # embedding and norms in fp32
     line = next(x for x in (runs["4bit-3"].folder / "logs" / "rank0.log").read_text().splitlines() if "4-bit" in x)
     here, packed = (int(x.replace(",", "")) for x in line.split("packed weights ")[1].split(";")[0].split(" of "))
     assert (here, packed) == (linear // 8, linear // 4)  # two of the layers; two ranks: a half each
@@ -239,12 +239,12 @@ REFUSED = [
     (["--adapter", "prompt_tuning", "--packing"], "--adapter prompt_tuning with --packing true: "),
     (["--adapter", "prefix_tuning", "--padding_free", "true"],
      "--adapter prefix_tuning with --padding_free true: "),
-    (["--adapter", "prefix_tuning", "--gradient_checkpointing", "true"], "recomputed layers get no cache"),
+    (["--adapter", "prefix_tuning", "--gradient_checkpointing", "true"], "prefix_tuning: the prefix is a"),
     (["--adapter", "prefix_tuning", "--label_smoothing_factor", "0.1"],
-     "--adapter prefix_tuning with --label_smoothing_factor 0.1: its loss knows no virtual tokens"),
+     "--adapter prefix_tuning with --label_smoothing_factor 0.1: "),
     (["--adapter", "prompt_tuning", "--label_smoothing_factor", "0.1"], "leave it out, or use --adapter lora"),
     (["--adapter", "prompt_tuning", "--num_virtual_tokens", "0"], "--num_virtual_tokens is 0"),
-    (["--adapter", "oft", "--adapter_config", "block=1"], "OFTConfig takes"),
+    (["--adapter", "oft", "--adapter_config", "block=1"], "the keys of OFTConfig are"),
     (["--adapter_config", "lora_alpha=1"], "use --lora_alpha"),
     (["--adapter_config", "init_weights"], "must be key=value"),
     (["--adapter_config", "alpha_pattern={q_proj: 8, q_proj: 4}"], "alpha_pattern:1:13: not valid YAML: 'q_proj'"),
@@ -255,7 +255,7 @@ REFUSED = [
     (["--init_lora_weights", "orthogonal", "--lora_r", "3"], "even --lora_r"),
     (["--init_lora_weights", "pissa", "--adapter_config", "alpha_pattern={q_proj: 8}"], "alpha_pattern"),
     (["--loraplus_lr_ratio", "0.5"], "must be 1 or more"),
-    (["--adapter", "ia3", "--loraplus_lr_ratio", "4"], "only LoRA has its matrices"),
+    (["--adapter", "ia3", "--loraplus_lr_ratio", "4"], "use --adapter lora"),
     (["--adapter", "prompt_tuning", "--zero", "3"], "--adapter prompt_tuning with ZeRO stage 3: "),
     (["--new_tokens", "a b", "--zero", "3"], "--new_tokens a b with --adapter lora at ZeRO stage 3: "),
     (["--new_tokens", "a b", "--adapter", "ia3"], "--new_tokens a b with --adapter ia3: "),
@@ -285,27 +285,27 @@ def test_refused_before_a_model_is_loaded(flags, words):
 MISSPELT = {
     "target": ("--lora_target_modules q_proj kproj", "--lora_target_modules kproj: .* did you mean .*k_proj"),
     "target of one layer": (
-        "--lora_target_modules q_proj layers.9.self_attn.k_proj", "layers.9.self_attn.k_proj: none of the adapted",
+        "--lora_target_modules q_proj layers.9.self_attn.k_proj", "layers.9.self_attn.k_proj: it matches no adapted",
     ),
     "expression": (r"--lora_target_modules .*\.(kproj|vproj)", r"_modules \.\*.*vproj\): .*not found in the base"),
     "expression of layers that hold others": ("--lora_target_modules .*mlp", r"Target module LlamaMLP is not"),
-    "expression without an end": ("--lora_target_modules (.*)*x", r"target_modules \(\.\*\)\*x is no expression"),
-    "expression beside a name": ("--lora_target_modules q_proj .*k_proj", r"k_proj: a regular expression stands alone"),
+    "expression without an end": ("--lora_target_modules (.*)*x", r"target_modules \(\.\*\)\*x cannot be matched"),
+    "expression beside a name": ("--lora_target_modules q_proj .*k_proj", r"k_proj: a regular expression must be"),
     "saved module": ("--modules_to_save lm_head lmhead", "--modules_to_save lmhead: .* did you mean lm_head"),
     "target that is saved": (
-        "--lora_target_modules q_proj lm_head --modules_to_save lm_head", "_modules lm_head: none",
+        "--lora_target_modules q_proj lm_head --modules_to_save lm_head", "_modules lm_head: it matches no",
     ),
-    "parameter": ("--lora_target_parameters q_proj.weight kproj.weight", "kproj.weight: the model has no parameter"),
+    "parameter": ("--lora_target_parameters q_proj.weight kproj.weight", "kproj.weight: it matches no parameter"),
     "excluded": ("--adapter_config exclude_modules=[down_proj,upproj]", "exclude_modules upproj: .* mean up_proj"),
-    "excluded alone": ("--adapter_config exclude_modules=.*upproj", r"exclude_modules .\*upproj: the model has no"),
+    "excluded alone": ("--adapter_config exclude_modules=.*upproj", r"exclude_modules .\*upproj: it matches no"),
     "rank": (
-        "--adapter_config rank_pattern={\"k_proj\":4,\"kproj\":8}", "rank_pattern kproj: none .* mean .*k_proj",
+        "--adapter_config rank_pattern={\"k_proj\":4,\"kproj\":8}", "rank_pattern kproj: it matches .* mean .*k_proj",
     ),
     "alpha": (
-        "--adapter_config alpha_pattern={\"layers.9.*k_proj\":4}", "alpha_pattern layers.9.*: none of the adapted",
+        "--adapter_config alpha_pattern={\"layers.9.*k_proj\":4}", "alpha_pattern layers.9.*: it matches no adapted",
     ),
     "layer": (
-        "--lora_target_modules q_proj --adapter_config layers_to_transform=[1,9]", "layers_to_transform 9: none of the",
+        "--lora_target_modules q_proj --adapter_config layers_to_transform=[1,9]", "layers_to_transform 9: it matches",
     ),
 }  # fmt: skip
 
@@ -334,7 +334,7 @@ def test_an_expression_of_an_adapter_that_never_ends_is_refused(pattern):
 
     with torch.device("meta"):
         model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(TINY / "model"))
-    with pytest.raises(UserError, match=r"runs/x: target_modules .* is no expression that can be compared"):
+    with pytest.raises(UserError, match=r"runs/x: target_modules .* cannot be matched"):
         adapter.check_expressions(LoraConfig(target_modules=pattern), model, "runs/x")
     adapter.check_expressions(LoraConfig(target_modules=r".*\.(q|k)_proj"), model, "runs/x")
 
@@ -345,7 +345,7 @@ def test_refused_elsewhere(monkeypatch):
         settings_of("--load_in_4bit", recipe="sft")
     with pytest.raises(UserError, match="must be one of"):
         settings_of("--adapter", "bottleneck")
-    with pytest.raises(UserError, match="the tokenizer has it already"):
+    with pytest.raises(UserError, match="the tokenizer already has it"):
         load_tokenizer(settings_of("--new_tokens", "a"))
     with pytest.raises(UserError, match="--adapter loha --lora_target_modules nowhere"):
         check_model(settings_of("--adapter", "loha", "--lora_target_modules", "nowhere"))
@@ -458,7 +458,7 @@ def test_every_linear_layer_with_a_forward_of_its_own_is_left_out():
                 if modules[0] != "lm_head":  # of DORY, which all-linear leaves out anyway
                     found[file.parent.name] = modules[0]
     of_others = ("llama4_text", "longcat_flash")
-    assert found == {kind: name for kind, name in adapters.NO_PRODUCTS.items() if kind not in of_others}
+    assert found == {kind: name for kind, name in adapters.NOT_PRODUCTS.items() if kind not in of_others}
 
 
 # Linear layers whose weight is looked at, but which are called: of a flag for exactness, to clamp it, by its type.
@@ -483,7 +483,7 @@ def test_every_linear_layer_that_is_read_past_an_adapter_is_left_out():
         if kind in NOT_TRAINED:
             continue
         of_kernels = set(linear_attention.read_by_kernels(AutoConfig.for_model(kind)))
-        assert names <= of_kernels | set(adapters.NO_PRODUCTS.get(kind, "").split(", ")), kind
+        assert names <= of_kernels | set(adapters.NOT_PRODUCTS.get(kind, "").split(", ")), kind
 
 
 def read_past_adapters(source: str) -> set[str]:
@@ -501,9 +501,9 @@ def read_past_adapters(source: str) -> set[str]:
     return found
 
 
-@pytest.mark.parametrize("kind", slow_but(sorted(adapters.NO_PRODUCTS), ["longcat_flash"]))
+@pytest.mark.parametrize("kind", slow_but(sorted(adapters.NOT_PRODUCTS), ["longcat_flash"]))
 def test_such_a_layer_gets_no_adapter(kind, tmp_path):
     AutoConfig.for_model(kind).save_pretrained(tmp_path)
     settings = resolve.resolve_settings("lora", ["--model", str(tmp_path), "--data", "none"], 1, GPUS["h100-80g"])
     resolve.resolve_for_model(settings)
-    assert settings.adapter_config == [f"exclude_modules=[{adapters.NO_PRODUCTS[kind]}]"]
+    assert settings.adapter_config == [f"exclude_modules=[{adapters.NOT_PRODUCTS[kind]}]"]

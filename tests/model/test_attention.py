@@ -135,7 +135,7 @@ def test_a_sliding_window_holds_without_boundaries_too():
     torch.testing.assert_close(other(input_ids=ids).logits, plain(input_ids=ids).logits, rtol=1e-5, atol=1e-6)
 
 
-def test_the_start_up_proof_finds_contamination(tokenizer):
+def test_the_start_up_self_test_finds_contamination(tokenizer):
     """Relative logit difference 0 for our attention, large for one that ignores the boundaries."""
     torch.manual_seed(0)
     arguments = TrainingArguments(use_cpu=True)
@@ -188,7 +188,7 @@ APART = {
         "qk_rope_head_dim": 8, "qk_nope_head_dim": 8, "v_head_dim": 8, "num_key_value_heads": 4,
     },
 }  # fmt: skip
-MIXED = {  # by the proof on the model
+MIXED = {  # detected by the check on the model
     "lfm2": {"layer_types": ["conv", "full_attention"]},
     "granitemoehybrid": SSM | {"num_local_experts": 2, "layer_types": ["mamba", "attention"]},
     "minimax": {"num_local_experts": 4, "layer_types": ["linear_attention", "full_attention"], "block_size": 8},
@@ -229,7 +229,7 @@ def proof(model):
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", APART)
-def test_architectures_that_pass_the_proof(kind, dtype):
+def test_architectures_that_pass_the_self_test(kind, dtype):
     model = small(kind, dtype)
     apart, leak = proof(model)
     assert apart < (1e-5 if dtype == torch.float32 else 0.02) and leak == 0
@@ -245,11 +245,11 @@ def test_architectures_whose_state_crosses_documents_are_found(kind, dtype):
 
 @pytest.mark.parametrize("kind", RAISES)
 def test_architectures_that_the_attention_cannot_serve_raise(kind):
-    """transformers before 5.20 mixes the documents of a linear attention instead: then the proof tells."""
+    """transformers before 5.20 mixes the documents of a linear attention instead: then the self-test tells."""
     try:
         _, leak = proof(small(kind))
     except ValueError as error:
-        assert "soft cap and no sinks" in str(error) or "packed sequences apart" in str(error)
+        assert "soft cap" in str(error) or "packed sequences apart" in str(error)
     else:
         assert kind == "qwen3_next" and leak > 1e-3
 
@@ -275,7 +275,7 @@ def test_refused_or_padded_before_the_weights_are_loaded(kind):
 @pytest.mark.bad_input
 def test_a_window_that_only_the_mask_knows():
     config = AutoConfig.for_model("qwen2_moe", use_sliding_window=True, sliding_window=64)
-    with pytest.raises(UserError, match="only its mask about the window of 64 tokens"):
+    with pytest.raises(UserError, match="its window of 64 tokens in the mask only"):
         attention.resolve_for_model(settings("--packing", "--max_length", "128"), config)
     attention.resolve_for_model(settings("--packing", "--max_length", "64"), config)
 
@@ -297,8 +297,9 @@ def test_missing_flash_attention_names_its_install_line(name, line):
 
 @pytest.mark.bad_input
 def test_eager_is_refused_for_packed_rows():
+    refused = "--attn_implementation eager: documents in one row would attend to each other"
     for flags in (["--packing"], ["--padding_free", "true"]):
-        with pytest.raises(UserError, match="--attn_implementation eager: documents in one row would read each other"):
+        with pytest.raises(UserError, match=refused):
             settings("--attn_implementation", "eager", *flags)
 
 
@@ -306,13 +307,13 @@ def test_eager_is_refused_for_packed_rows():
 def test_dropout_is_never_left_out(name):
     found = settings().replace(attn_implementation=name)
     attention.resolve_for_model(found, LlamaConfig(**SHAPE))
-    with pytest.raises(UserError, match=r"has no dropout, and the model's config.json has attention_dropout 0.1"):
+    with pytest.raises(UserError, match=r"does not support dropout, .*config.json has attention_dropout 0.1"):
         attention.resolve_for_model(found, LlamaConfig(**SHAPE, attention_dropout=0.1))
 
 
 @pytest.mark.parametrize("flags, ranks", [([], 1), (["--sp_size", "2"], 2)])
 @pytest.mark.parametrize("gpu, precision, dropout, line", [
-    ("h100-80g", "bf16", 0.0, ""), ("h100-80g", "fp32", 0.0, "fp32: the varlen kernel computes in"),
+    ("h100-80g", "bf16", 0.0, ""), ("h100-80g", "fp32", 0.0, "fp32: the varlen kernel supports bf16"),
     ("h100-80g", "bf16", 0.1, "attention_dropout 0.1:"), ("h100-80g", "fp16", 0.0, ""),
     ("t4-16g", "fp16", 0.0, "the varlen kernel needs an Ampere GPU"),
 ])  # fmt: skip
@@ -321,7 +322,7 @@ def test_a_gpu_without_the_varlen_kernel_is_told_of_the_loop(flags, ranks, gpu, 
     flags = ["--data", "none", "--model", "m", *kinds[precision], *flags]
     found = resolve.resolve_settings("sft", flags, ranks, hardware.GPUS[gpu])
     resolve.resolve_for_model(found, LlamaConfig(**SHAPE, attention_dropout=dropout))
-    (said,) = [one for one in found.decisions if "attended to one by one, which is slower" in one] or [""]
+    (said,) = [one for one in found.decisions if "loops over documents, which is slower" in one] or [""]
     assert found.precision == precision and said.startswith(line) and bool(said) is bool(line)
 
 
@@ -358,8 +359,8 @@ def test_layers_with_heads_that_are_too_wide_for_the_kernel_are_told():
     """Gemma-4's global layers have 512 numbers a head, the others 256."""
     found = resolve.resolve_settings("sft", ["--data", "none", "--model", "m"], 1, hardware.GPUS["h100-80g"])
     attention.resolve_for_model(found, Gemma4TextConfig(num_hidden_layers=6))
-    line = "head_dim 512: the varlen kernel takes multiples of 8 up to 256; in these layers documents are attended to"
-    assert [one.startswith(line) for one in found.decisions if "one by one" in one] == [True]
+    line = "head_dim 512: the varlen kernel supports multiples of 8 up to 256; attention in these layers loops"
+    assert [one.startswith(line) for one in found.decisions if "loops over documents" in one] == [True]
 
 
 @pytest.mark.parametrize("capability, dtype, repeats", [
@@ -400,7 +401,7 @@ def test_plain_sdpa_is_called_so_where_no_flash_attention_runs(monkeypatch, gpu,
 
 @pytest.mark.parametrize("flag", ["bf16", "pure_bf16"])
 def test_bf16_is_refused_on_a_gpu_that_has_none(flag):
-    with pytest.raises(UserError, match=rf"^--{flag}: T4 has no bf16 arithmetic; use --fp16 true"):
+    with pytest.raises(UserError, match=rf"^--{flag}: T4 does not support bf16; use --fp16 true"):
         resolve.resolve_settings("sft", ["--data", "none", f"--{flag}", "true"], 1, hardware.GPUS["t4-16g"])
 
 
@@ -505,7 +506,7 @@ class FlashSwitch:
     def line(self, config, **values) -> str:
         given = {"use_cpu": False, "attn_implementation": attention.NAME, "precision": "bf16", "sp_size": 1} | values
         settings = SimpleNamespace(decisions=[], full_determinism=False, **given)
-        flash_3.prove(settings, config)
+        flash_3.self_test_kernel(settings, config)
         return "".join(settings.decisions)
 
 
@@ -513,8 +514,8 @@ class FlashSwitch:
 def test_flash_attention_3_is_used_where_it_computes_the_same(name, monkeypatch):
     switch = FlashSwitch(monkeypatch, of_fa3=lambda out: out * 1.001)
     assert "attention by FlashAttention 3" in switch.line(CONFIGS[name])
-    proofs = 1 + bool(getattr(CONFIGS[name], "sliding_window", None))
-    assert switch.calls == ["FA3", "restored"] * proofs + ["FA3"]
+    runs = 1 + bool(getattr(CONFIGS[name], "sliding_window", None))
+    assert switch.calls == ["FA3", "restored"] * runs + ["FA3"]
 
 
 def fails(out):
@@ -523,13 +524,13 @@ def fails(out):
 
 @pytest.mark.fault
 @pytest.mark.parametrize("wrong, why", [
-    ({"of_fa3": lambda out: out * 1.1}, "% off it (bound 2.0%)"),
-    ({"of_fa3": lambda out: out * float("nan")}, "FlashAttention 3 is nan"),
-    ({"leaks": True}, "documents in one row read each other"),
-    ({"of_fa3": fails}, "it failed here (FA3 backward unsupported: window)"),
-    ({"installed": False}, "flash_attn_interface of FlashAttention 3 is not installed, which is faster"),
+    ({"of_fa3": lambda out: out * 1.1}, "% (bound 2.0%)"),
+    ({"of_fa3": lambda out: out * float("nan")}, "FlashAttention 3 differs from it by nan"),
+    ({"leaks": True}, "documents in one row attend to each other"),
+    ({"of_fa3": fails}, "(FA3 backward unsupported: window)"),
+    ({"installed": False}, "flash_attn_interface of FlashAttention 3 is not installed"),
 ])  # fmt: skip
-def test_flash_attention_3_that_fails_its_proof_is_off_with_one_line(wrong, why, monkeypatch):
+def test_flash_attention_3_that_fails_its_self_test_is_off_with_one_line(wrong, why, monkeypatch):
     switch = FlashSwitch(monkeypatch, **wrong)
     line = switch.line(CONFIGS["llama"])
     assert line.startswith("attention by FlashAttention 2: ") and why in line
@@ -547,7 +548,7 @@ def test_gpus_of_which_some_are_not_hopper_share_flash_attention_2_with_a_line(m
     switch = FlashSwitch(monkeypatch)
     monkeypatch.setattr(flash_3.distributed, "all_gather", lambda value: [value, False] if value is True else [value])
     line = switch.line(CONFIGS["llama"])
-    assert line.startswith("attention by FlashAttention 2: ") and "Hopper GPUs only, which 1 of the 2 are not" in line
+    assert line.startswith("attention by FlashAttention 2: ") and "1 of 2 GPUs are not Hopper" in line
     assert not switch.calls
 
 
@@ -568,8 +569,8 @@ def test_torch_still_has_the_switch_to_flash_attention_3():
 
 
 @pytest.mark.slow
-def test_the_proof_leaves_training_alone_in_every_stage(tmp_path):
-    """Packed runs pass the proof under DDP and ZeRO 2 and 3 and give the same losses."""
+def test_the_self_test_leaves_training_alone_in_every_stage(tmp_path):
+    """Packed runs pass the self-test under DDP and ZeRO 2 and 3 and give the same losses."""
     flags = [
         "--data", str(TINY / "train.jsonl"), "--max_samples", "60", "--packing", "--max_length", "96", "--max_steps",
         "3", "--effective_batch_size", "4", "--learning_rate", "1e-4", "--logging_steps", "1", "--save_strategy", "no",
@@ -589,20 +590,20 @@ def test_a_class_without_sdpa_gets_eager():
     settings = resolve.resolve_settings("sft", flags, 1)
     resolve.resolve_for_model(settings)
     assert settings.attn_implementation == "eager"
-    assert "attn_implementation eager: Gemma2ForCausalLM has no sdpa" in settings.decisions
+    assert "attn_implementation eager: Gemma2ForCausalLM does not support sdpa" in settings.decisions
     settings = resolve.resolve_settings("sft", [*flags, "--attn_implementation", "sdpa"], 1)
-    with pytest.raises(UserError, match="--attn_implementation sdpa: Gemma2ForCausalLM has none; use eager"):
+    with pytest.raises(UserError, match="--attn_implementation sdpa: Gemma2ForCausalLM does not support it; use eager"):
         resolve.resolve_for_model(settings)
 
 
 @pytest.mark.parametrize("kind, has_flex", [("gemma2", True), ("mimo_v2_flash", False)])
 def test_a_gpu_is_told_of_flex_attention_where_the_class_has_it(kind, has_flex):
-    """tests/model/test_flex.py has the proof that it follows on."""
+    """tests/model/test_flex.py has the self-test that it follows on."""
     found = resolve.resolve_settings("sft", ["--data", "none", "--model", "m"], 1, hardware.GPUS["h100-80g"])
     found.unseal()
     attention.resolve_for_model(found, AutoConfig.for_model(kind))
     (line,) = (line for line in found.decisions if line.startswith("attn_implementation eager: "))
-    assert ("; flex_attention, which holds no scores of S x S tokens, follows" in line) is has_flex
+    assert ("; flex_attention, which needs no memory for S x S scores, replaces" in line) is has_flex
 
 
 @pytest.mark.parametrize("version", ["2.11.0", "2.13.0+cu130", "2.15.0", "3.0.0"])
@@ -618,7 +619,7 @@ def test_cudnn_is_left_out_of_every_release(version, monkeypatch):
     torch.backends.cuda.enable_cudnn_sdp(True)
 
 
-def test_the_proof_forks_no_other_ranks_generator(monkeypatch):
+def test_the_self_test_forks_no_other_ranks_generator(monkeypatch):
     """fork_rng without `devices` would take the state of every GPU of the machine, and warn."""
     monkeypatch.setattr(torch.cuda, "device_count", lambda: 4)
     net = AutoModelForCausalLM.from_config(copy.deepcopy(CONFIGS["llama"]), attn_implementation=attention.register())

@@ -182,10 +182,10 @@ def test_an_adapter_of_experts_goes_on(targets, tmp_path):
 
 @pytest.mark.injection
 @pytest.mark.parametrize(("change", "said"), [
-    ({"model.norm.weight": None}, r"lacks model\.norm\.weight: it is of another model, or not complete"),
-    ({"more.weight": [3]}, r"has no place in this model for more\.weight"),
+    ({"model.norm.weight": None}, r"lacks model\.norm\.weight; it is incomplete or of another model"),
+    ({"more.weight": [3]}, r"unexpected weights: more\.weight"),
     ({"model.norm.weight": [7]}, r"has model\.norm\.weight in shape \[7\] instead of \[48\]"),
-    ({"model.layers.0.mlp.experts.3.up_proj.weight": None}, "do not fit together as those of Qwen3MoeFor"),
+    ({"model.layers.0.mlp.experts.3.up_proj.weight": None}, "cannot be loaded as Qwen3MoeFor"),
 ])  # fmt: skip
 def test_a_checkpoint_of_experts_that_is_not_whole_is_refused(change, said, tmp_path):
     save_model("qwen3_moe", tmp_path / "model")
@@ -235,7 +235,7 @@ def test_blocks_with_experts_of_their_own_are_leaves():
 @pytest.mark.parametrize("zero", ["0", "1", "2"])
 def test_stages_that_reduce_only_the_gradients_of_a_rank_are_refused(zero):
     settings = resolve.resolve_settings("sft", ["--zero", zero], 2)
-    with pytest.raises(UserError, match=f"--zero {zero}: the experts of RoutedForCausalLM are modules of their own"):
+    with pytest.raises(UserError, match=f"--zero {zero}: the experts of RoutedForCausalLM are separate modules"):
         experts.install(settings, routed())
     experts.install(settings, mixture())
 
@@ -253,11 +253,11 @@ def test_a_plan_counts_the_arithmetic_of_the_selected_experts():
     """8 of 128 experts: three products of each used weight and token, and a third of a dense model's time at most."""
     settings = resolve.resolve_settings("sft", [*QWEN, "--zero", "3"], 1, hardware.GPUS["h100-80g"])
     shape, gpu = candidates.shape_of(settings), hardware.GPUS["h100-80g"]
-    setting = formulas.Setting(3, "none", 0, 1, 2048, 1, 1)
+    setting = formulas.PlanPoint(3, "none", 0, 1, 2048, 1, 1)
     used = shape.parameters - shape.idle - shape.embedding
     assert step.operations(shape, setting) == pytest.approx(6 * used * 2048, rel=0.01)
     dense = formulas.Shape(30_000_000_000, 0, 10**9, 6144, 48, 64, 8, 128, 24576, 151936)
-    routed_, whole = (step.of(one, setting, gpu, 2048) for one in (shape, dense))
+    routed_, whole = (step.estimate_step(one, setting, gpu, 2048) for one in (shape, dense))
     assert routed_.products + routed_.experts < whole.products / 3
 
 
@@ -314,8 +314,8 @@ def test_the_rank_of_fused_experts_is_applied_without_a_warning(recwarn):
 
 @pytest.mark.parametrize("gpu, flags, says", [
     ("h100-80g", [], "grouped_mm, one product for the 128 experts"),
-    ("h100-80g", ["--fp16", "true"], "one after the other for the 128 experts of a layer on fp16 and fp32"),
-    ("rtx5090-32g", [], "one after the other for the 128 experts of a layer on this GPU"),
+    ("h100-80g", ["--fp16", "true"], "a loop over the 128 experts of a layer on this GPU in fp16"),
+    ("rtx5090-32g", [], "a loop over the 128 experts of a layer on this GPU in bf16"),
 ])  # fmt: skip
 def test_a_grouped_product_is_one_kernel_on_some_gpus_only(gpu, flags, says):
     """torch's GroupedBlas.cpp: compute capability 9 or 10, in bf16. A plan prices what will run."""
@@ -323,4 +323,4 @@ def test_a_grouped_product_is_one_kernel_on_some_gpus_only(gpu, flags, says):
     settings = resolve.resolve_settings("lora", words, 1, hardware.GPUS[gpu])
     resolve.resolve_for_model(settings)
     assert [says in line for line in settings.decisions if "experts_implementation auto" in line] == [True]
-    assert kernels.of(settings).experts_apart is ("one after the other" in says)
+    assert kernels.kernels_for(settings).kernel_per_expert is ("a loop over" in says)

@@ -312,8 +312,8 @@ def test_a_model_step_never_holds_the_logits():
 @pytest.mark.parametrize(
     ("kind", "more", "text"),
     [
-        ("bamba", {"z_loss_coefficient": 0.1}, "loss function alone|without its logits"),
-        ("inkling_text", {}, "cuts its logits"),
+        ("bamba", {"z_loss_coefficient": 0.1}, "outside of its loss function|needs its logits"),
+        ("inkling_text", {}, "truncates its logits"),
         ("bart", {"d_model": 32, "is_decoder": True}, "logits"),
     ],
 )
@@ -402,7 +402,7 @@ def test_the_router_loss_counts_once_a_step_and_is_not_in_the_models_own_loss():
 def test_a_router_loss_whose_coefficient_is_not_known_is_refused():
     model = make("tied")
     model.config.output_router_logits = True
-    with pytest.raises(UserError, match="but LlamaForCausalLM computes no router loss whose coefficient"):
+    with pytest.raises(UserError, match="but LlamaForCausalLM does not have a router loss"):
         fused_loss.router_loss(model)
 
 

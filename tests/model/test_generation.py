@@ -35,7 +35,7 @@ def test_trained_ends_come_before_the_bases_own(model, chatml, tmp_path):
     model.generation_config.eos_token_id = [1, 4]
     ends, changed = generation.stop_at_ends(model, chatml, FOUND)
     end = ends.ids[0]
-    assert shipped(model, tmp_path)["eos_token_id"] == generation.stops_of(model) == [end, 1, 4]
+    assert shipped(model, tmp_path)["eos_token_id"] == generation.stop_ids(model) == [end, 1, 4]
     assert model.config.eos_token_id == end
     # The tokenizer that goes on encoding rows is as it was; the saved one takes the end as special.
     assert (chatml.eos_token, changed.eos_token, changed.pad_token) == ("<|end|>", "<|im_end|>", chatml.pad_token)
@@ -53,7 +53,7 @@ def test_a_base_that_stops_there_is_left_as_it_is(model, chatml):
     model.generation_config.eos_token_id, before = [1, end], model.config.eos_token_id
     ends, same = generation.stop_at_ends(model, chatml, FOUND)
     assert same is chatml and not ends.eos
-    assert generation.stops_of(model) == [1, end] and model.config.eos_token_id == before
+    assert generation.stop_ids(model) == [1, end] and model.config.eos_token_id == before
 
 
 def test_settings_of_the_base_that_contradict_each_other_do_not_end_the_save(model, chatml, tmp_path):

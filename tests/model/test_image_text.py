@@ -157,7 +157,7 @@ def test_a_class_without_its_towers_computes_and_saves_what_the_original_does(mo
     base = models(kind)
     config, ids = AutoConfig.from_pretrained(base), torch.arange(2, 34)[None]
     model, info = classes.for_text(config, True).from_pretrained(base, dtype=torch.float32, output_loading_info=True)
-    towers.loaded(model, config, base)
+    towers.record_folder(model, config, base)
     assert not any(info.values()), info
     original = AutoModelForImageTextToText.from_pretrained(base, dtype=torch.float32)
     assert {n: p.shape for n, p in original.named_parameters() if not classes.holds(model.towers, n)} == {
@@ -169,7 +169,7 @@ def test_a_class_without_its_towers_computes_and_saves_what_the_original_does(mo
     model.save_pretrained(tmp_path / "saved")
     before, after = weights(base), weights(tmp_path / "saved")
     assert before.keys() == after.keys() and all(torch.equal(before[n].float(), after[n].float()) for n in before)
-    assert {after[name].dtype for name in model.of_towers} == {torch.bfloat16}
+    assert {after[name].dtype for name in model.tower_names} == {torch.bfloat16}
 
 
 def settings_of(folder, *flags, recipe="sft"):
@@ -208,9 +208,9 @@ def test_a_missing_weight_is_refused_of_the_towers_too(models, part, tmp_path):
 @pytest.mark.bad_input
 def test_refusals(models, tmp_path):
     base = models("gemma3")
-    with pytest.raises(UserError, match="--towers keep: llama has no towers; leave it out"):
+    with pytest.raises(UserError, match="--towers keep: llama does not have towers; leave it out"):
         settings_of(TINY / "model", "--towers", "keep")
-    with pytest.raises(UserError, match="--towers drop: no file has those of --random_init; use --towers keep"):
+    with pytest.raises(UserError, match="--towers drop: --random_init creates them; use --towers keep"):
         settings_of(base, "--towers", "drop", "--random_init", "true")
     assert settings_of(base, "--random_init", "true").towers == "keep"
     rows = tmp_path / "rows.jsonl"

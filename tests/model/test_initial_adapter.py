@@ -58,18 +58,18 @@ def test_training_begins_with_its_weights_and_its_configuration(folder):
 def test_what_does_not_go_on_is_refused_before_a_model_is_loaded(folder, tmp_path):
     for words, said in (
         (["--lora_r", "8"], "--lora_r 8 with --initial_adapter"),
-        (["--adapter", "ia3"], "only a LoRA adapter can go on"),
+        (["--adapter", "ia3"], "only LoRA adapters can be continued"),
         (["--init_lora_weights", "pissa"], "--init_lora_weights with --initial_adapter"),
         (["--model", str(TINY / "preference" / "model")], "it was trained on"),
     ):
         with pytest.raises(UserError) as refused:
             settings_of(folder, *words)
         assert said in str(refused.value), words
-    with pytest.raises(UserError, match=r"adapter_config.json is missing; name the folder of an adapter"):
+    with pytest.raises(UserError, match=r"adapter_config.json is missing; pass the folder of an adapter"):
         settings_of(tmp_path)
     with pytest.raises(UserError, match=r"--initial_adapter .* without --adapter lora"):
         settings_of(folder, recipe="dpo")
-    with pytest.raises(UserError, match="with its adapter off it is the base alone"):
+    with pytest.raises(UserError, match="the reference is the model with this adapter, not the base model"):
         settings_of(folder, "--adapter", "lora", "--precompute_ref_log_probs", "false", recipe="dpo")
     copy = shutil.copytree(folder, tmp_path / "cut")
     weights = load_file(copy / "adapter_model.safetensors")
@@ -78,14 +78,14 @@ def test_what_does_not_go_on_is_refused_before_a_model_is_loaded(folder, tmp_pat
         check_model(settings_of(copy))
     config = json.loads((copy / "adapter_config.json").read_text())
     (copy / "adapter_config.json").write_text(json.dumps(config | {"base_model_name_or_path": "org/other"}))
-    assert any("names the base org/other" in sentence for sentence in settings_of(copy).decisions)
+    assert any("trained on org/other; --model" in sentence for sentence in settings_of(copy).decisions)
 
 
 # What is wrong with an adapter's files -> (change of adapter_config.json, bytes cut from the weights, what is said).
 ODD_FILES = {
     "cut": ({}, 100, "adapter_model.safetensors is damaged .incomplete"),
-    "another start": ({"init_lora_weights": "loftq"}, 0, "init_lora_weights loftq, which changes the base"),
-    "an expression without an end": ({"target_modules": "(.*)*x"}, 0, "is no expression that can be compared"),
+    "another start": ({"init_lora_weights": "loftq"}, 0, "init_lora_weights loftq in adapter_config.json is not"),
+    "an expression without an end": ({"target_modules": "(.*)*x"}, 0, "cannot be matched with the model's names"),
     "a wrong type": ({"rank_pattern": 3}, 0, "--initial_adapter"),
     "text for a number": ({"r": "four"}, 0, "--initial_adapter|--lora_r"),
     "no modules": ({"target_modules": None}, 0, "--initial_adapter|--lora_target_modules"),
@@ -131,7 +131,7 @@ def test_an_adapter_that_needs_a_missing_package_names_it_to_the_export(folder, 
     config |= {"init_lora_weights": "loftq", "loftq_config": {"loftq_bits": 4}}
     (copy / "adapter_config.json").write_text(json.dumps(config))
     monkeypatch.setattr(peft.tuners.lora.config.importlib.util, "find_spec", lambda name: None)
-    with pytest.raises(UserError, match=r"loftq: peft reads it with scipy alone: pip install scipy\."):
+    with pytest.raises(UserError, match=r"loftq: peft needs scipy to read it: pip install scipy\."):
         export.main([str(copy), *merge, "--output_dir", str(tmp_path / "out")])
 
 
@@ -144,7 +144,7 @@ def test_adapters_before_the_last_are_merged_by_the_commands_of_the_refusal(fold
     weights = {name: 0.5 * tensor for name, tensor in load_file(folder / "adapter_model.safetensors").items()}
     save_file(weights, second / "adapter_model.safetensors")
     monkeypatch.chdir(tmp_path)
-    with pytest.raises(UserError, match="one adapter can go on") as refused:
+    with pytest.raises(UserError, match="only one adapter can be continued") as refused:
         settings_of(f"{folder},{second}")
     _, command = str(refused.value).splitlines()
     export.main([*command.split()[2:], "--dtype", "float32"])

@@ -1,4 +1,4 @@
-"""--use_liger_kernel: the decision, the proof before training, and the kernels against transformers' modules."""
+"""--use_liger_kernel: the decision, the self-test before training, and the kernels against transformers' modules."""
 
 import copy
 import json
@@ -20,7 +20,7 @@ from zerofit import recipe
 from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.config import resolve
-from zerofit.model import prove, tiled_mlp
+from zerofit.model import self_test, tiled_mlp
 from zerofit.model.kernels import liger
 from zerofit.plan import candidates
 from zerofit.train import network_check
@@ -124,7 +124,7 @@ def test_a_request_that_cannot_be_met(monkeypatch):
         resolve.resolve_settings("sft", ["--use_liger_kernel", "true"], 1, GPU)
 
 
-# --- the proof, with other changes to a model in place of Liger's, which needs a GPU ---
+# --- the self-test, with other changes to a model in place of Liger's, which needs a GPU ---
 
 
 def no_change(model, kernels):
@@ -140,101 +140,101 @@ def no_compiler(model, kernels):
     raise RuntimeError("Failed to find C compiler. Please specify via CC environment variable.\nmore")
 
 
-def proven(monkeypatch, change, *flags):
-    """The settings of a GPU run after its proof, which runs on the CPU here."""
+def after_self_test(monkeypatch, change, *flags):
+    """The settings of a GPU run after its self-test, which runs on the CPU here."""
     monkeypatch.setattr(of_transformers, "apply_liger_kernel", change)
     settings = resolved(*flags).replace(use_cpu=True)
-    liger.prove(settings, CONFIG)
+    liger.self_test_kernels(settings, CONFIG)
     return settings
 
 
 def test_right_numbers_keep_liger_on(monkeypatch):
     state = torch.get_rng_state()
-    settings = proven(monkeypatch, no_change)
+    settings = after_self_test(monkeypatch, no_change)
     assert settings.use_liger_kernel is True and settings.liger_kernel_config == liger.NO_LOSS
     assert torch.equal(torch.get_rng_state(), state)
 
 
-def test_a_proof_is_remembered_by_gpu_versions_and_sizes(tmp_path, monkeypatch):
-    """Plans have the kernels from the next start on, until a proof fails."""
+def test_a_self_test_is_remembered_by_gpu_versions_and_sizes(tmp_path, monkeypatch):
+    """Plans have the kernels from the next start on, until a self-test fails."""
     in_process(monkeypatch, tmp_path, [Card()], ZEROFIT_CACHE=str(tmp_path / "cache"))
     monkeypatch.setattr(liger, "_problem", lambda *args: None)
-    monkeypatch.setattr(liger.proofs, "problem", lambda find, *words: find())
+    monkeypatch.setattr(liger.self_test, "run", lambda find, *words: find())
     monkeypatch.setattr("zerofit.model.load.load_config", lambda settings: CONFIG)
     name = torch.cuda.get_device_name()
     settings = resolved(gpu=None)
     assert not liger.will_run(settings, name)
-    liger.prove(settings, CONFIG)
+    liger.self_test_kernels(settings, CONFIG)
     assert liger.will_run(settings, name) and settings.use_liger_kernel is True
     assert not liger.will_run(settings, "NVIDIA A100-SXM4-80GB")
     assert not liger.will_run(resolved("--use_liger_kernel", "false", gpu=None), name)
     assert liger.will_run(resolved("--gradient_checkpointing_policy", "selective", gpu=None), name)
     wider = copy.deepcopy(CONFIG)
     wider.hidden_size = 64
-    assert liger._proofs(settings, wider, name) != liger._proofs(settings, CONFIG, name)
+    assert liger._result_files(settings, wider, name) != liger._result_files(settings, CONFIG, name)
     assert candidates.shape_of(settings, hardware.find("detect")).liger
     with monkeypatch.context() as patch:
         patch.setattr(liger.metadata, "version", lambda package: "0.0.1")
         assert not liger.will_run(settings, name)
     monkeypatch.setattr(liger, "_problem", lambda *args: "its outputs are off")
-    liger.prove(settings, CONFIG)
+    liger.self_test_kernels(settings, CONFIG)
     assert not settings.use_liger_kernel and not liger.will_run(resolved(gpu=None), name)
 
 
-def test_a_proof_of_some_kernels_is_none_of_others(tmp_path, monkeypatch):
+def test_a_self_test_of_some_kernels_is_none_of_others(tmp_path, monkeypatch):
     in_process(monkeypatch, tmp_path, [Card()], ZEROFIT_CACHE=str(tmp_path / "cache"))
     monkeypatch.setattr("zerofit.model.load.load_config", lambda settings: CONFIG)
     name, selective = torch.cuda.get_device_name(), ("--gradient_checkpointing_policy", "selective")
     without_rope, every = resolved(*selective, gpu=None), resolved(gpu=None)
-    liger.proofs.remember(liger._proofs(without_rope, CONFIG, name), True)
+    liger.self_test.store_result(liger._result_files(without_rope, CONFIG, name), True)
     assert liger.will_run(without_rope, name)
     assert not liger.will_run(every, name) and not liger.will_run(resolved("--tiled_mlp", "2", gpu=None), name)
-    liger.proofs.remember(liger._proofs(every, CONFIG, name), True)
-    liger.proofs.remember(liger._proofs(without_rope, CONFIG, name), False)
+    liger.self_test.store_result(liger._result_files(every, CONFIG, name), True)
+    liger.self_test.store_result(liger._result_files(without_rope, CONFIG, name), False)
     assert not liger.will_run(without_rope, name) and not liger.will_run(every, name)
 
 
 @pytest.mark.parametrize(
     ("change", "why"),
     [
-        (wrong_norm, r"use_liger_kernel False: its \w[\w ]+ are \d+\.\d% off transformers' \(bound 5\.0%\)"),
-        (no_compiler, r"use_liger_kernel False: it failed here \(Failed to find C compiler"),
+        (wrong_norm, r"use_liger_kernel False: its \w[\w ]+ differ .* by \d+\.\d% \(bound 5\.0%\)"),
+        (no_compiler, r"use_liger_kernel False: it raised an error \(Failed to find C compiler"),
     ],
 )
-def test_a_failed_proof_turns_liger_off_with_one_line(change, why, monkeypatch):
-    settings = proven(monkeypatch, change)
+def test_a_failed_self_test_turns_liger_off_with_one_line(change, why, monkeypatch):
+    settings = after_self_test(monkeypatch, change)
     assert settings.use_liger_kernel is False
     (line,) = said(settings)
     assert re.match(why, line) and "\n" not in line
     with pytest.raises(UserError, match=r"--use_liger_kernel: .*; leave it out\."):
-        proven(monkeypatch, change, "--use_liger_kernel", "true")
+        after_self_test(monkeypatch, change, "--use_liger_kernel", "true")
 
 
 def test_ranks_are_compared_before_they_prove_liger_together(monkeypatch):
-    """Where a node lacks it, its ranks would answer the proof with the next collective's values."""
+    """Where a node lacks it, its ranks would answer the self-test with the next collective's values."""
 
     def differ(*_):
         raise UserError("argument --use_liger_kernel is not the same on all nodes")
 
     monkeypatch.setattr(network_check, "check", differ)
-    monkeypatch.setattr(liger, "prove", lambda *_: pytest.fail("the proof came first"))
+    monkeypatch.setattr(liger, "self_test_kernels", lambda *_: pytest.fail("the self-test came first"))
     with pytest.raises(UserError, match="--use_liger_kernel is not the same"):
         recipe.start_processes(resolve.resolve_settings("sft", ["--use_cpu", "true", "--zero", "0"], 1), None, None)
 
 
 def test_a_failure_of_another_rank_turns_liger_off_here_too(monkeypatch):
-    monkeypatch.setattr(prove.distributed, "all_gather", lambda value: [value, "it failed here (x)"])
-    assert proven(monkeypatch, no_change).use_liger_kernel is False
+    monkeypatch.setattr(self_test.distributed, "all_gather", lambda value: [value, "it raised an error (x)"])
+    assert after_self_test(monkeypatch, no_change).use_liger_kernel is False
 
 
-def test_the_proof_leaves_transformers_classes_as_they_were(monkeypatch):
+def test_the_self_test_leaves_transformers_classes_as_they_were(monkeypatch):
     from transformers.models.llama import modeling_llama
 
     def replace_class(model, kernels):
         modeling_llama.LlamaMLP = SimpleNamespace
 
     before = modeling_llama.LlamaMLP
-    proven(monkeypatch, replace_class)
+    after_self_test(monkeypatch, replace_class)
     assert modeling_llama.LlamaMLP is before
 
 

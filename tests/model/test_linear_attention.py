@@ -97,7 +97,7 @@ def test_documents_of_a_row_are_what_they_are_alone(kind, functions_are_restored
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
 @pytest.mark.parametrize("kind", SOME)
 def test_no_gradient_reaches_another_document(kind, dtype, functions_are_restored):
-    """By the proof of a run, with recomputed layers; and without the change it finds what mixes."""
+    """By the self-test of a run, with recomputed layers; and without the change it finds what mixes."""
     config, arguments = config_of(kind), TrainingArguments(use_cpu=True)
     functions_are_restored(config)
     model = built(config).to(dtype)
@@ -183,7 +183,7 @@ def test_a_run_without_padding_has_the_losses_of_a_padded_one(kind, tmp_path):
     for name in ("free", "packed"):
         assert runs[name].json("record.json")["checks"]["documents_apart"][0]
         decisions = runs[name].json("run.json")["decisions"]
-        assert sum("each document of a row by itself, without" in line for line in decisions) == 1
+        assert sum("loop over the documents of a row without" in line for line in decisions) == 1
 
 
 # --- kernels of other layers than attention ---

@@ -24,7 +24,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
     """transformers makes one of the model's class instead, which knows no word."""
     shutil.copy(TINY / "model" / "config.json", tmp_path)
     settings = parse.settings_of(parse.request("sft", ["--model", str(tmp_path), "--data", "rows.jsonl"]), 1)
-    with pytest.raises(UserError, match="the folder has no tokenizer; copy"):
+    with pytest.raises(UserError, match="tokenizer not found in the folder; copy"):
         load_tokenizer(settings)
     for name in ("tokenizer.json", "tokenizer_config.json"):
         shutil.copy(TINY / "model" / name, tmp_path)
@@ -32,7 +32,7 @@ def test_a_folder_without_a_tokenizer_is_refused(tmp_path):
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize("recipe, why", [("lora", "no adapter of them"), ("sft", "these cannot be trained")])
+@pytest.mark.parametrize("recipe, why", [("lora", "an adapter could not"), ("sft", "they cannot be trained")])
 @pytest.mark.parametrize("method", ["bitsandbytes", "fp8"])
 def test_weights_that_are_quantized_already_are_refused(tmp_path, method, recipe, why):
     """Else full tuning ends in a traceback after loading, and an adapter of them is refused at its export."""
@@ -40,7 +40,7 @@ def test_weights_that_are_quantized_already_are_refused(tmp_path, method, recipe
     quantized = config | {"quantization_config": {"quant_method": method, "load_in_4bit": method == "bitsandbytes"}}
     (tmp_path / "config.json").write_text(json.dumps(quantized))
     settings = parse.settings_of(parse.request(recipe, ["--model", str(tmp_path), "--data", "rows.jsonl"]), 1)
-    with pytest.raises(UserError, match=rf"its weights are quantized already \({method}\), and {why}.* name the orig"):
+    with pytest.raises(UserError, match=rf"already quantized \({method}\), and {why}.* use the orig"):
         load_config(settings)
     (tmp_path / "config.json").write_text(json.dumps(config))
     assert load_config(settings).model_type == config["model_type"]
@@ -95,7 +95,7 @@ def test_weights_that_are_missing_are_named_before_the_start(tmp_path):
     """transformers draws them at random and trains on: exit code 0."""
     said = refusal(changed(tmp_path / "three", without_three))
     assert all(name in said for name in REMOVED) and "3 of its 38 weights are not in its files" in said
-    assert said.endswith("The copy is not complete; download it, or save it, again.")
+    assert said.endswith("The copy is incomplete; download or save it again.")
     check_weights(settings_of(tmp_path / "three", "sft", "--random_init", "true"))
     check_weights(settings_of(TINY / "model"))  # its head is tied: no file has it
 
@@ -120,11 +120,10 @@ def test_missing_weights_end_a_run_before_the_data_are_tokenized(tmp_path, start
 @pytest.mark.injection
 def test_the_likely_cause_of_missing_weights_is_named(tmp_path):
     said = refusal(changed(tmp_path / "renamed", renamed))
-    assert (
-        "36 of its 38 weights" in said and "36 of them are there under other names (model.language_model.layers" in said
-    )
+    assert "36 of its 38 weights" in said
+    assert "36 of them have other names in the files (model.language_model.layers" in said
     said = refusal(changed(tmp_path / "part", lambda w: renamed(w) | {"model.vision.patch.weight": torch.zeros(3)}))
-    assert "beside weights of images or sound: they are the text part of a larger model" in said
+    assert "image or audio weights: they are the text part of a larger model" in said
     untied = {"architectures": ["LlamaForSequenceClassification"], "tie_word_embeddings": False}
     said = refusal(changed(tmp_path / "reward", lambda w: w | {"score.weight": torch.zeros(1, 128)}, **untied))
     assert "1 of its 39 weights" in said and "lm_head.weight. config.json is of LlamaForSequenceClassification" in said
@@ -147,10 +146,10 @@ def test_a_damaged_file_of_weights_is_one_sentence(tmp_path, damage):
     whole = file.read_bytes()
     content, why = {
         "cut": (whole[: len(whole) // 2], f"incomplete: {len(whole) // 2:,} of {len(whole):,} bytes"),
-        "cut in the header": (whole[:100], "its header is cut"),
+        "cut in the header": (whole[:100], "its header is truncated"),
         "empty": (b"", "empty"),
         "pointer": (b"version https://git-lfs.github.com/spec/v1\noid sha256:0\nsize 9\n", "a git-lfs pointer"),
-        "no header": (b"\x08" + bytes(7) + b"not json", "its header is cut or no safetensors header"),
+        "no header": (b"\x08" + bytes(7) + b"not json", "its header is truncated or not a safetensors header"),
     }[damage]
     file.write_bytes(content)
     said = refusal(folder)
@@ -170,9 +169,9 @@ def test_a_shard_that_the_index_names_is_missing(tmp_path):
     index.write_text(json.dumps({"weight_map": names | {"x": "model-00002-of-00002.safetensors"}}))
     assert "model-00002-of-00002.safetensors is damaged (it is missing)" in refusal(folder)
     index.write_text("[]")
-    assert "index.json is damaged (no JSON with a weight_map)" in refusal(folder)
+    assert "index.json is damaged (not JSON with a weight_map)" in refusal(folder)
     index.unlink()
-    assert "there is no model.safetensors" in refusal(folder)
+    assert "model.safetensors and model.safetensors.index.json are missing" in refusal(folder)
 
 
 Q_PROJ = "model.layers.1.self_attn.q_proj.weight"
@@ -188,10 +187,10 @@ CONTRADICTIONS = {
     "bytes": (lambda w: w | {Q_PROJ: w[Q_PROJ].to(torch.uint8)}, {}, "1 of its weights are U8 numbers"),
     "8 bits and scales": (
         lambda w: w | {Q_PROJ: w[Q_PROJ].to(torch.float8_e4m3fn), f"{Q_PROJ}_scale": torch.ones(1)}, {},
-        "F8_E4M3 numbers .* no quantization_config that says how to scale them",
+        "F8_E4M3 numbers .* quantization_config",
     ),
     "scales alone": (lambda w: w | {f"{Q_PROJ}_scale_inv": torch.ones(1)}, {}, "scales of packed weights"),
-    "fewer layers": ({}, {"num_hidden_layers": 2}, "18 weights of layers .* would be left out: model.layers.2"),
+    "fewer layers": ({}, {"num_hidden_layers": 2}, "18 weights of layers .* would be ignored: model.layers.2"),
     "no layers": ({}, {"num_hidden_layers": 0}, "36 weights of layers"),
     "part of a layer more": (more_layers, {}, "1 weights of layers in its files .* model.layers.4.mlp.up_proj.weight"),
     "norms of queries": (
@@ -225,7 +224,7 @@ def test_many_weights_that_are_left_out_are_a_warning(tmp_path, capsys):
     check_weights(settings_of(changed(tmp_path / "few", with_another)))
     assert "warning" not in capsys.readouterr().out
     check_weights(settings_of(changed(tmp_path / "many", lambda w: w | towers)))
-    assert "warning: --model" in (said := capsys.readouterr().out) and "9 in the files are not used by Llama" in said
+    assert "warning: --model" in (said := capsys.readouterr().out) and "9 unexpected in the files, not used by" in said
 
 
 @pytest.mark.injection
@@ -240,9 +239,9 @@ def test_a_tensor_in_two_shards_is_refused(tmp_path):
     weight_map = dict.fromkeys(weights, names[0]) | {"other": names[1]}
     index = folder / "model.safetensors.index.json"
     index.write_text(json.dumps({"weight_map": weight_map}))
-    assert f"{names[0]} and {names[1]} both hold model.embed_tokens.weight" in refusal(folder)
+    assert f"{names[0]} and {names[1]} both contain model.embed_tokens.weight" in refusal(folder)
     index.write_text(json.dumps({"weight_map": weight_map | {"other": "../x.safetensors"}}))
-    assert "'../x.safetensors' is no name of a file beside it" in refusal(folder)
+    assert "'../x.safetensors' is not a file name in its folder" in refusal(folder)
 
 
 HEADERS = {
@@ -271,14 +270,14 @@ def test_a_header_that_does_not_fit_its_file_is_one_sentence(tmp_path, what):
 
 # What config.json says -> what is said: values, or the file's text after its first brace.
 CONFIGS = {
-    "a million layers": ({"num_hidden_layers": 1_000_000}, "num_hidden_layers 1,000,000, and no model has more"),
-    "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers 0: such a model has no layers"),
-    "a wide model": ({"hidden_size": 10**12}, "6,665,000,000,000,000 parameters, which no machine holds"),
+    "a million layers": ({"num_hidden_layers": 1_000_000}, "num_hidden_layers 1,000,000 must be at most 10,000"),
+    "no layers": ({"num_hidden_layers": 0}, "num_hidden_layers 0 must be 1 or more"),
+    "a wide model": ({"hidden_size": 10**12}, "6,665,000,000,000,000 parameters, more than any machine"),
     "no heads": ({"num_attention_heads": 0}, "its config.json could not be loaded: "),
     "odd heads": ({"num_attention_heads": 7}, "not a multiple of the number of attention heads"),
-    "heads that share unevenly": ({"num_key_value_heads": 3}, "4 attention heads cannot share 3 heads of keys"),
+    "heads that share unevenly": ({"num_key_value_heads": 3}, "4 attention heads is not a multiple of 3 key heads"),
     "text for a number": ({"vocab_size": "512"}, "'vocab_size' expected int, got str"),
-    "a negative vocabulary": ({"vocab_size": -5}, "cannot build a causal language model of its config.json"),
+    "a negative vocabulary": ({"vocab_size": -5}, "cannot build a causal language model from its config.json"),
     "a wide range": ({"initializer_range": 1e300}, "initializer_range.*1e\\+300"),
     "a dropout of 2": ({"attention_dropout": 2.0}, "attention_dropout 2.0 must be from 0 to below 1"),
     "an unknown dtype": ({"dtype": "float99"}, "its config.json could not be loaded: .*float99"),
@@ -306,7 +305,7 @@ def test_outputs_that_training_does_not_read_are_turned_off_and_said(tmp_path):
     """output_attentions met the attention of packed rows: a traceback."""
     folder = changed(tmp_path / "model", dict, output_attentions=True, return_dict=False)
     settings = resolved("sft", folder)
-    assert "config.json: output_attentions and return_dict as training needs them, and saved so" in settings.decisions
+    assert any(line.startswith("config.json: output_attentions and return_dict ") for line in settings.decisions)
     model = load_model(settings, load_tokenizer(settings))
     assert model.config.return_dict and not model.config.output_attentions
 
@@ -320,7 +319,7 @@ def test_a_head_of_its_own_under_a_config_that_ties_it_is_trained_said_and_saved
     """config.json of final/ said true: llama.cpp, vLLM and older transformers serve another model by it."""
     folder = changed(tmp_path / "untied", untied)
     check_weights(settings_of(folder))
-    assert "lm_head.weight in the files is not the embedding" in (said := capsys.readouterr().out) and "warning" in said
+    assert "lm_head.weight in the files differs from the" in (said := capsys.readouterr().out) and "warning" in said
     settings = resolved("sft", folder)
     assert not load_config(settings).tie_word_embeddings
     planned = {name: p.shape for name, p in check_model(settings).named_parameters()}
@@ -393,7 +392,7 @@ def test_each_rank_refuses_missing_weights_and_nan_at_every_stage(tmp_path, requ
         wanted = expected[kind].replace("(1 un", "(unknown un") if stage == "3" else expected[kind]
         assert len(of_ranks) == 2 and all(wanted in text for text in of_ranks), (name, of_ranks)
         if kind == "another" and stage != "3":  # said once, among the decisions
-            assert "1 in the files are not used by LlamaForCausalLM: model.vision.patch.weight" in of_ranks[0]
+            assert "1 unexpected in the files, not used by LlamaForCausalLM: model.vision.patch.weight" in of_ranks[0]
 
 
 # --- gpt-oss: weights in MXFP4 ---
@@ -436,7 +435,7 @@ def test_a_base_in_mxfp4_is_unpacked_trained_and_saved_under_its_own_names(tmp_p
     """Packed it cannot be trained, and transformers would save the unpacked experts so that nobody can load them."""
     folder = packed(tmp_path / "packed")
     settings = resolved("sft", folder, "--zero", "0")
-    assert "base weights: the files are MXFP4, unpacked for training to about 4 times their size" in settings.decisions
+    assert any(line.startswith("base weights: MXFP4 files, unpacked for training") for line in settings.decisions)
     check_weights(settings)
     model = load_model(settings, load_tokenizer(settings))
     assert {p.dtype for p in model.parameters()} == {torch.float32} and not hasattr(model.config, "quantization_config")
@@ -456,11 +455,11 @@ def test_a_base_in_mxfp4_is_unpacked_trained_and_saved_under_its_own_names(tmp_p
 @pytest.mark.bad_input
 def test_a_base_in_mxfp4_is_refused_where_it_would_be_whole_on_every_rank(tmp_path):
     folder = packed(tmp_path / "packed")
-    with pytest.raises(UserError, match=r"packed already \(MXFP4\).*unpacks them whole on every rank") as refused:
+    with pytest.raises(UserError, match=r"packed \(MXFP4\).*on every rank.*use --zero 2") as refused:
         resolved("lora", folder, "--zero", "3", ranks=2)
     names = converted(str(refused.value), tmp_path)
     assert len(names) == 37 and not any(name.endswith("_blocks") for name in names)
-    with pytest.raises(UserError, match="--load_in_4bit would pack the other layers only; leave it out"):
+    with pytest.raises(UserError, match="--load_in_4bit would pack only the other layers; leave it out"):
         resolved("lora", folder, "--zero", "0", "--load_in_4bit", "true")
 
 

@@ -46,31 +46,24 @@ def test_every_column_of_a_class_is_tried(tmp_path):
     assert {name for name, why in found["mamba"]["columns"].items() if why} == {"side by side", "packed"}
 
 
-def test_the_page_shows_what_holds_and_why_not(tmp_path, monkeypatch):
-    monkeypatch.setattr(matrix_page, "PAGE", tmp_path / "models.md")
+def test_the_list_has_failures_and_refusals(tmp_path, monkeypatch):
     monkeypatch.setattr(matrix_page, "LIST", tmp_path / "classes.json")
     kinds = {
         "one": {"built": "", "padded": "", "packed": ""},
         "two": {"built": "", "padded": "", "packed": "no <kernel> | of /a/b/c.py"},
         "three": {"built": "ValueError: no size"},
         "four": {"built": "", "padded": "RuntimeError: x"},
-        "five": {"built": "", "padded": "", "packed": ""},
         "six": {"built": "", "padded": "zerofit sft: error: --model /a/six: not trained"},
     }
-    record = {"kinds": {kind: {"columns": own} for kind, own in kinds.items()}, "versions": {"transformers": "1.2.3"}}
-    matrix_page.write(record, ("built", "padded", "packed"), ("five",))
-    text = matrix_page.PAGE.read_text()
-    causal, image_text = text.split("## Image-text")
-    assert "3 types. All columns hold for 1, all but side by side and packed for 2. Each: padded 2, packed 1." in causal
-    assert "| `two` | yes | [2] |" in causal and "2. no (kernel) / of c.py" in text
-    assert "| `four` | [1] |  |" in causal and "- `three`: ValueError: no size" in text
-    assert "| `five` | yes | yes |" in image_text and "- `six`: --model six: not trained" in text
-    types = json.loads(matrix_page.LIST.read_text())["types"]
-    assert types == {
-        "one": {},
-        "two": {"packed": "no <kernel> | of c.py"},
-        "four": {"padded": "RuntimeError: x"},
-        "five": {},
+    record = {
+        "kinds": {kind: {"columns": columns} for kind, columns in kinds.items()},
+        "versions": {"transformers": "1"},
+    }
+    matrix_page.write(record)
+    assert json.loads(matrix_page.LIST.read_text()) == {
+        "transformers": "1",
+        "types": {"one": {}, "two": {"packed": "no <kernel> | of c.py"}, "four": {"padded": "RuntimeError: x"}},
+        "refused": {"six": "--model six: not trained", "three": "ValueError: no size"},
     }
 
 

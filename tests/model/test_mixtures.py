@@ -112,8 +112,8 @@ def test_an_adapter_of_experts_is_plain_pefts(kind, flags, tmp_path):
         linear = {name for name, m in base.named_modules() if type(m) is torch.nn.Linear and m is not head}
         left = {name for name in linear if LEFT.get(kind, "out_proj") in name}
         assert {f"{name}.weight" for name in linear - left} <= names
-    said = [line for line in settings.decisions if line.startswith("experts that LoRA adapts: ")]
-    assert len(said) == 1 and ("none: they are fused" in said[0]) == (not fused & names)
+    said = [line for line in settings.decisions if line.startswith("experts adapted by LoRA: ")]
+    assert len(said) == 1 and (": none, " in said[0]) == (not fused & names)
     after = logits(model)
     assert (after - before).abs().max() > 1e-3
     model.save_pretrained(tmp_path / "adapter")
@@ -129,7 +129,7 @@ def test_peft_does_not_read_an_adapter_of_lagunas_shared_experts(tmp_path, monke
     targets = ("--lora_target_modules", "q_proj", "up_proj")
     model, settings = randomized("laguna", tmp_path / "base", *targets)
     assert adapted_names(model) and not any("shared_experts" in name for name in adapted_names(model))
-    assert any("does not find their saved adapters again in laguna" in line for line in settings.decisions)
+    assert any("cannot load their saved adapters in laguna" in line for line in settings.decisions)
     monkeypatch.setattr(adapters, "UNREADABLE", {})
     model, _ = randomized("laguna", tmp_path / "base", *targets)
     model.save_pretrained(tmp_path / "adapter")
@@ -159,19 +159,19 @@ def test_a_path_to_a_linear_layer_adapts_no_experts(tmp_path):
     saved("deepseek_v3", tmp_path / "base")
     model, settings = randomized("deepseek_v3", tmp_path / "base", "--lora_target_modules", *SHARED)
     assert adapted_names(model) == {f"model.layers.1.{name}.weight" for name in SHARED}
-    assert any("LoRA adapts: none" in line for line in settings.decisions)
+    assert any("adapted by LoRA: none" in line for line in settings.decisions)
 
 
 @pytest.mark.bad_input
 @pytest.mark.parametrize(("kind", "flags", "said"), [
-    ("llama", EXPERTS, "LlamaForCausalLM has no fused experts"),
-    ("gpt_oss", ("--lora_target_parameters", "experts.w1"), "no parameter of that name .*mlp.experts.down_proj, mlp.e"),
-    ("gpt_oss", ("--adapter_config", "target_parameters=[a]"), "a flag of its own; use --lora_target_parameters"),
-    ("gpt_oss", ("--lora_target_modules", "qkv", *EXPERTS[2:]), "qkv: the model has no such module.*k_proj o_proj q_"),
-    ("qwen3_moe", ("--lora_target_modules", r".*\.0\.self_attn\.q_proj"), "adapt model.layers.1.self_attn.q_proj"),
-    ("qwen3_moe", ("--lora_target_modules", r".*\.0\..*(gate|up)_proj"), "would adapt .*gate_up_proj of Qwen3Moe"),
-    ("gpt_oss", ("--adapter", "loha", *EXPERTS[2:]), "peft's LoHaConfig has no such setting"),
-    *((kind, flags, f"{flags[0]} {flags[1]}: the targets hold fused experts.*linear layers only: .*o_proj")
+    ("llama", EXPERTS, "LlamaForCausalLM does not have fused experts"),
+    ("gpt_oss", ("--lora_target_parameters", "experts.w1"), "experts.w1: .*experts are .*mlp.experts.down_proj, mlp.e"),
+    ("gpt_oss", ("--adapter_config", "target_parameters=[a]"), "use --lora_target_parameters instead"),
+    ("gpt_oss", ("--lora_target_modules", "qkv", *EXPERTS[2:]), "qkv: it matches no module.*k_proj o_proj q_"),
+    ("qwen3_moe", ("--lora_target_modules", r".*\.0\.self_attn\.q_proj"), "also adapt model.layers.1.self_attn.q_proj"),
+    ("qwen3_moe", ("--lora_target_modules", r".*\.0\..*(gate|up)_proj"), "would also adapt .*gate_up_proj of Qwen3Moe"),
+    ("gpt_oss", ("--adapter", "loha", *EXPERTS[2:]), "peft's LoHaConfig does not support it"),
+    *((kind, flags, f"{flags[0]} {flags[1]}: peft does not support it for fused experts.*linear layers only: .*o_proj")
       for kind, flags in (("olmoe", ("--lora_dropout", "0.1")), ("olmoe", ("--use_dora", "true")),
                           ("deepseek_v3", ("--init_lora_weights", "pissa")))),
 ])  # fmt: skip
@@ -243,7 +243,7 @@ def test_the_router_loss_is_that_of_the_tokens_that_are_no_padding(kind):
 def test_a_router_loss_that_the_class_does_not_have_is_refused(kind, tmp_path):
     """DeepSeek-V3 and GLM-4.5 balance their experts by a bias of the router, which training leaves as it is."""
     configured(kind, output_router_logits=True).save_pretrained(tmp_path)
-    with pytest.raises(UserError, match=r"computes no router loss .* set output_router_logits to false"):
+    with pytest.raises(UserError, match=r"does not have a router loss .* set output_router_logits to false"):
         load.check_model(settings_of(tmp_path, recipe="sft"))
 
 
@@ -253,7 +253,7 @@ def test_a_router_loss_that_the_class_does_not_have_is_refused(kind, tmp_path):
 @pytest.mark.oracle
 @pytest.mark.parametrize("kind", slow_but(ALL, NAMED))
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
-def test_a_kernel_is_proven_before_its_use(kind, dtype):
+def test_a_kernel_is_self_tested_before_its_use(kind, dtype):
     with torch.device("meta"):
         model = tiny_models.loader_of(kind).from_config(configured(kind))
     modules = [module for module in model.modules() if hasattr(module, "is_concatenated")]
@@ -269,15 +269,15 @@ def test_a_kernel_that_computes_something_else_is_not_used(asked, tmp_path, monk
 
     saved("qwen3_moe", tmp_path / "base")
     settings = settings_of(tmp_path / "base", "--experts_implementation", asked, recipe="sft")
-    kernels.prove_grouped(settings, load.load_config(settings))
+    kernels.self_test_grouped(settings, load.load_config(settings))
     assert settings.experts_implementation == asked
-    assert "experts_implementation grouped_mm: computes here what the experts' own loop does" in settings.decisions[-1]
+    assert settings.decisions[-1].startswith("experts_implementation grouped_mm: matches the experts' loop")
     right = ALL_EXPERTS_FUNCTIONS["grouped_mm"]
     monkeypatch.setitem(
         ALL_EXPERTS_FUNCTIONS._global_mapping, "grouped_mm", lambda self, x, i, w: 1.01 * right(self, x, i, w)
     )
-    with pytest.raises(UserError, match=r"grouped_mm is [0-9.]+% off the experts' own loop.*use --exp.* eager"):
-        kernels.prove_grouped(settings, load.load_config(settings))
+    with pytest.raises(UserError, match=r"grouped_mm differs .* by [0-9.]+% .*use --exp.* eager"):
+        kernels.self_test_grouped(settings, load.load_config(settings))
 
 
 # --- ranks whose tokens go to different experts ---
@@ -409,7 +409,7 @@ def test_a_plan_counts_all_experts_and_those_of_a_token(kind):
 
 @pytest.mark.parametrize(("flags", "said"), [
     ((), "mlp.experts.down_proj (rank 16), mlp.experts.gate_up_proj (rank 32), for each of 4: "),
-    (("--lora_target_modules", "q_proj"), "none: they are fused tensors, no linear layers; --lora_target_parameters"),
+    (("--lora_target_modules", "q_proj"), "none, because they are fused tensors; --lora_target_parameters"),
     (EXPERTS[2:], "mlp.experts.down_proj (rank 16), mlp.experts.gate_up_proj (rank 16), for each of 4: "),
 ])  # fmt: skip
 def test_a_plan_says_which_experts_are_adapted(flags, said, tmp_path):

@@ -131,7 +131,7 @@ def test_a_qlora_step_at_stage_3_holds_no_gathered_layer(checkpointing, tmp_path
 
 
 def test_transformers_still_compares_with_a_partitioned_shape(monkeypatch):
-    """When the first part fails, patches.compare_whole_shapes can go."""
+    """When the first part fails, patches.compare_full_shapes can go."""
     from transformers.core_model_loading import Transpose
 
     monkeypatch.setattr(Transpose, "convert", getattr(Transpose.convert, "plain", Transpose.convert))
@@ -146,12 +146,12 @@ def test_transformers_still_compares_with_a_partitioned_shape(monkeypatch):
         return tuple(found["experts"].shape)
 
     assert shape_of((2, 3, 4)) == (2, 4, 3)  # in order, and transposed all the same
-    patches.compare_whole_shapes()
+    patches.compare_full_shapes()
     assert shape_of((2, 3, 4)) == shape_of((2, 4, 3)) == shape_of((2, 4, 3), "whole") == (2, 3, 4)
 
 
 def test_transformers_still_asks_the_device_for_documents(monkeypatch):
-    """When the first part fails, patches.look_for_no_documents can go."""
+    """When the first part fails, patches.skip_document_search can go."""
     from test_fused_loss import NoWaits
     from transformers import masking_utils
 
@@ -249,7 +249,7 @@ def test_deepspeed_still_begins_a_trace_with_each_forward():
 
 
 def test_deepspeed_still_keeps_releases_of_a_dropped_trace(monkeypatch):
-    """When this fails, patches.forget_releases_with_their_trace can go."""
+    """When this fails, patches.clear_releases_with_trace can go."""
     from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator
 
     coordinator_class = partitioned_param_coordinator.PartitionedParameterCoordinator
@@ -271,8 +271,8 @@ def test_deepspeed_still_keeps_releases_of_a_dropped_trace(monkeypatch):
         return coordinator._PartitionedParameterCoordinator__params_to_release(layer, 1)
 
     assert released_after_its_first_use(1) == released_after_its_first_use(2) == {7}
-    patches.forget_releases_with_their_trace()
-    patches.forget_releases_with_their_trace()
+    patches.clear_releases_with_trace()
+    patches.clear_releases_with_trace()
     assert coordinator_class._clear_trace_structures.__wrapped__ is plain
     assert released_after_its_first_use(1) == {7} and released_after_its_first_use(2) == set()
 
@@ -311,18 +311,18 @@ def test_a_patch_for_numbers_refuses():
 MISSING = {  # patch: what a newer library may lack
     "release_gathered_4bit_weights": "bitsandbytes.matmul_4bit",
     "list_own_parameters_directly": "deepspeed.runtime.zero.partitioned_param_coordinator.iter_params",
-    "forget_releases_with_their_trace":
+    "clear_releases_with_trace":
         "deepspeed.runtime.zero.partitioned_param_coordinator.PartitionedParameterCoordinator",
-    "look_for_no_documents": "transformers.masking_utils._preprocess_mask_arguments",
-    "compare_whole_shapes": "transformers.core_model_loading.Transpose",
+    "skip_document_search": "transformers.masking_utils._preprocess_mask_arguments",
+    "compare_full_shapes": "transformers.core_model_loading.Transpose",
 }  # fmt: skip
 
 
 @pytest.mark.bad_input
 @pytest.mark.parametrize("name", MISSING)
 def test_a_run_goes_on_or_is_refused_where_a_name_is_gone(name, monkeypatch, capsys):
-    patches._say_once.cache_clear()
-    patch, arguments = getattr(patches, name), ["x"] * (name == "look_for_no_documents")
+    patches._print_once.cache_clear()
+    patch, arguments = getattr(patches, name), ["x"] * (name == "skip_document_search")
     monkeypatch.setattr(patches, "_WITH_BOUNDS", set())
     monkeypatch.delattr(MISSING[name])
     if patch.purpose == "numbers":
@@ -334,11 +334,11 @@ def test_a_run_goes_on_or_is_refused_where_a_name_is_gone(name, monkeypatch, cap
 
 
 def test_a_trace_of_another_form_goes_on(capsys):
-    patches._say_once.cache_clear()
+    patches._print_once.cache_clear()
     for offload in (SimpleNamespace(), SimpleNamespace(get_param_coordinator=SimpleNamespace)):
         with patches.same_trace(SimpleNamespace(optimizer=SimpleNamespace(parameter_offload=offload))):
             pass
-    assert capsys.readouterr().err.count("has no reset_step") == 1
+    assert capsys.readouterr().err.count("lacks reset_step") == 1
 
 
 @pytest.mark.bad_input

@@ -238,17 +238,18 @@ def test_what_is_refused_before_anything_loads(flags, said):
 
 def test_a_resumed_run_keeps_its_effective_batch():
     batch = {"effective_batch_size": 8, "per_device_train_batch_size": 2}
-    assert next_settings.same_batch(8, 2, 4, 2) == batch and next_settings.same_batch(8, 2, 4) == batch
+    assert next_settings.keep_effective_batch(8, 2, 4, 2) == batch
+    assert next_settings.keep_effective_batch(8, 2, 4) == batch
     for ranks, said in (
-        (3, "--gpus 3: is no multiple of the 2 ranks that share each row"),
+        (3, "--gpus 3: is not a multiple of the 2 ranks that share each row"),
         (6, "use 2, 4, 8, 16 processes"),
     ):
         with pytest.raises(UserError, match=said):
-            next_settings.same_batch(8, 2, ranks, 2)
+            next_settings.keep_effective_batch(8, 2, ranks, 2)
     values = {"effective_batch_size": 8, "per_device_train_batch_size": 2, "sp_size": 2, "offload": "none"}
-    run = resume.Run("sft", 4, ["--sp_size", "2"], {name: {"value": value} for name, value in values.items()})
+    run = resume.RecordedRun("sft", 4, ["--sp_size", "2"], {name: {"value": value} for name, value in values.items()})
     for words, ranks, sp_size, micro in (([], 4, 2, None), (["--sp-size=4"], 4, 4, 2), ([], 16, 2, 1)):
-        asked = resume._asked(run, parse.request("sft", run.flags), parse.request("sft", words), ranks)
+        asked = resume._resume_request(run, parse.request("sft", run.flags), parse.request("sft", words), ranks)
         assert (asked.get("sp_size"), asked.get("per_device_train_batch_size")) == (sp_size, micro)
 
 
@@ -279,12 +280,11 @@ def test_a_group_of_two_nodes_has_the_losses_of_one_rank(tmp_path):
 def test_a_group_stays_on_one_node(monkeypatch):
     """Or has all ranks of some nodes, as rows of 15 million tokens need them on 32 GPUs (arXiv 2506.13996)."""
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "3")
-    says = "on one node, or have all ranks of some, so it must divide the 3 ranks of this node or be a multiple of"
-    with pytest.raises(UserError, match=f"--sp_size 4: .* must be {says} them"):
+    with pytest.raises(UserError, match=r"--sp_size 4: .* must divide the 3 ranks of this node or be a multiple"):
         settings_of("--sp_size", "4", ranks=12)
     monkeypatch.setenv("LOCAL_WORLD_SIZE", "2")
     assert settings_of("--sp_size", "4").sp_size == 4
-    with pytest.raises(UserError, match=r"--tp_size 4: .* must be on one node, so it must divide the 2 ranks"):
+    with pytest.raises(UserError, match=r"--tp_size 4: .* must be on one node, so the size must divide the 2 ranks"):
         settings_of("--tp_size", "4")
 
 
@@ -314,7 +314,7 @@ def test_models_that_are_refused_by_their_config(name, size, said):
     [
         ({"layer_types": ["full_attention", "linear_attention"]}, "its linear_attention layers need the tokens before"),
         ({"output_router_logits": True}, "its router loss"),
-        ({"attention_chunk_size": 128}, "the chunks of its attention are counted from the start of a row"),
+        ({"attention_chunk_size": 128}, "its attention counts chunks from the start of a row"),
     ],
 )
 def test_configs_that_are_refused(change, why):

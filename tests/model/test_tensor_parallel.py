@@ -125,12 +125,12 @@ def test_it_goes_on_at_the_same_tp_size(tmp_path):
 @pytest.mark.parametrize(
     ("saved", "flags", "says"),
     [
-        (2, [], "--tp_size can only be resumed as it was saved; use --tp_size 2 --zero 2 --gpus 2 --offload none"),
-        (1, ["--tp_size", "2"], "--tp_size can only be resumed as it was saved; use --tp_size 1"),
+        (2, [], "--tp_size can only be resumed with the saved layout; use --tp_size 2 --zero 2 --gpus 2 --offload"),
+        (1, ["--tp_size", "2"], "--tp_size can only be resumed with the saved layout; use --tp_size 1"),
         (
             2,
             ["--tp_size", "2", "--zero", "1"],
-            "--tp_size can only be resumed as it was saved; use --tp_size 2 --zero 2",
+            "--tp_size can only be resumed with the saved layout; use --tp_size 2 --zero 2",
         ),
     ],
 )
@@ -187,10 +187,10 @@ def test_what_is_refused_before_anything_loads(flags, says):
 @pytest.mark.parametrize(
     ("name", "size", "says"),
     [
-        ("qwen2.5-0.5b", 4, "--tp_size 4: must divide the model's num_attention_heads of 14; use a smaller one."),
-        ("llama3.1-8b", 16, "--tp_size 16: must divide the model's num_key_value_heads of 8; use a smaller one."),
-        ("qwen3-moe-30b", 2, "--tp_size 2: it is a mixture of experts, which DeepSpeed cannot split"),
-        ("gpt2", 2, "--tp_size 2: transformers has no tensor parallel plan for it"),
+        ("qwen2.5-0.5b", 4, "--tp_size 4: must divide the model's num_attention_heads of 14; use a smaller size."),
+        ("llama3.1-8b", 16, "--tp_size 16: must divide the model's num_key_value_heads of 8; use a smaller size."),
+        ("qwen3-moe-30b", 2, "--tp_size 2: it is a mixture of experts, and DeepSpeed cannot split"),
+        ("gpt2", 2, "--tp_size 2: transformers lacks a tensor parallel plan for it"),
         ("phi3-mini", 2, "--tp_size 2: its tensor parallel plan has rowwise_split_input layers, which DeepSpeed"),
     ],
 )
@@ -213,7 +213,7 @@ def test_deepspeed_has_these_ways_to_split_a_layer():
 @pytest.mark.bad_input
 def test_dropout_is_refused():
     config = LlamaConfig(num_attention_heads=4, attention_dropout=0.1)
-    with pytest.raises(UserError, match=r"--tp_size 2: its attention_dropout of 0\.1 would draw other numbers"):
+    with pytest.raises(UserError, match=r"--tp_size 2: its attention_dropout of 0\.1 would use other random numbers"):
         tensor_parallel.resolve_for_model(settings_of("--tp_size", "2"), config)
 
 
@@ -223,7 +223,7 @@ def test_dropout_is_refused():
 def test_closed_forms_of_split_matrices():
     """States over the ranks with other rows, the embedding whole, four all-reduces a layer."""
     shape = formulas.Shape(8_000_000_000, 0, 525_336_576, 4096, 32, 32, 8, 128, 14336, 128256, embedding=525_336_576)
-    plain = formulas.Setting(2, "none", 0, 1, 2048, 1, 8)
+    plain = formulas.PlanPoint(2, "none", 0, 1, 2048, 1, 8)
     split = replace(plain, groups=((tensor_parallel.PARALLEL, 2),))
     settings = settings_of("--model", str(ROOT / "tests/configs/llama3.1-8b"), "--data", "unread", "--bf16", "true")
     one, two = (formulas.memory(shape, setting, settings, False) for setting in (plain, split))

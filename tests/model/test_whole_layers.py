@@ -6,7 +6,7 @@ import shutil
 import pytest
 from conftest import ROOT, TINY, run_world, two_layers
 
-from zerofit.base import buffers, hardware
+from zerofit.base import hardware, limits
 from zerofit.config import resolve
 from zerofit.parallel import whole_layers
 from zerofit.plan import candidates, formulas
@@ -27,7 +27,7 @@ def zero_section(ranks: int, *flags: str, model: str = LLAMA, recipe: str = "sft
 
 
 @pytest.mark.parametrize(("ranks", "length", "why"), [
-    (256, 8192, "256 ranks, where fewer calls save more"), (8, 2048, "a micro batch of at most 2,048 tokens"),
+    (256, 8192, "256 ranks fewer calls save more"), (8, 2048, "a micro batch of at most 2,048 tokens"),
 ])  # fmt: skip
 def test_buckets_and_leaves_are_layers_on_many_ranks_and_for_short_micro_batches(ranks, length, why):
     section, decisions = zero_section(ranks, "--zero", "3", "--max_length", str(length))
@@ -60,24 +60,24 @@ def test_what_the_json_says_is_what_runs(own, tmp_path):
     assert section == config["zero_optimization"]
     assert not any("whole_layers" in sentence for sentence in decisions)
     _, decisions = zero_section(256, "--deepspeed", str(file), "--whole_layers", "true")
-    assert sum(sentence.startswith("whole_layers False: the DeepSpeed JSON says") for sentence in decisions) == 1
+    assert sum(sentence.startswith("whole_layers False: the DeepSpeed JSON sets") for sentence in decisions) == 1
 
 
 def test_a_plan_prices_fewer_calls_and_the_larger_buffers():
     words = ["--model", LLAMA, "--data", "none", "--zero", "3", "--effective_batch_size", "256"]
     settings = resolve.resolve_settings("sft", words, 256, hardware.GPUS["h100-80g"])
-    setting, shape = candidates.setting_of(settings, 8), candidates.shape_of(settings)
+    setting, shape = candidates.plan_point_of(settings, 8), candidates.shape_of(settings)
     resolve.resolve_for_model(settings)
-    assert candidates.setting_of(settings, 8) == setting, "what it has added itself counts as the user's"
-    assert setting.whole_layers == buffers.ANY
+    assert candidates.plan_point_of(settings, 8) == setting, "what it has added itself counts as the user's"
+    assert setting.whole_layers == limits.ANY_SIZE
     calls, seconds, peaks = {}, {}, {}
-    for whole in (buffers.ANY, LAYER - 1):
+    for whole in (limits.ANY_SIZE, LAYER - 1):
         of_matrices = formulas.replace(setting, whole_layers=whole)
         calls[whole] = sum(c.calls for c in formulas.collectives(shape, of_matrices))
         seconds[whole] = links.wire_seconds(shape, of_matrices, hardware.GPUS["h100-80g"])
         peaks[whole] = formulas.memory(shape, of_matrices, settings, True)["buffers"]
-    assert calls[buffers.ANY] < calls[LAYER - 1] / 3 and seconds[buffers.ANY] < seconds[LAYER - 1]
-    assert peaks[buffers.ANY] - peaks[LAYER - 1] == 2 * (max(shape.by_layer) - 4096**2)
+    assert calls[limits.ANY_SIZE] < calls[LAYER - 1] / 3 and seconds[limits.ANY_SIZE] < seconds[LAYER - 1]
+    assert peaks[limits.ANY_SIZE] - peaks[LAYER - 1] == 2 * (max(shape.by_layer) - 4096**2)
 
 
 @pytest.mark.slow

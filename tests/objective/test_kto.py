@@ -251,10 +251,10 @@ def test_a_mismatched_document_is_one_rows_prompt_and_anothers_answer_cut_at_max
 @pytest.mark.parametrize(
     ("words", "said"),
     [
-        (["--rpo_alpha", "1"], "--rpo_alpha with --loss_type kto: its rows are no pairs"),
+        (["--rpo_alpha", "1"], "--rpo_alpha with --loss_type kto: its rows are single answers"),
         (["--effective_batch_size", "1", "--per_device_train_batch_size", "1"], "use 2 or more"),
         (["--label_smoothing", "0.1"], "--label_smoothing with --loss_type kto"),
-        (["--loss_type", "sigmoid", "--desirable_weight", "2"], "only kto and apo_zero_unpaired have it"),
+        (["--loss_type", "sigmoid", "--desirable_weight", "2"], "only kto and apo_zero_unpaired use it"),
         (["--desirable_weight=-1"], "--desirable_weight is -1.0: it must be 0 or more"),
     ],
 )

@@ -45,8 +45,8 @@ def test_only_the_turns_behind_the_last_question_are_trained():
     [
         ({"prompt": "Hi?", "completion": "Hello."}, "column 'label' is missing or null"),
         ({"prompt": "Hi?", "completion": "Hello.", "label": "good"}, "must be true or false (1 or 0), found 'good'"),
-        ({"text": "Hi? Hello.", "label": True}, "nothing says where the answer begins"),
-        ({"prompt": "Hi?", "chosen": "Hello.", "label": True}, "no known format in the columns prompt, chosen"),
+        ({"text": "Hi? Hello.", "label": True}, "format text does not mark the start of the answer"),
+        ({"prompt": "Hi?", "chosen": "Hello.", "label": True}, "no known format has the columns prompt, chosen"),
     ],
 )
 def test_what_has_no_label_or_no_prompt_is_refused_with_its_place(row, cause):
@@ -71,15 +71,15 @@ def test_a_pair_is_taken_apart_with_a_line(tmp_path, tokenizer):
     assert [row["labeled"] for row in train.dataset] == [[1], [0], [0]]
     assert {name: train.statistics[name] for name in ("rows", "kept", "wanted")} == {"rows": 3, "kept": 3, "wanted": 1}
     said = labeled.check(settings, train)
-    assert said[0].startswith("labels: 1 answers are wanted, 2 are not; pairs are taken apart")
-    assert "--desirable_weight 2 to 2.67 would be so" in said[1]  # 2 x 1 = 1 x 2, and 4/3 of it
+    assert said[0].startswith("labels: 1 wanted and 2 unwanted answers; each pair is split")
+    assert "--desirable_weight 2 to 2.67" in said[1]  # 2 x 1 = 1 x 2, and 4/3 of it
 
 
 @pytest.mark.bad_input
-@pytest.mark.parametrize(("label", "mend"), [(True, "recipes/sft.py"), (False, "add answers that are wanted")])
+@pytest.mark.parametrize(("label", "mend"), [(True, "recipes/sft.py"), (False, "add wanted answers")])
 def test_labels_of_one_kind_are_refused(tmp_path, tokenizer, label, mend):
     settings, train = load(tmp_path, tokenizer, [FORMS["messages"] | {"label": label}] * 3)
-    with pytest.raises(UserError, match="each of the 3 training answers is") as refused:
+    with pytest.raises(UserError, match="all 3 training answers are") as refused:
         checks.check_data(settings, train, None, tokenizer)
     assert mend in str(refused.value)
 
@@ -87,7 +87,7 @@ def test_labels_of_one_kind_are_refused(tmp_path, tokenizer, label, mend):
 @pytest.mark.bad_input
 def test_two_labels_that_contradict_each_other_are_refused():
     row = {"prompt": "a", "completion": "b", "label": True, "kto_tag": "false"}
-    with pytest.raises(UserError, match="'label' is True and 'kto_tag' is 'false', so whether the answer is wanted"):
+    with pytest.raises(UserError, match="'label' is True and 'kto_tag' is 'false', which contradict each other"):
         labeled.parse("here", row, formats.FORMATS)
     assert labeled.parse("here", row | {"kto_tag": "true"}, formats.FORMATS)[1][0][2]
 
@@ -95,5 +95,5 @@ def test_two_labels_that_contradict_each_other_are_refused():
 @pytest.mark.bad_input
 def test_a_kto_run_in_which_no_answer_counts_is_refused():
     flags = ["--loss_type", "kto", "--desirable_weight", "0", "--undesirable_weight", "0", "--use_cpu", "true"]
-    with pytest.raises(UserError, match="nothing would be learned"):
+    with pytest.raises(UserError, match="the loss would always be 0; raise one"):
         resolve.resolve_settings("dpo", flags, 1)

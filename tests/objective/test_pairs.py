@@ -59,7 +59,7 @@ def test_only_the_turns_after_the_shared_ones_are_trained():
         ({"chosen": [USER, answer(GOOD)], "rejected": [USER | {"content": "Who?"}, answer(BAD)]}, "different prompts"),
         (
             {"prompt": [USER], "chosen": [USER], "rejected": [answer(BAD)]},
-            "a: 1, chosen: the conversation does not end",
+            "a: 1, chosen: the last turn is not an assistant turn",
         ),
     ],
 )
@@ -82,8 +82,8 @@ def settings(**more):
 
 def tokenized(tokenizer, rows, **more):
     report = reading.ReadingReport()
-    raw = [(f"f:{i}", row, reading.Form(pairs.KIND)) for i, row in enumerate(rows)]
-    return reading.tokenized(raw, settings(**more), encoding.Encoder(tokenizer), report), report
+    raw = [(f"f:{i}", row, reading.RowFormat(pairs.KIND)) for i, row in enumerate(rows)]
+    return reading.tokenize_rows(raw, settings(**more), encoding.Encoder(tokenizer), report), report
 
 
 def test_a_pair_is_one_row_of_two_documents_with_its_answers_labeled(tokenizer):
@@ -158,5 +158,5 @@ def test_a_cached_set_holds_lengths_and_is_not_that_of_sft(tmp_path, tokenizer):
     train, _ = load_datasets(resolve.resolve_settings("dpo", flags, 1), tokenizer)
     assert train.dataset.column_names == ["input_ids", "labels", "lengths"] and len(train) == 7
     assert train.statistics["longest"] == max(map(max, train.dataset["lengths"]))
-    with pytest.raises(UserError, match=r"which recipes/dpo\.py trains on"):
+    with pytest.raises(UserError, match=r"train on it with recipes/dpo.py"):
         load_datasets(resolve.resolve_settings("sft", flags, 1), tokenizer)

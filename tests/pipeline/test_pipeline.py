@@ -169,8 +169,8 @@ def test_each_stage_saves_and_holds_its_own_layers_only(runs):
     index = json.loads((final / "model.safetensors.index.json").read_text())["weight_map"]
     assert {file for name, file in index.items() if name in first} == {files[0]}
     record = runs["untied-pp2"].json("run.json")
-    assert any(line.startswith("stages of 2 + 2 layers") for line in record["decisions"])
-    assert any("each stage waits (P - 1) / (M + P - 1) = 11% of it" in line for line in record["decisions"])
+    assert any(line.startswith("pipeline stages: 2 + 2 layers") for line in record["decisions"])
+    assert any("each stage is idle for (P - 1) / (M + P - 1) = 11% of the step" in line for line in record["decisions"])
 
 
 def test_the_folder_loads_in_transformers_and_answers_as_one_process_trained(runs):
@@ -203,8 +203,18 @@ def test_it_goes_on_to_the_same_bits(tmp_path, ranks, micro):
 @pytest.mark.parametrize(
     ("saved", "ranks", "flags", "says"),
     [
-        (2, 4, ["--pp_size", "4"], "--pp_size can only be resumed as it was saved; use --pp_size 2 --zero 1 --gpus 4"),
-        (2, 2, ["--pp_size", "2"], "--pp_size can only be resumed as it was saved; use --pp_size 2 --zero 1 --gpus 4"),
+        (
+            2,
+            4,
+            ["--pp_size", "4"],
+            "--pp_size can only be resumed with the saved layout; use --pp_size 2 --zero 1 --gpus 4",
+        ),
+        (
+            2,
+            2,
+            ["--pp_size", "2"],
+            "--pp_size can only be resumed with the saved layout; use --pp_size 2 --zero 1 --gpus 4",
+        ),
     ],
 )
 def test_a_checkpoint_of_other_stages_is_refused(saved, ranks, flags, says):
@@ -247,7 +257,7 @@ def test_the_batch_counts_pipelines_and_the_micro_batch_fills_them():
     settings = settings_of("--pp_size", "2", "--effective_batch_size", "32", "--data", "unread", "--model", "x")
     assert (settings.zero, settings.data_ranks, settings.per_device_train_batch_size) == (1, 2, 2)
     assert any("8 x 2 data ranks (4 ranks / pp_size 2)" in line for line in settings.decisions)
-    assert any("each stage waits (P - 1) / (M + P - 1) = 11% of it" in line for line in settings.decisions)
+    assert any("each stage is idle for (P - 1) / (M + P - 1) = 11% of the step" in line for line in settings.decisions)
     assert [settings.data_rank(rank) for rank in range(4)] == [0, 1, 0, 1]
     assert settings_of(ranks=3).pp_size == 3 and settings_of(recipe="sft").pp_size == 1
 
@@ -305,10 +315,10 @@ def test_other_recipes_have_no_stages(recipe):
 @pytest.mark.parametrize(
     ("name", "size", "says"),
     [
-        ("qwen3-moe-30b", 2, "--pp_size 2: models of type qwen3_moe are not cut into stages"),
-        ("gpt2", 2, "--pp_size 2: models of type gpt2 are not cut into stages"),
-        ("llama3.2-1b", 32, "--pp_size 32: the model has 16 layers; use a smaller one."),
-        ("llama3.2-1b", 2, "--pp_size 2 with --pure_bf16 true: the head is the embedding, and its copies"),
+        ("qwen3-moe-30b", 2, "--pp_size 2: models of type qwen3_moe are unsupported"),
+        ("gpt2", 2, "--pp_size 2: models of type gpt2 are unsupported"),
+        ("llama3.2-1b", 32, "--pp_size 32: the model has only 16 layers; use a smaller size."),
+        ("llama3.2-1b", 2, "--pp_size 2 with --pure_bf16 true: head and embedding are tied, and their copies"),
     ],
 )
 def test_models_that_are_refused_by_their_config(name, size, says):
@@ -333,7 +343,7 @@ def test_plans_do_not_search_pipelines():
 def test_closed_forms_of_stages():
     """Weights cut evenly, a tied matrix twice, activations of the micro batches in flight, logits on the last stage."""
     shape = formulas.Shape(8_000_000_000, 0, 525_336_576, 4096, 32, 32, 8, 128, 14336, 128256, embedding=525_336_576)
-    setting = formulas.Setting(1, "none", 1, 1, 4096, 16, 8, groups=((pipeline.PARALLEL, 4),))
+    setting = formulas.PlanPoint(1, "none", 1, 1, 4096, 16, 8, groups=((pipeline.PARALLEL, 4),))
     settings = settings_of("--model", str(ROOT / "tests/configs/llama3.1-8b"), "--data", "unread", "--bf16", "true")
     by_stage = formulas.stages(shape, setting, settings, False, False)
     assert [parts["parameters"] for parts in by_stage] == [2 * 2e9] * 4
@@ -352,5 +362,5 @@ def test_a_pipeline_is_priced_by_formula(capsys):
     with pytest.raises(SystemExit):
         preflight.only_print(settings_of(*flags, "--gpu_type", "h100-80g"))
     printed = capsys.readouterr().out
-    assert printed.startswith("plan: fits by formula (no simulation covers pipelines") and "of stage 0" in printed
+    assert printed.startswith("plan: fits by formula (pipelines are not simulated)") and "of stage 0" in printed
     assert preflight.check(settings_of()) is None and not capsys.readouterr().out  # a CPU

@@ -5,7 +5,7 @@ import random
 
 import pytest
 
-from zerofit.plan.caching_allocator import EMPTY_CACHE, MIB, CachingAllocator, OutOfMemory, needs, replay
+from zerofit.plan.caching_allocator import EMPTY_CACHE, MIB, CachingAllocator, OutOfMemory, replay, required_bytes
 
 KIB = 1024
 
@@ -66,10 +66,10 @@ def test_growing_sizes_leave_segments_that_nothing_uses():
     assert replay(events) == {"reserved": 180 * MIB, "allocated": 80 * MIB, "fits": True}
     assert replay(events, expandable=True) == {"reserved": 80 * MIB, "allocated": 80 * MIB, "fits": True}
     assert replay([*events[:4], (EMPTY_CACHE, 0, 0), *events[4:]])["reserved"] == 100 * MIB
-    found = needs(events)  # a full GPU returns them
+    found = required_bytes(events)  # a full GPU returns them
     assert found["reserved"] == 180 * MIB and 80 * MIB <= found["least"] <= 88 * MIB
-    assert needs(events, capacity=120 * MIB)["reserved"] == 100 * MIB  # before the third, which makes it return both
-    assert needs(events, capacity=50 * MIB)["reserved"] == 180 * MIB  # does not run there
+    assert required_bytes(events, capacity=120 * MIB)["reserved"] == 100 * MIB  # the third returns both
+    assert required_bytes(events, capacity=50 * MIB)["reserved"] == 180 * MIB  # does not run there
 
 
 def test_a_full_gpu_returns_whole_segments_only():
@@ -104,10 +104,10 @@ def test_an_expandable_segment_grows_by_pages():
 
 def test_a_full_gpu_returns_pages_of_an_expandable_segment():
     events = [(1, 40 * MIB, 0), (2, 40 * MIB, 0), (1, 0, 0), (3, 60 * MIB, 0)]
-    found = needs(events, expandable=True)
+    found = required_bytes(events, expandable=True)
     assert found["reserved"] == 140 * MIB and found["allocated"] == 100 * MIB
     assert 100 * MIB <= found["least"] <= 108 * MIB  # the 40 MiB before the second block are returned
-    assert needs(events, expandable=True, capacity=200 * MIB)["least"] == 140 * MIB  # not looked for: there is room
+    assert required_bytes(events, expandable=True, capacity=200 * MIB)["least"] == 140 * MIB  # enough room
 
 
 def test_pages_that_a_free_block_covers_in_part_stay():

@@ -24,7 +24,7 @@ def test_there_is_one_for_each_family_method_and_size_of_gpu():
     families = {re.match(r"[a-z]+", example.name)[0] for example in EXAMPLES}
     assert families == {"llama", "qwen", "gemma", "mistral", "phi"} and len(EXAMPLES) >= 25
     methods = {example.method.partition(", ZeRO")[0] for example in EXAMPLES}
-    assert methods == {"all weights", "LoRA", "QLoRA", "DPO, all weights", "DPO, LoRA"}
+    assert methods == {"full", "LoRA", "QLoRA", "DPO, full", "DPO, LoRA"}
     assert {re.search(r"-(\d+)g", example.gpu)[1] for example in EXAMPLES} == {"12", "16", "24", "48", "80", "141"}
     assert {example.gpus for example in EXAMPLES} >= {1, 2, 4, 8} and {example.nodes for example in EXAMPLES} == {1, 2}
     assert any(example.values.get("sp_size", 1) > 1 for example in EXAMPLES)
@@ -43,7 +43,7 @@ def test_the_first_lines_say_what_the_file_is(example):
         f"{example.gpus} x {example.gpu}"
     )  # fmt: skip
     assert (example.config / "config.json").is_file()
-    assert candidates.setting_of(settings).ranks == example.gpus * example.nodes
+    assert candidates.plan_point_of(settings).ranks == example.gpus * example.nodes
 
 
 def test_the_table_has_a_row_for_each():

@@ -110,7 +110,8 @@ def answers(cases):
     asked = json.dumps(list(questions(cases)))
     done = subprocess.run([sys.executable, "-c", CODE], input=asked + "\n", capture_output=True, text=True, cwd=ROOT,
                           env=simulate.environment(fake=True, cuda=False))  # fmt: skip
-    lines = [line.removeprefix(simulate.MARK) for line in done.stdout.splitlines() if line.startswith(simulate.MARK)]
+    mark = simulate.ANSWER_MARK
+    lines = [line.removeprefix(mark) for line in done.stdout.splitlines() if line.startswith(mark)]
     found = dict(json.loads(line) for line in lines)
     assert len(found) == 2 * len(cases), done.stderr
     return {case[0]: (found[2 * i], found[2 * i + 1]) for i, case in enumerate(cases)}

@@ -44,7 +44,7 @@ def place(lines, start):
 def test_the_answer_by_formula_comes_before_a_simulation(plan, tmp_path):
     lines = plan(lambda request: 10, "--exact", "true")
     first = place(lines, "by formula, with a margin of ")
-    assert first < place(lines, "  sft ZeRO-") and "a simulation of what is near follows" in lines[first]
+    assert first < place(lines, "  sft ZeRO-") and "by simulation" in lines[first]
     assert place(lines, "by simulation: the same setting") > first
     assert lines[first] in (tmp_path / "plan.md").read_text()
 
@@ -61,30 +61,30 @@ def test_the_exact_answer_says_why_it_is_another(plan):
     zero = first[place(first, "by formula")].split("ZeRO-")[1][0]
     lines = plan(lambda request: 99 if str(request.get("zero")) == zero else 10, "--exact", "true")
     relation = lines[place(lines, "by simulation")]
-    assert "another setting; that by formula does not fit: 102." in relation and "GiB > " in relation
+    assert "another setting; the setting by formula does not fit: 102." in relation and "GiB > " in relation
 
 
 @pytest.mark.slow
 def test_an_answer_by_formula_that_nothing_confirms(plan):
     fixed = ["--per_device_train_batch_size", "1", "--zero", "3", "--offload", "none"]
     lines = plan(lambda request: 99, *fixed, "--exact", "true")
-    assert "by simulation: nothing fits; that by formula" in lines[place(lines, "by simulation")]
+    assert "by simulation: nothing fits; the setting by formula" in lines[place(lines, "by simulation")]
 
 
 def test_a_setting_that_fits_where_no_formula_said_so(plan):
     fixed = ["--per_device_train_batch_size", "32", "--zero", "0", "--gradient_checkpointing", "false"]
     lines = plan(lambda request: 10, *fixed, "--effective_batch_size", "128")
-    assert "none of these settings fits; the simulation, which decides, follows" in lines[place(lines, "by formula")]
-    assert lines[place(lines, "by simulation")].endswith("a setting fits after all")
+    assert "none of these settings fits" in lines[place(lines, "by formula")]
+    assert lines[place(lines, "by simulation")].endswith("a setting fits")
 
 
 def test_a_terminal_has_one_line_that_changes_below_what_stays(monkeypatch, capsys):
     monkeypatch.setattr(sys.stdout, "isatty", lambda: True)
     lines = []
-    with plan_progress.Shown(lines) as shown:
+    with plan_progress.SearchProgress(lines) as shown:
         shown.now("simulating sft ZeRO-3")
-        shown.say("  sft ZeRO-3: 10.0 GiB")
-        shown._say("first answer", stays=True)
+        shown.print_line("  sft ZeRO-3: 10.0 GiB")
+        shown._print("first answer", keep=True)
     said = capsys.readouterr().out
     assert said == ("\r\033[K  simulating sft ZeRO-3 (0 s)\r\033[K  sft ZeRO-3: 10.0 GiB\r\033[Kfirst answer\n\r\033[K")
     assert lines == ["  sft ZeRO-3: 10.0 GiB", "first answer"]
@@ -93,11 +93,11 @@ def test_a_terminal_has_one_line_that_changes_below_what_stays(monkeypatch, caps
 def test_a_log_hears_of_a_long_simulation_ever_more_rarely(monkeypatch, capsys):
     time = SimpleTime()
     monkeypatch.setattr(plan_progress, "time", time)
-    shown = plan_progress.Shown([])
+    shown = plan_progress.SearchProgress([])
     shown.now("simulating sft ZeRO-3")
     for time.now in range(100):
         shown._show()
-    shown.say("  sft ZeRO-3: 10.0 GiB")
+    shown.print_line("  sft ZeRO-3: 10.0 GiB")
     for time.now in range(100, 200):
         shown._show()
     assert capsys.readouterr().out.splitlines() == [

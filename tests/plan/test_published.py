@@ -38,7 +38,7 @@ def test_points_are_complete():
 
 @pytest.mark.parametrize("point", POINTS, ids=lambda point: point["id"])
 def test_every_flag_is_accepted(point):
-    request = candidates.planned(published.request_of(point), point["method"])
+    request = candidates.method_request(published.request_of(point), point["method"])
     gpu = hardware.find(point["gpu"])
     settings = resolve.resolve(request, int(point["gpus"]), gpu)
     assert candidates.methods_to_try(point["method"], "sft", request.flags()) == [point["method"]]
@@ -82,7 +82,7 @@ def test_weights_that_autograd_keeps_are_those_of_linear_layers():
         output = layer(value)
         assert (users(layer) > before) == keeps and output.requires_grad
     point = next(point for point in POINTS if point["id"] == "ds-autoep-mixtral-8l-z3x8")
-    request = candidates.planned(published.request_of(point), point["method"])
+    request = candidates.method_request(published.request_of(point), point["method"])
     settings = resolve.resolve(request, 8, hardware.find(point["gpu"]))
     attention, head = (
         2 * 4096 * 4096 + 2 * 4096 * 1024,
@@ -151,7 +151,7 @@ def compared(*classes):
     return [row for point, planned in found for row in published.compare(point, planned)]
 
 
-# Beyond the bounds of published.BOUNDS; docs/notes/planning_accuracy.md has their reasons.
+# Beyond the bounds of published.BOUNDS; benchmarks/published/README.md has their reasons.
 BEYOND = {
     "A": set(),
     "AB": {

@@ -182,7 +182,7 @@ def test_the_table_has_published_ours_and_the_difference_with_the_noise_of_both(
     trials = [evaluation(0.9, 0.2, limit=4), evaluation(0.8, 0.2, weights="checkpoint-2")]
     scores = {"evaluations": [evaluation(0.1, 0.2), evaluation(0.75, 0.012), *trials]}
     (tmp_path / "scores.json").write_text(json.dumps(scores))
-    table = run.compare(published("tulu3-8b-sft"), tmp_path, of_sample=False)
+    table = run.compare(published("tulu3-8b-sft"), tmp_path, is_sample=False)
     # sqrt(0.0117^2 + 0.012^2) = 0.01676
     assert table[4] == "| gsm8k_cot, exact_match (flexible-extract) | 0.762 | 0.75 | -0.012 | 0.017 |"
     assert table[5] == "| ifeval, prompt_level_loose_acc | 0.728 | not scored |  | 0.019 |"
@@ -197,8 +197,8 @@ def test_the_run_s_own_evaluations_are_read_last_best_and_first_below(tmp_path):
     ]
     (tmp_path / "metrics.jsonl").write_text("\n".join(map(json.dumps, found)))
     (tmp_path / "run.json").write_text(json.dumps({"arguments": {"effective_batch_size": {"value": 8}}}))
-    table = run.compare(published("llama2-70b-lora-mlperf"), tmp_path, of_sample=True)
-    assert "NO REPRODUCTION" in table[0] and "ours, of the sample" in table[2]
+    table = run.compare(published("llama2-70b-lora-mlperf"), tmp_path, is_sample=True)
+    assert "NO REPRODUCTION" in table[0] and "ours, on the sample" in table[2]
     assert table[4] == "| eval_loss | 0.925 | 0.92 | -0.005 | 0 |"
     assert table[5] == "| samples to eval_loss 0.925 | 3187 | 3072 | -115 | 3.1e+02 |"
     assert "| eval_loss | 0.9353 | 0.93 | -0.0053 | 0.0028 |" in run.compare(published("zephyr-sft"), tmp_path, False)

@@ -70,10 +70,10 @@ def counted(model, checkpointing: bool) -> dict[str, int]:
     return found
 
 
-def setting(**more) -> formulas.Setting:
+def setting(**more) -> formulas.PlanPoint:
     given = {"zero": 0, "offload": "none", "every": 0, "micro": ROWS, "tokens": ROWS * LENGTH, "accumulation": 1,
              "ranks": 1}  # fmt: skip
-    return formulas.Setting(**{**given, **more})
+    return formulas.PlanPoint(**{**given, **more})
 
 
 @pytest.mark.oracle
@@ -132,7 +132,7 @@ def of_8b(**more):
 def test_a_step_is_within_the_data_sheet(name):
     """No step computes more than the data sheet's peak, nor sends more than the link."""
     gpu = hardware.GPUS[name]
-    found = step.of(SHAPE_8B, of_8b(), gpu, 4096)
+    found = step.estimate_step(SHAPE_8B, of_8b(), gpu, 4096)
     computing = found.products + found.loss
     assert computing >= step.operations(SHAPE_8B, of_8b()) / (gpu.tflops * 1e12)
     sent, _ = formulas.wire_bytes(SHAPE_8B, of_8b())
@@ -143,12 +143,15 @@ def test_a_step_is_within_the_data_sheet(name):
 @pytest.mark.parametrize(("name", "bridged"), [("h100-94g-nvl", 2), ("h200-141g-nvl", 4)])
 def test_more_cards_than_a_bridge_joins_send_over_pcie(name, bridged):
     gpu, sxm = hardware.GPUS[name], hardware.GPUS["h100-80g"]
-    assert rates.link_of(gpu, bridged) == ("nvlink", gpu.link_gbs)
-    assert rates.link_of(gpu, bridged + 1) == ("pcie", gpu.host_gbs)
-    joined, more = (rates.of(gpu, together) for together in (bridged, 8))
+    assert rates.link_between(gpu, bridged) == ("nvlink", gpu.link_gbs)
+    assert rates.link_between(gpu, bridged + 1) == ("pcie", gpu.host_gbs)
+    joined, more = (rates.rates_for(gpu, together) for together in (bridged, 8))
     assert more.link < joined.link / 4 and more.overlap < joined.overlap and more.products == joined.products
-    assert rates.of(sxm, 8) == rates.of(sxm, 2)
-    assert step.of(SHAPE_8B, of_8b(), gpu, 4096).links > 4 * step.of(SHAPE_8B, of_8b(ranks=bridged), gpu, 4096).links
+    assert rates.rates_for(sxm, 8) == rates.rates_for(sxm, 2)
+    assert (
+        step.estimate_step(SHAPE_8B, of_8b(), gpu, 4096).links
+        > 4 * step.estimate_step(SHAPE_8B, of_8b(ranks=bridged), gpu, 4096).links
+    )
 
 
 @pytest.mark.parametrize("better", ["tflops", "memory_gbs", "link_gbs", "node_gbs", "host_gbs"])
@@ -172,7 +175,7 @@ def test_a_pipeline_of_one_micro_batch_or_one_stage_has_a_time():
     for stages, micro_batches in ((1, 1), (2, 1), (1, 4)):
         groups = ((pipeline.PARALLEL, stages),)
         one = of_8b(zero=1, ranks=stages, accumulation=micro_batches, groups=groups)
-        found = step.of(SHAPE_8B, one, gpu, 4096)
+        found = step.estimate_step(SHAPE_8B, one, gpu, 4096)
         assert 0 < found.seconds < 60 and (found.bubble > 0) == (stages > 1)
 
 
@@ -182,13 +185,15 @@ def test_unpacking_experts_and_short_rows_have_their_price():
     plain = formulas.shape(model.config, model)
     one = setting(tokens=2048)
     by_loop = replace(one, kernels=replace(one.kernels, loops_experts=True))
-    apart = replace(one, kernels=replace(one.kernels, experts_apart=True))
+    apart = replace(one, kernels=replace(one.kernels, kernel_per_expert=True))
     looped, separate, together = (step.seconds(plain, each, gpu, 1024) for each in (by_loop, apart, one))
     assert looped > separate > together
     packed = replace(plain, work=replace(plain.work, products=tuple(
         p if p.head else replace(p, bits=4) for p in plain.work.products
     )))  # fmt: skip
-    assert step.of(packed, one, gpu, 1024).unpacking > 0 == step.of(plain, one, gpu, 1024).unpacking
+    assert (
+        step.estimate_step(packed, one, gpu, 1024).unpacking > 0 == step.estimate_step(plain, one, gpu, 1024).unpacking
+    )
     few, many = (step.seconds(SHAPE_8B, of_8b(ranks=1, zero=0, tokens=n), gpu, 128) / n for n in (128, 8192))
     assert few > many
 
@@ -204,23 +209,25 @@ def own_cache(tmp_path, monkeypatch):
 
 def test_a_measured_rate_changes_the_time_as_it_should(own_cache):
     gpu = hardware.GPUS["h100-80g"]
-    before, known = step.of(SHAPE_8B, of_8b(), gpu, 4096), rates.of(gpu)
-    file = rates.keep("NVIDIA H100 80GB HBM3", {"products": known.products / 2, "memory": known.memory, "link": 0}, {})
+    before, known = step.estimate_step(SHAPE_8B, of_8b(), gpu, 4096), rates.rates_for(gpu)
+    file = rates.save_rates(
+        "NVIDIA H100 80GB HBM3", {"products": known.products / 2, "memory": known.memory, "link": 0}, {}
+    )
     assert file.parent == own_cache / "rates"
-    after = step.of(SHAPE_8B, of_8b(), gpu, 4096)
-    assert rates.of(gpu).measured and rates.of(gpu).link == known.link  # 0 is no rate
+    after = step.estimate_step(SHAPE_8B, of_8b(), gpu, 4096)
+    assert rates.rates_for(gpu).measured and rates.rates_for(gpu).link == known.link  # 0 is no rate
     assert after.products == pytest.approx(2 * before.products, rel=1e-3)
     assert after.elementwise == before.elementwise
     other = hardware.GPUS["a100-80g"]
-    assert not rates.of(other).measured
+    assert not rates.rates_for(other).measured
     named = replace(gpu, device_name="NVIDIA H100 80GB HBM3")  # as torch tells it
-    assert rates.of(named).products == known.products / 2
+    assert rates.rates_for(named).products == known.products / 2
     file.write_text("{")
-    assert rates.of(gpu) == known  # a file that cannot be read counts as none
+    assert rates.rates_for(gpu) == known  # a file that cannot be read counts as none
 
 
 def test_what_is_measured_is_finite_and_positive():
-    found = measure.all_of("cpu", rates.of(hardware.GPUS["t4-16g"]), calibrate.TINY)
+    found = measure.measure_rates("cpu", rates.rates_for(hardware.GPUS["t4-16g"]), calibrate.TINY)
     expected = {"products", "fp32_products", "attention_forward", "attention_backward", "memory", "host", "kernel",
                 "backward_kernel"}  # fmt: skip
     assert found.keys() == expected <= set(rates.MEASURED)
@@ -239,9 +246,9 @@ def test_the_command_measures_keeps_and_says_it(own_cache, capsys):
 
 @pytest.mark.bad_input
 def test_without_a_gpu_it_is_refused(monkeypatch):
-    monkeypatch.setattr(hardware, "torch_sees_some", lambda: False)
-    monkeypatch.setattr(hardware, "why_torch_sees_none", lambda: None)
-    with pytest.raises(UserError, match="it measures a GPU, and PyTorch sees none"):
+    monkeypatch.setattr(hardware, "torch_sees_gpu", lambda: False)
+    monkeypatch.setattr(hardware, "why_no_gpu", lambda: None)
+    with pytest.raises(UserError, match="needs a GPU: PyTorch sees no GPU"):
         calibrate.main([])
 
 
@@ -252,12 +259,12 @@ def test_the_printed_error_is_that_of_published_runs_like_it():
     points = accuracy.points()
     assert points and all(p["kind"] in accuracy.KINDS for p in points)
     of_a100 = [p["error"] for p in points if (p["chip"], p["kind"]) == ("a100", accuracy.KINDS[0])]
-    said = accuracy.band(hardware.GPUS["a100-40g"], SHAPE_8B)
+    said = accuracy.error_range(hardware.GPUS["a100-40g"], SHAPE_8B)
     assert said == (f"{100 * min(of_a100):+.0f} to {100 * max(of_a100):+.0f} % at {len(of_a100)} published runs of "
                     f"{accuracy.PROGRAMS}: full fine-tuning on A100")  # fmt: skip
     of_kind = [p["error"] for p in points if p["kind"] == accuracy.KINDS[0]]
-    assert accuracy.band(hardware.GPUS["t4-16g"], SHAPE_8B) == (
-        "no published runs like it on this GPU were compared; "
+    assert accuracy.error_range(hardware.GPUS["t4-16g"], SHAPE_8B) == (
+        "no similar published runs on this GPU; "
         f"{100 * min(of_kind):+.0f} to {100 * max(of_kind):+.0f} % at {len(of_kind)} runs of full fine-tuning by "
         f"{accuracy.PROGRAMS} on any"
     )

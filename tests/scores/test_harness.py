@@ -75,7 +75,7 @@ def own_answers(folder):
 def test_the_score_is_the_kits_own_to_the_row(trained):
     evaluate.main([str(trained.folder), "--tasks", str(TASKS), "--log_samples", "--batch_size", "64"])
     result = trained.json("result.json")
-    (kept,) = scores.of_folder(trained.folder)
+    (kept,) = scores.read_evaluations(trained.folder)
     for title, when in {"base": "before", "tuned": "after"}.items():
         score = kept["scores"][title]["bundled_answers"]["exact_match"]
         assert (score["value"], score["rows"]) == (result[f"exact_match_{when}"], len(ROWS))
@@ -95,11 +95,11 @@ def test_two_processes_give_the_same_answers_from_another_folder(trained, tmp_pa
     given = [trained.folder, "--tasks", TASKS, "--log_samples", "--limit", "41"]
     printed = command(*given, "--gpus", "2", cwd=tmp_path)
     assert "first 41" in printed
-    kept = scores.of_folder(trained.folder)[-1]
+    kept = scores.read_evaluations(trained.folder)[-1]
     assert (kept["processes"], kept["limit"]) == (2, 41)
     shared = {title: answers(trained, title=title) for title in ("base", "tuned")}
     evaluate.main(list(map(str, given)))
-    alone = scores.of_folder(trained.folder)[-1]
+    alone = scores.read_evaluations(trained.folder)[-1]
     assert alone["processes"] == 1
     for title in ("base", "tuned"):  # the standard error is summed in another order
         both = [one["scores"][title]["bundled_answers"]["exact_match"] for one in (alone, kept)]
@@ -137,7 +137,7 @@ def test_a_checkpoint_of_a_run_that_still_trains(trained, tmp_path):
     step = STEPS["lora" if "lora" in trained.folder.name else "sft"]
     checkpoint = running.folder / f"checkpoint-{step}"
     evaluate.main([str(checkpoint), "--tasks", str(TASKS), "--log_samples", "--skip_base", "--batch_size", "64"])
-    (kept,) = scores.of_folder(running.folder)
+    (kept,) = scores.read_evaluations(running.folder)
     assert (kept["weights"], list(kept["scores"])) == (checkpoint.name, ["tuned"])
     assert answers(running, checkpoint.name)[0] == own_answers(trained.folder / "final")
     assert not (running.folder / "report.html").exists()
@@ -175,9 +175,11 @@ def test_folders_of_tasks_that_cannot_be_used(tmp_path, monkeypatch):
     (tmp_path / "broken" / "x.yaml").write_text("task: [a")
     missing = {"dataset_kwargs": {"data_files": {"test": "nowhere.jsonl"}}}
     cases = {
-        str(tmp_path / "empty"): r"empty: holds no task of lm-evaluation-harness, a file \*.yaml with `task:` in it\.",
+        str(tmp_path / "empty"): r"empty: does not contain a task, which is a file \*.yaml with `task:` in it\.",
         str(tmp_path / "broken"): r"broken/x.yaml: cannot be read: .*line 1, column 7",
-        own_task(tmp_path / "missing", **missing): r"mine.yaml: its data is not there: .*nowhere.jsonl'; paths count",
+        own_task(
+            tmp_path / "missing", **missing
+        ): r"mine.yaml: its data is missing: .*nowhere.jsonl'; paths are relative",
         own_task(tmp_path / "field", doc_to_text="{{question}}"): r"mine.yaml: .* UndefinedError: 'question' is undef",
         str(tmp_path / "nothing/here"): r"nothing/here: no such folder or file\.",
     }
@@ -198,8 +200,8 @@ def test_a_task_that_needs_the_hub(tmp_path):
     words = [sys.executable, "-m", "zerofit", "eval", str(TINY / "model"), "--tasks", folder]
     done = subprocess.run(words, capture_output=True, text=True, timeout=600, env=os.environ | {"HF_HUB_OFFLINE": "1"})
     assert done.returncode == Unavailable.exit_code
-    assert "mine.yaml: its data set is not in the cache and the Hub cannot be reached" in done.stderr
-    assert "or name a folder of own tasks with local data." in done.stderr
+    assert "mine.yaml: its data set is not cached and the Hub is unreachable" in done.stderr
+    assert "or name a folder of custom tasks with local data." in done.stderr
 
 
 def test_a_group_and_a_path_from_where_the_command_was_typed(tmp_path, monkeypatch):
@@ -219,7 +221,7 @@ def test_a_group_and_a_path_from_where_the_command_was_typed(tmp_path, monkeypat
 @pytest.mark.bad_input
 def test_names_of_the_harness():
     """Its list of 14,000 tasks is read once, which takes half a minute."""
-    with pytest.raises(UserError, match=r"no such task; did you mean gsm8k\?"):
+    with pytest.raises(UserError, match=r"unknown task .*; did you mean gsm8k\?"):
         tasks.find(["gsm8kk"])
     assert [one.name for one in tasks.find(["gsm8k", "gsm8k"])] == ["gsm8k"]
     assert len(tasks.find(["mmlu_*"])) > 50

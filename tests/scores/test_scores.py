@@ -152,7 +152,7 @@ def test_a_later_evaluation_takes_no_score_away(name):
 def test_evaluations_that_end_at_once_are_all_kept(run):
     with ThreadPoolExecutor(4) as threads:
         list(threads.map(lambda i: scores.add(run, evaluation(None, one(0.5), task=f"task{i}")), range(12)))
-    assert {task for each in scores.of_folder(run) for task in each["scores"]["tuned"]} == {
+    assert {task for each in scores.read_evaluations(run) for task in each["scores"]["tuned"]} == {
         f"task{i}" for i in range(12)
     }
     assert not [*run.glob("*.lock")]
@@ -162,11 +162,11 @@ def test_the_scores_are_in_the_run_folder_its_page_and_its_card(run, answered, c
     evaluate.main([str(run), "--tasks", "mine", "--log_samples"])
     said = capsys.readouterr().out
     assert "0.2000 ± 0.0300  0.5000 ± 0.0300  +0.3000 (7.1 standard errors)" in said
-    (asked,) = answered
-    base, tuned = (models.Model.of_json(json.loads(json.dumps(model, default=str))) for model in asked["models"])
+    (request,) = answered
+    base, tuned = (models.Model.from_json(json.loads(json.dumps(model, default=str))) for model in request["models"])
     assert (base.saved.folder, tuned.saved.folder) == (TINY / "model", run / "final")
     assert tuned.saved == source.find(str(run))
-    (kept,) = scores.of_folder(run)
+    (kept,) = scores.read_evaluations(run)
     assert kept["scores"]["tuned"]["mine"]["acc"] == one(0.5)
     assert (kept["weights"], kept["harness"], kept["processes"]) == ("final (step 3)", "0.4.13", 1)
     assert json.loads((run / "scores" / "final-tuned-mine.jsonl").read_text())["resps"] == [["tuned"]]
@@ -187,7 +187,7 @@ def test_a_checkpoint_that_is_removed_meanwhile_is_not_called_one_without_a_toke
     model = models.Model("tuned", source.Saved(checkpoint, run))
     assert model.tokenizer() is not None
     shutil.rmtree(checkpoint)
-    with pytest.raises(UserError, match=r"checkpoint-2: was removed meanwhile, .*--save_total_limit 0"):
+    with pytest.raises(UserError, match=r"checkpoint-2: was removed .*--save_total_limit 0"):
         model.tokenizer()
 
 
@@ -204,11 +204,9 @@ def test_scores_are_not_those_of_weights_written_meanwhile(run, answered, monkey
         return score(question)
 
     monkeypatch.setattr(rank, "score", resumed)
-    with pytest.raises(
-        UserError, match=r"final: was written again while it was scored: .* are not kept; score it again"
-    ):
+    with pytest.raises(UserError, match=r"final: was overwritten during scoring, .* discarded; score it again"):
         evaluate.main([str(run), "--tasks", "mine"])
-    assert "0.5000" in capsys.readouterr().out and scores.of_folder(run) == []
+    assert "0.5000" in capsys.readouterr().out and scores.read_evaluations(run) == []
     assert "## Scores" not in (run / "final" / "README.md").read_text()
 
 
@@ -217,7 +215,7 @@ def test_scores_of_a_checkpoint_that_is_removed_meanwhile_are_kept(run, answered
     checkpoint, score = shutil.copytree(run / "final", run / "checkpoint-2"), rank.score
     monkeypatch.setattr(rank, "score", lambda question: (shutil.rmtree(checkpoint), score(question))[1])
     evaluate.main([str(checkpoint), "--tasks", "mine"])
-    assert [one["weights"] for one in scores.of_folder(run)] == ["checkpoint-2"]
+    assert [one["weights"] for one in scores.read_evaluations(run)] == ["checkpoint-2"]
 
 
 def test_a_card_has_the_newest_scores_once(run, answered):
@@ -229,9 +227,9 @@ def test_a_card_has_the_newest_scores_once(run, answered):
     start, end = (file.read_text().index(mark) for mark in (model_card.SCORES, model_card.END_OF_SCORES))
     after = file.read_text()[:start] + file.read_text()[end + len(model_card.END_OF_SCORES) :].lstrip("\n")
     assert after == before  # what else stands in it is as it was
-    own = model_card.with_scores("# Mine\n", scores.of_folder(run), "final (step 3)")
+    own = model_card.with_scores("# Mine\n", scores.read_evaluations(run), "final (step 3)")
     assert own.startswith(f"# Mine\n\n{model_card.SCORES}\n## Scores")
-    assert model_card.with_scores("# Mine\n", scores.of_folder(run), "checkpoint-5") == "# Mine\n"
+    assert model_card.with_scores("# Mine\n", scores.read_evaluations(run), "checkpoint-5") == "# Mine\n"
 
 
 def test_a_trial_on_the_first_rows_is_not_in_the_card(run, answered, capsys):
@@ -239,7 +237,7 @@ def test_a_trial_on_the_first_rows_is_not_in_the_card(run, answered, capsys):
     before = (run / "final" / "README.md").read_text()
     evaluate.main([str(run), "--tasks", "mine", "--limit", "20"])
     assert (run / "final" / "README.md").read_text() == before and "model card" not in capsys.readouterr().out
-    assert model_card.with_scores(before, scores.of_folder(run), "final (step 3)") == before
+    assert model_card.with_scores(before, scores.read_evaluations(run), "final (step 3)") == before
     assert "<td>first 100</td>" in (run / run_page.FILE).read_text()
 
 
@@ -247,15 +245,15 @@ def test_two_runs_side_by_side(run, tmp_path):
     other = shutil.copytree(run, tmp_path / "other")
     scores.add(run, evaluation(one(0.2), one(0.5), weights="final (step 3)"))
     scores.add(other, evaluation(one(0.2), one(0.6), weights="final (step 3)"))
-    page = run_page.of_several([run_page.Run(run), run_page.Run(other)])
+    page = run_page.render_runs([run_page.Run(run), run_page.Run(other)])
     assert "<td>mine, acc</td><td>0.5000 ± 0.0300</td><td>0.6000 ± 0.0300</td>" in page
 
 
 def test_names_of_tasks_stay_text(run):
     scores.add(run, evaluation(one(0.2), one(0.5), task="<script>|\x1b[2J"))
-    page = run_page.of_one(run_page.Run(run))
+    page = run_page.render_run(run_page.Run(run))
     assert "<script>" not in page and "&lt;script&gt;" in page and "\x1b" not in page
-    assert "\\|" in scores.as_markdown(*scores.table(scores.of_folder(run)))
+    assert "\\|" in scores.as_markdown(*scores.table(scores.read_evaluations(run)))
 
 
 @pytest.mark.bad_input
@@ -264,7 +262,7 @@ def test_a_file_that_no_evaluation_writes_is_refused(run, answered):
     with pytest.raises(
         UserError, match=r"scores.json: evaluations\[0\]: scores: tuned: mine: acc: value: must be a num"
     ):
-        run_page.of_one(run_page.Run(run))
+        run_page.render_run(run_page.Run(run))
     with pytest.raises(UserError, match=r"scores.json: evaluations"):
         evaluate.main([str(run), "--tasks", "mine"])
     assert answered == []  # refused before anything is scored
@@ -277,18 +275,18 @@ def test_the_base_can_be_left_out_or_be_elsewhere(run, answered, tmp_path, capsy
     evaluate.main([str(run), "--tasks", "mine", "--base", str(moved)])
     assert str(answered[-1]["models"][0]["saved"]["folder"]) == str(moved)
     evaluate.main([str(moved), "--tasks", "mine"])  # of another program: nothing is written
-    assert "base: not scored (nothing in" in capsys.readouterr().out and not (moved / scores.FILE).exists()
+    assert "base: not scored (" in capsys.readouterr().out and not (moved / scores.FILE).exists()
 
 
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("words", "says"),
     [
-        (["--tasks", " , "], "--tasks: name tasks of lm-evaluation-harness, or a folder of own ones."),
+        (["--tasks", " , "], "--tasks: name tasks of lm-evaluation-harness, or a folder of custom tasks."),
         (["--tasks", "a", "--gpus", "0"], "--gpus 0: must be 1 or more."),
-        (["--tasks", "a", "--batch_size", "many"], "--batch_size many: must be a whole number from 1, or auto."),
+        (["--tasks", "a", "--batch_size", "many"], "--batch_size many: must be a positive integer or auto."),
         (["--tasks", "a", "--limit", "0"], "--limit 0: must be 1 or more."),
-        (["--tasks", "a", "--base", "/nowhere"], "--base /nowhere: no such folder; say where it is with --base"),
+        (["--tasks", "a", "--base", "/nowhere"], "--base /nowhere: no such folder; set its path with --base"),
     ],
 )
 def test_a_mistake_is_refused(run, answered, words, says):
@@ -315,7 +313,7 @@ def test_the_words_of_tasks(tmp_path, monkeypatch):
 def test_more_processes_than_rows_are_refused(monkeypatch):
     monkeypatch.setenv("WORLD_SIZE", "4")
     rank._check_rows({"mine": 200}, None)
-    with pytest.raises(UserError, match=r"--gpus 4: mine has 3 rows to share; name fewer processes\."):
+    with pytest.raises(UserError, match=r"--gpus 4: mine has only 3 rows; use fewer processes\."):
         rank._check_rows({"mine": 200}, 3)
 
 
@@ -333,5 +331,7 @@ def test_a_process_that_fails_says_why(run, answered, monkeypatch):
         evaluate.main([str(run), "--tasks", "mine", "--gpus", "2"])
     assert error.value.exit_code == 69
     monkeypatch.setattr(evaluate.subprocess, "run", lambda *words, **more: SimpleNamespace(returncode=7))
-    with pytest.raises(UserError, match=r"a process of lm-evaluation-harness ended with code 7; why stands above\."):
+    with pytest.raises(
+        UserError, match=r"a process of lm-evaluation-harness ended with code 7; see its output above\."
+    ):
         evaluate.main([str(run), "--tasks", "mine", "--gpus", "2"])

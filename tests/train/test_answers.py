@@ -37,8 +37,8 @@ def test_the_time_and_the_rows_are_said(tmp_path):
     flags = [*FLAGS, "--zero", "0", "--max_steps", "2", "--eval_steps", "1", "--max_tokens_per_sample", "7"]
     done = recipe_process("sft", *flags, "--output_dir", str(tmp_path / "run"))
     assert done.returncode == 0, done.stderr
-    (line,) = [line for line in done.stdout.splitlines() if line.startswith("exact match: of ")]
-    assert " of 200 eval rows, with answers of up to 7 tokens, " in line and line.endswith(" s an evaluation")
+    (line,) = [line for line in done.stdout.splitlines() if line.startswith("exact match: ")]
+    assert " of 200 eval rows, with answers of up to 7 tokens, " in line and line.endswith(" s per evaluation")
     assert "  exact match 0.000" in done.stdout
 
 
@@ -46,20 +46,20 @@ def test_only_answers_within_the_bound_are_compared(monkeypatch):
     class Trainer:
         settings = type("Settings", (), {"eval_generation_rows": 2, "max_tokens_per_sample": 3})
         args = type("Args", (), {"process_index": 0})
-        tells_generation = True
+        generation_time_reported = True
 
     rows = [{"input_ids": [1] * 9, "labels": [-100] * (9 - n) + [1] * n} for n in (4, 3, 2, 1)]
     Trainer.eval_tokens = type("Tokens", (), {"dataset": rows})
     given = []
     monkeypatch.setattr(generation, "exact_match", lambda trainer, chosen: given.append(chosen) or 0.5)
-    assert generation.exact_match_of_some(Trainer) == {"exact_match": 0.5} and given == [rows[1:3]]
+    assert generation.exact_match_of_first_rows(Trainer) == {"exact_match": 0.5} and given == [rows[1:3]]
 
 
 @pytest.mark.bad_input
 @pytest.mark.parametrize(
     ("recipe", "more", "says"),
     [
-        ("sft", [], "there are no rows to answer; name them with --eval_data or --eval_fraction"),
+        ("sft", [], "set --eval_data or --eval_fraction"),
         ("dpo", ["--eval_fraction", "0.1"], "answers are compared in supervised fine-tuning only"),
     ],
 )

@@ -13,7 +13,7 @@ import torch
 from conftest import ROOT, TINY, Run, recipe_process, run_python, run_world, runs_slow, slow_but, two_layers
 
 from zerofit.checkpoint import background, integrity, pickles
-from zerofit.checkpoint.facts import ASIDE, read_facts
+from zerofit.checkpoint.facts import STAGING, read_facts
 from zerofit.job import run_folder
 from zerofit.plan import formulas
 
@@ -57,7 +57,7 @@ def tensors_of(value, place: str = "") -> dict[str, torch.Tensor]:
 def test_the_same_is_saved_and_trained(runs, name):
     plain, written = runs[name], runs[f"{name}-on"]
     assert written.losses == plain.losses and runs[f"{name}-resumed"].losses == plain.losses[6:]
-    assert not (written.folder / ASIDE).exists()
+    assert not (written.folder / STAGING).exists()
     for step in (6, 8):  # the older ones are deleted as without
         saved, wanted = (run.folder / f"checkpoint-{step}" for run in (written, plain))
         assert integrity.find_corruption(saved) == ""
@@ -72,10 +72,10 @@ def test_the_same_is_saved_and_trained(runs, name):
 
 def test_the_plan_counts_what_is_copied(runs):
     trained = runs["3-on"].json("result.json")["trainable_parameters"]
-    setting = formulas.Setting(zero=3, offload="none", every=0, micro=1, tokens=1, accumulation=1, ranks=2)
+    setting = formulas.PlanPoint(zero=3, offload="none", every=0, micro=1, tokens=1, accumulation=1, ranks=2)
     states = (runs["3-on"].folder / "checkpoint-8").rglob("*_states.pt")
     copied = sum(t.nbytes for file in states for t in tensors_of(pickles.load(file)).values())
-    assert formulas.saved_by_a_node(SimpleNamespace(trainable=trained), setting) == pytest.approx(copied, rel=0.01)
+    assert formulas.saved_bytes_per_node(SimpleNamespace(trainable=trained), setting) == pytest.approx(copied, rel=0.01)
 
 
 @pytest.mark.slow  # as kills of all kinds, in test_kills.py
@@ -91,11 +91,11 @@ def test_a_kill_during_the_writing_keeps_the_newest_one(runs, tmp_path):
             time.sleep(0.05)
         process.kill()
         process.wait()
-    assert (folder / ASIDE).exists() and list(run_folder.checkpoints(folder)) == [2]
+    assert (folder / STAGING).exists() and list(run_folder.checkpoints(folder)) == [2]
     assert integrity.find_corruption(folder / "checkpoint-2") == ""
     again = recipe_process("sft", *flags, "--output_dir", str(folder), "--resume_from_checkpoint", "auto")
     assert again.returncode == 0, again.stderr[-3000:]
-    assert sorted(run_folder.checkpoints(folder)) == [6, 8] and not (folder / ASIDE).exists()
+    assert sorted(run_folder.checkpoints(folder)) == [6, 8] and not (folder / STAGING).exists()
     assert [line["step"] for line in Run(folder).metrics] == list(range(1, 9))
     assert Run(folder).losses == pytest.approx(runs["3"].losses, rel=1e-4)  # of two ranks
 
@@ -108,7 +108,7 @@ def test_a_failed_write_ends_the_run_at_the_next_step(tmp_path):
     words = [str(ROOT / "tests" / "slow_save.py"), "fails", str(ROOT / "recipes" / "sft.py")]
     done = run_python([*words, *flags], ranks=2)
     assert done.returncode == 1
-    assert "checkpoint-4 was not saved, rank 1 could not write it: [Errno 5] Input/output error" in done.stderr
+    assert "checkpoint-4 was not saved: rank 1 could not write it: [Errno 5] Input/output error" in done.stderr
     result = json.loads((folder / "result.json").read_text())
     assert result["status"] == "failed" and "checkpoint-4 was not saved" in result["error"] and result["steps"] < 8
     assert not run_folder.checkpoints(folder)
@@ -118,7 +118,7 @@ def test_copies_are_apart_and_their_memory_is_used_again():
     tied, odd = torch.arange(6.0).view(2, 3), torch.arange(5)[::2]
     content = {"a": [tied, tied.view(2, 3), tied.view(3, 2)], "b": {"odd": odd, "none": torch.empty(0)}, "rate": [0.5]}
     copies = background.HostCopies()
-    copied = copies.of(content)
+    copied = copies.copy(content)
     tied.zero_()
     odd.zero_()
     content["rate"][0] = 0.25
@@ -126,5 +126,5 @@ def test_copies_are_apart_and_their_memory_is_used_again():
     assert copied["a"][2].shape == (3, 2) and copied["b"]["odd"].tolist() == [0, 2, 4] and copied["rate"] == [0.5]
     assert copied["b"]["none"].numel() == 0
     buffers, copies.used = [buffer.data_ptr() for buffer in copies.buffers], 0
-    assert copies.of(content)["a"][0].sum() == 0
+    assert copies.copy(content)["a"][0].sum() == 0
     assert [buffer.data_ptr() for buffer in copies.buffers] == buffers

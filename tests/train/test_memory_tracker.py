@@ -226,7 +226,7 @@ def test_checkpointing_keeps_fewer_activations(runs):
         for name in ("full", "selective", "every2", "none")
         if f"sft-{name}" in runs
     }
-    print("\nactivations at the end of the forward:", held)  # the figures in docs/memory_model.md: -s shows them
+    print("\nactivations at the end of the forward:", held)  # the figures in docs/planning_model.md: -s shows them
     assert held["full"] < 0.4 * held["none"]
     assert held["full"] < held["selective"] < 0.8 * held["none"]
     assert held["full"] < held.get("every2", held["selective"]) < 0.8 * held["none"]
@@ -376,7 +376,7 @@ def test_transformers_names_mean_the_same():
     assert settings.gradient_checkpointing_kwargs == {"use_reentrant": False}
     if "activation_checkpointing" in settings.values:  # transformers 5.20 and later
         assert not resolve.resolve_settings("sft", ["--activation_checkpointing", "false"], 1).gradient_checkpointing
-        with pytest.raises(parse.UserError, match="the same"):
+        with pytest.raises(parse.UserError, match="set only one"):
             resolve.resolve_settings(
                 "sft", ["--activation_checkpointing", "false", "--gradient_checkpointing", "true"], 1
             )
@@ -403,7 +403,7 @@ def test_out_of_memory_is_one_sentence(tmp_path):
     assert done.returncode == 3, done.stderr[-2000:]
     last = done.stderr.strip().splitlines()[-1]
     assert last.startswith("zerofit: error: rank 0 ran out of GPU memory in the")
-    assert "forward phase of step 1 (2.00 GiB more were asked for): parameters 3.25 MiB; try" in last
+    assert "forward phase of step 1 (tried to allocate 2.00 GiB): parameters 3.25 MiB; try" in last
     assert "Traceback" not in done.stderr
     assert json.loads((tmp_path / "run" / "result.json").read_text())["status"] == "failed"
 
@@ -418,7 +418,7 @@ def test_out_of_memory_in_an_evaluation_names_its_batch():
     assert (tracker.phase, tracker.failed_in) == ("load", "eval")
     settings = SimpleNamespace(
         per_device_eval_batch_size=4, per_device_train_batch_size=4, gradient_checkpointing=False, world_size=1,
-        recipe=program.recipe_of("sft"), trains_adapter=False, ranks_per_row=1, ranks_that_split=lambda *what: 1,
+        recipe=program.recipe_of("sft"), trains_adapter=False, ranks_per_row=1, parallel_size=lambda *what: 1,
     )  # fmt: skip
     tracker.following, tracker.alive = True, lambda: {"activations": 2**30}
     trainer = SimpleNamespace(

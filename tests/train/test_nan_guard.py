@@ -114,10 +114,10 @@ def test_stop_and_replay(poisoned, tmp_path, recipe):
     stopping = flags(poisoned, "--zero", "0", "--bf16", "false", "--max_nan_steps", "1", "--output_dir", str(folder))
     done = recipe_with_nan(recipe, *stopping)
     assert done.returncode == 4 and "Traceback" not in done.stderr
-    assert "1 steps in a row (--max_nan_steps) were not applied" in done.stderr and "zerofit replay" in done.stderr
+    assert "1 steps in a row (--max_nan_steps) were skipped" in done.stderr and "zerofit replay" in done.stderr
     assert json.loads((folder / "result.json").read_text())["status"] == "failed"
     (kept,) = folder.glob("nan/step-*/step.json")
-    assert json.loads(kept.read_text())["program"] == program.of(ROOT / "recipes" / f"{recipe}.py").facts
+    assert json.loads(kept.read_text())["program"] == program.from_file(ROOT / "recipes" / f"{recipe}.py").facts
     facts = json.loads(kept.read_text())
     changed = facts | {"flags": [*facts["flags"], "--bf16", "true"]}  # as a --deepspeed file may say now
     kept.write_text(json.dumps(changed))
@@ -175,7 +175,7 @@ def test_only_a_loss_without_any_gradient_ends_a_run(norms, loss, ends, holds):
     for norm in norms:
         gradients.count(norm, [torch.tensor(0.0), torch.tensor(loss)])
     if ends:
-        with pytest.raises(UserError, match=r"depend on the 2 trainable tensors \(weight, bias \.\.\.\)\. A scale"):
+        with pytest.raises(UserError, match=r"depend on the 2 trainable tensors \(weight, bias \.\.\.\)"):
             gradients.check(torch.nn.Linear(1, 1))
     else:
         gradients.check(torch.nn.Linear(1, 1))
@@ -189,4 +189,4 @@ def test_only_a_loss_without_any_gradient_ends_a_run(norms, loss, ends, holds):
 def test_a_replay_of_nothing_is_one_sentence(tmp_path):
     shutil.copy(TINY / "train.jsonl", tmp_path)
     done = run_python(["-m", "zerofit", "replay", str(tmp_path)])
-    assert done.returncode == 2 and "holds no nan/step-<n>" in done.stderr and "Traceback" not in done.stderr
+    assert done.returncode == 2 and "does not contain nan/step-<n>" in done.stderr and "Traceback" not in done.stderr

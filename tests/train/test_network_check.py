@@ -59,15 +59,15 @@ def test_ranks_exchange_numbers_in_a_group_of_their_own(tmp_path):
 def test_the_node_with_slow_links_is_named():
     even, slow = [(10.0, "node 0 (a)"), (9.5, "node 1 (b)")], (7.0, "node 2 (c)")
     sentence = network_check._speed_sentence("within a node", even, 8, "nccl")
-    assert sentence == "links within a node: 9.50 GB/s a rank (8 ranks, nccl, all-reduced)"
+    assert sentence == "links within a node: 9.50 GB/s per rank (8 ranks, nccl, all-reduce)"
     sentence = network_check._speed_sentence("within a node", [*even, slow], 8, "nccl")
-    assert sentence.endswith("7.00 GB/s a rank (8 ranks, nccl, all-reduced); node 2 (c) is the slowest")
+    assert sentence.endswith("7.00 GB/s per rank (8 ranks, nccl, all-reduce); node 2 (c) is the slowest")
 
 
 def test_gpus_of_several_kinds_are_said():
-    (sentence,) = network_check._kinds(["A100"] * 4 + ["H100"] * 8)
+    (sentence,) = network_check._gpu_kinds(["A100"] * 4 + ["H100"] * 8)
     assert sentence.startswith("GPUs of several kinds (8 x H100, 4 x A100): each step waits for the slowest")
-    assert network_check._kinds(["H100"] * 8) == []
+    assert network_check._gpu_kinds(["H100"] * 8) == []
 
 
 def test_nothing_is_exchanged_before_all_ranks_have_answered(monkeypatch):

@@ -57,11 +57,11 @@ def test_lines_stand_above_the_progress_line(monkeypatch):
 def test_the_model_is_named_and_how_much_of_it_trains(monkeypatch, tmp_path):
     monkeypatch.chdir(tmp_path)
     named = parse.settings_of(parse.request("sft", ["--model", f"{tmp_path}/m", "--data", "d.jsonl"]), 1)
-    assert progress.model_sentence(named, 5_000, 5_000) == "model: m; 5,000 parameters, all of them train"
+    assert progress.model_sentence(named, 5_000, 5_000) == "model: m; 5,000 parameters, all trainable"
     unnamed = parse.settings_of(parse.request("lora", ["--data", "d.jsonl"]), 1)
     defaults.fill_defaults(unnamed)
-    assert "(the bundled one: no other is named with --model); " in progress.model_sentence(unnamed, 5, 1_000)
-    assert progress.model_sentence(named, 5, 1_000).endswith("; 1,000 parameters, 5 of them train (0.50%)")
+    assert "(the bundled model: --model is not set); " in progress.model_sentence(unnamed, 5, 1_000)
+    assert progress.model_sentence(named, 5, 1_000).endswith("; 1,000 parameters, 5 trainable (0.50%)")
 
 
 def test_paths_into_the_current_folder_are_shortened(monkeypatch, tmp_path):

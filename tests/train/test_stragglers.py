@@ -12,7 +12,7 @@ PLACES = [f"node {rank // 2}, host{rank // 2}" for rank in range(8)]
 
 def judged(windows: int, row, places=PLACES) -> list[list[str]]:
     """Return what is said after each window. row: (rank, window) -> seconds of data, of forward, and tokens."""
-    judge = stragglers.Judge(places)
+    judge = stragglers.Detector(places)
     return [
         judge.add([[*row(rank, window), 20.0] for rank in range(len(places))], stragglers.WINDOW_STEPS)
         for window in range(windows)
@@ -21,26 +21,26 @@ def judged(windows: int, row, places=PLACES) -> list[list[str]]:
 
 def test_slow_data_is_named_once_after_three_windows():
     said = judged(6, lambda rank, _: (8.0 if rank == 5 else 0.2, 5.0, 1000.0))
-    sentence = "rank 5 (node 2, host2) waits 0.4 of 1 s a step for its data, the others 0.01 s"
+    sentence = "rank 5 (node 2, host2) waits 0.4 of 1 s per step for data, the others 0.01 s"
     assert said == [[], [], [f"{sentence}: all ranks wait for it in each step"], [], [], []]
 
 
 def test_a_slow_forward_is_named_by_its_tokens():
     said = judged(3, lambda rank, _: (0.2, 6.5 if rank == 3 else 5.0, 1000.0))
-    assert said[2] == ["rank 3 (node 1, host1) computes a forward 30% slower than the others: all ranks wait for it in "
-                       "each step"]  # fmt: skip
+    slow = "rank 3 (node 1, host1) runs the forward pass 30% slower than the others"
+    assert said[2] == [f"{slow}: all ranks wait for it in each step"]
     assert judged(9, lambda rank, _: (0.2, 6.5, 1300.0) if rank == 3 else (0.2, 5.0, 1000.0)) == [[]] * 9
 
 
 def test_a_slow_node_is_one_sentence():
     said = judged(3, lambda rank, _: (0.2, 7.0 if rank in (6, 7) else 5.0, 1000.0))
-    assert [line.partition(" computes")[0] for line in said[2]] == ["rank 6 (node 3, host3)"]
-    assert "as 1 more of its node" in said[2][0]
+    assert [line.partition(" runs")[0] for line in said[2]] == ["rank 6 (node 3, host3)"]
+    assert "like 1 more on its node" in said[2][0]
 
 
 def test_two_ranks_are_compared_with_each_other():
     said = judged(3, lambda rank, _: (0.1, 6.5 if rank else 5.0, 1000.0), PLACES[:2])
-    assert said[2][0].startswith("rank 1 (node 0, host0) computes a forward 30% slower")
+    assert said[2][0].startswith("rank 1 (node 0, host0) runs the forward pass 30% slower")
 
 
 @pytest.mark.parametrize("slow", [0.1, 0.0], ids=["a tenth", "not at all"])
@@ -57,7 +57,7 @@ def test_rows_of_different_lengths_name_nobody():
 
 
 def test_steps_are_collected_until_there_are_enough():
-    judge = stragglers.Judge(PLACES[:2])
+    judge = stragglers.Detector(PLACES[:2])
     said = [judge.add([[0.0, 0.1, 50.0, 1.0], [0.0, 0.2, 50.0, 1.0]], 1) for _ in range(3 * stragglers.WINDOW_STEPS)]
     assert [step for step, sentences in enumerate(said, 1) if sentences] == [3 * stragglers.WINDOW_STEPS]
 

@@ -4,7 +4,7 @@ import os
 
 import pytest
 
-from zerofit.job import run_folder, stretches
+from zerofit.job import run_folder, run_segments
 from zerofit.train import trackers
 
 
@@ -23,7 +23,7 @@ def test_a_run_keeps_the_ids_of_its_trackers(tmp_path, monkeypatch):
     assert first["TENSORBOARD_LOGGING_DIR"] == str(tmp_path / "runs") and "MLFLOW_RUN_ID" not in os.environ
     assert os.environ["WANDB_RESUME"] == "allow" and len(first["COMET_EXPERIMENT_KEY"]) == 32
     for step in (0, 3):  # a retry from the start, and a resume
-        run_folder.write_json(tmp_path / "run.json", {"recipe": "sft"} | stretches.kept(tmp_path, step))
+        run_folder.write_json(tmp_path / "run.json", {"recipe": "sft"} | run_segments.carried_over(tmp_path, step))
         trackers.start(["wandb", "comet_ml", "tensorboard"], tmp_path)
         assert {name: os.environ.pop(name) for name in first} == first
     run_folder.put_into_run(tmp_path, {"trackers": {"mlflow": "abc"}})

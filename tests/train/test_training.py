@@ -139,7 +139,7 @@ def largest_differences(runs) -> dict[str, tuple[float, str]]:
 
 
 def test_largest_differences(runs):
-    """The figures in docs/equality.md: `python -m pytest tests/train/test_training.py -k largest -s`."""
+    """The figures in docs/certificate.md: `python -m pytest tests/train/test_training.py -k largest -s`."""
     found = largest_differences(runs)
     print(f"\n{len(runs)} runs", *(f"{p}: {apart:.1e} ({name})" for p, (apart, name) in found.items()), sep="\n")
     assert found["fp32"][0] < TOLERANCE["fp32"] and found["bf16"][0] < TOLERANCE["bf16"]

@@ -12,7 +12,7 @@ from conftest import TINY, Run, run_world
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import upload
 from zerofit.checkpoint.facts import FACTS
-from zerofit.job import stretches
+from zerofit.job import run_segments
 
 FLAGS = [
     "--data", str(TINY / "train.jsonl"), "--max_samples", "64", "--max_length", "64", "--effective_batch_size", "8",
@@ -130,7 +130,7 @@ def test_the_end_of_a_run_says_what_it_waits_for(tmp_path, there, monkeypatch, c
         original(place, folder, name)
 
     monkeypatch.setattr(upload.Place, "put", put)
-    monkeypatch.setattr(upload, "TELL_SECONDS", 0.05)
+    monkeypatch.setattr(upload, "WAIT_REPORT_SECONDS", 0.05)
     uploads = upload.Uploads(there.url, tmp_path)
     (tmp_path / "final").mkdir()
     (tmp_path / "final" / "model.safetensors").write_text("all")
@@ -167,7 +167,7 @@ def test_the_newest_whole_one_is_fetched_where_there_is_none(tmp_path, there, ca
     upload.fetch(settings(tmp_path / "new", there.url, "auto"))
     assert (tmp_path / "new" / "checkpoint-6" / "global_step" / "shard.pt").read_text() == "of 6"
     assert sorted(f.name for f in (tmp_path / "new").iterdir()) == ["checkpoint-6", "metrics.jsonl"]
-    assert "checkpoint-6 is fetched from memory://run" in capsys.readouterr().out
+    assert "downloading checkpoint-6 from memory://run" in capsys.readouterr().out
     upload.fetch(settings(run, there.url, "auto"))  # has some of its own
     assert capsys.readouterr().out == ""
 
@@ -179,7 +179,7 @@ def test_the_newest_whole_one_is_fetched_where_there_is_none(tmp_path, there, ca
         (
             "memory://run",
             None,
-            "already holds a run; name another place, or continue with --resume_from_checkpoint auto",
+            "already holds a run; use another location, or continue with --resume_from_checkpoint auto",
         ),
         ("nonesuch://x", "auto", "--upload_to nonesuch://x: cannot be opened: "),
     ],
@@ -229,7 +229,7 @@ def test_a_run_that_was_fetched_goes_on_in_its_place(tmp_path, there, capsys):
     uploads.finish()
     moved = tmp_path / "moved"
     upload.fetch(settings(moved, there.url, "auto"))
-    begun = stretches.kept(moved, 3) | {"started": "friday", "command": "zerofit resume"}
+    begun = run_segments.carried_over(moved, 3) | {"started": "friday", "command": "zerofit resume"}
     (moved / "run.json").write_text(json.dumps(begun))
     a_checkpoint(moved, 6)
     shutil.rmtree(moved / "checkpoint-3")
@@ -261,7 +261,7 @@ def test_a_name_that_leads_out_of_the_run_folder_is_refused(tmp_path, there):
     there.fs.pipe_file(f"/run/checkpoint-3/{FACTS}", b"{}")
     place = upload.Place(there.url)
     place.files = SimpleNamespace(find=lambda path: ["/run/../outside"])
-    with pytest.raises(UserError, match="would be written outside of the folder"):
+    with pytest.raises(UserError, match="would be written outside the folder"):
         place.get("/run/checkpoint-3", tmp_path / "new")
 
 

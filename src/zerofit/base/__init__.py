@@ -1,1 +1,1 @@
-"""Ground that everything stands on: errors, paths, command lines, processes, devices."""
+"""Foundations of all other packages: errors, paths, command lines, processes, devices."""

@@ -1,6 +1,6 @@
-"""Configure torch's memory allocators before torch is imported; keep what a GPU holds outside of them.
+"""Configure torch's memory allocators before torch is imported; record the GPU memory outside of them.
 
-A run measures what its GPU holds outside (CUDA context, NCCL). Plans for the same GPUs on this machine count with it.
+A run measures the memory outside of the allocator (CUDA context, NCCL). Plans for the same GPUs on this machine use it.
 """
 
 import contextlib
@@ -21,17 +21,17 @@ PINNED_ROUND_MIB = 256
 
 EXPANDABLE_KEY = "expandable_segments"
 
-PROOF_BYTES = 64 * 2**20  # several pages of an expandable segment
+CHECK_BYTES = 64 * 2**20  # several pages of an expandable segment
 
-OUTSIDE = "outside_allocator.json"  # in the cache folder
+OUTSIDE_FILE = "outside_allocator.json"  # in the cache folder
 
 
 def configure() -> None:
-    """Set expandable segments unless the user has set the allocator, and pin blocks above 256 MiB at their exact size.
+    """Enable expandable segments unless the user configured the allocator, and pin blocks above 256 MiB unrounded.
 
-    Rows of different lengths leave the usual segments with holes that longer rows cannot use. CPU offload pins blocks
-    of several GiB (DeepSpeed's fp32 weights, gradients and 16-bit buffers), which torch rounds up to a power of two
-    (aten/src/ATen/core/CachingHostAllocator.h): that can double the host memory of a job.
+    Rows of different lengths fragment the default segments. CPU offload pins blocks of several GiB (DeepSpeed's fp32
+    weights, gradients and 16-bit buffers), which torch rounds up to a power of two
+    (aten/src/ATen/core/CachingHostAllocator.h): this can double the host memory of a job.
     """
     name = next((name for name in VARIABLES if os.environ.get(name)), None)
     if name is None and default():
@@ -41,17 +41,17 @@ def configure() -> None:
 
 
 def default(expandable: bool = True) -> str:
-    """Return the allocator settings that `configure` sets where the user has set none.
+    """Return the allocator settings that `configure` applies unless the user configured the allocator.
 
-    Args: expandable: False: those of a GPU whose driver refuses expandable segments.
+    Args: expandable: False if the GPU's driver rejects expandable segments.
     """
     return ",".join([f"{EXPANDABLE_KEY}:{expandable}"] * _has_expandable() + [_pinned()] * _has_threshold())
 
 
-def prove_expandable() -> str | None:
-    """Allocate on this rank's GPU, and go back to torch's usual segments where its driver refuses expandable ones.
+def check_expandable_segments() -> str | None:
+    """Allocate on this rank's GPU, and fall back to torch's default segments if its driver rejects expandable ones.
 
-    Returns: the sentence to say of the kit's setting; None where the setting is the user's.
+    Returns: the decision to print; None if the user configured the allocator.
     """
     if os.environ.get(VARIABLES[0]) != default() or not expandable_segments():
         return None
@@ -59,25 +59,25 @@ def prove_expandable() -> str | None:
 
     try:
         _allocate()
-        return f"{EXPANDABLE_KEY} True: rows of different lengths leave less memory unused (off: {off()})"
+        return f"{EXPANDABLE_KEY} True: less fragmentation by uneven rows (disable: {disabling_setting()})"
     except torch.OutOfMemoryError:
         raise
     except RuntimeError as error:
         os.environ[VARIABLES[0]] = default(expandable=False)
         torch.cuda.memory._set_allocator_settings(os.environ[VARIABLES[0]])
         _allocate()
-        return f"{EXPANDABLE_KEY} False: the driver refuses them ({first_line(error)})"
+        return f"{EXPANDABLE_KEY} False: the driver rejects them ({first_line(error)})"
 
 
-def off() -> str:
-    """Return the assignment that turns expandable segments off."""
+def disabling_setting() -> str:
+    """Return the assignment that disables expandable segments."""
     return f"{VARIABLES[0]}={EXPANDABLE_KEY}:False"
 
 
 def _allocate() -> None:
     import torch
 
-    torch.empty(PROOF_BYTES, dtype=torch.uint8, device="cuda").fill_(1)
+    torch.empty(CHECK_BYTES, dtype=torch.uint8, device="cuda").fill_(1)
     torch.cuda.synchronize()
     torch.cuda.empty_cache()
 
@@ -91,34 +91,34 @@ def pinned_bytes(size: int) -> int:
 
 
 def expandable_segments() -> bool:
-    """Return whether the environment turns on the CUDA allocator's expandable segments."""
+    """Return whether the environment enables the CUDA allocator's expandable segments."""
     settings = ",".join(os.environ.get(name, "") for name in VARIABLES)
     return f"{EXPANDABLE_KEY}:true" in settings.replace(" ", "").lower()
 
 
-def keep_outside(device_name: str, ranks: int, node: int, size: int) -> None:
-    """Keep the bytes that a run measured outside of torch's allocator, as far as the cache folder can be written.
+def record_outside_bytes(device_name: str, ranks: int, node: int, size: int) -> None:
+    """Record the bytes that a run measured outside of torch's allocator, if the cache folder is writable.
 
-    The smallest of all runs is kept: other programs on the GPU are in a figure (plan/gpu_memory.py leaves such out).
+    The smallest measurement of all runs is kept: others may include other programs on the GPU.
 
-    Args: device_name: torch.cuda's; node: GPUs of a node.
+    Args: device_name: as torch.cuda reports it; node: GPUs per node.
     """
     key, kept = _key(device_name, ranks, node), _outside()
     if size < kept.get(key, size + 1):
         with contextlib.suppress(OSError):
             paths.cache_root().mkdir(parents=True, exist_ok=True)
-            paths.write_text(paths.cache_root() / OUTSIDE, json.dumps(kept | {key: size}, indent=1) + "\n")
+            paths.write_text(paths.cache_root() / OUTSIDE_FILE, json.dumps(kept | {key: size}, indent=1) + "\n")
 
 
-def kept_outside(device_name: str, ranks: int, node: int) -> int | None:
-    """Return the bytes outside of torch's allocator that runs here measured on these GPUs; None: there was no run."""
+def recorded_outside_bytes(device_name: str, ranks: int, node: int) -> int | None:
+    """Return the bytes outside of torch's allocator that runs measured on these GPUs; None without a run."""
     return _outside().get(_key(device_name, ranks, node))
 
 
 def _outside() -> dict[str, int]:
-    """Return {GPUs and version of torch: bytes}, {} where the file cannot be read."""
+    """Return {GPUs and torch version: bytes}; {} if the file cannot be read."""
     try:
-        kept = json.loads((paths.cache_root() / OUTSIDE).read_text(encoding="utf-8"))
+        kept = json.loads((paths.cache_root() / OUTSIDE_FILE).read_text(encoding="utf-8"))
         return {key: size for key, size in kept.items() if type(size) is int and size >= 0}
     except (OSError, ValueError, AttributeError):
         return {}
@@ -133,7 +133,7 @@ def _pinned() -> str:
 
 
 def _has_expandable() -> bool:
-    """Return whether torch has expandable segments here: not under WSL2, whose driver fails (pytorch issue 192330)."""
+    """Return whether torch supports expandable segments here. WSL2's driver fails (pytorch issue 192330)."""
     return sys.platform == "linux" and "microsoft" not in platform.release().lower()
 
 

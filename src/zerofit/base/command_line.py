@@ -8,8 +8,8 @@ from pathlib import Path
 from zerofit.base.errors import UserError
 from zerofit.base.paths import IN_WHEEL, PROJECT, ROOT
 
-# Options of `zerofit launch` that stand before the recipe; among a recipe's flags they mean the same.
-PLACING = (
+# Options of `zerofit launch`, which may also be among the recipe's flags.
+LAUNCH_OPTIONS = (
     "--gpus",
     "--launcher",
     "--port",
@@ -22,32 +22,32 @@ PLACING = (
 
 
 def for_launch(recipe: str, words: list[str]) -> list[str]:
-    """Return what `zerofit launch` takes for a recipe's file and options and flags in any order."""
-    placing = [f"{name}={' '.join(values)}" for name, values, _ in by_flag(words) if name in PLACING]
-    flags = drop(words, *PLACING)
+    """Return the arguments of `zerofit launch` for a recipe file, with its options before the recipe's flags."""
+    placing = [f"{name}={' '.join(values)}" for name, values, _ in by_flag(words) if name in LAUNCH_OPTIONS]
+    flags = drop(words, *LAUNCH_OPTIONS)
     if "--show" in flags:
         placing, flags = [*placing, "--show"], drop(flags, "--show")
     return [*placing, recipe, *flags]
 
 
 def next_step(verb: str, folder: Path) -> str:
-    """Return the command of a verb for a run folder or checkpoint, to be typed next: of make where a Makefile is."""
+    """Return the next command to type for a run folder or checkpoint; a make command if there is a Makefile."""
     name = shlex.quote(str(folder))
     return f"zerofit {verb} {name}" if PROJECT == IN_WHEEL else f"make {verb} RUN={name}"
 
 
 def install(extra: str = "") -> str:
-    """Return the command that installs what the kit needs, or one of its extras: of make in a checkout."""
+    """Return the command that installs the kit or one of its extras; a make command in a checkout."""
     if (ROOT / "Makefile").is_file() and ROOT != IN_WHEEL:
         return f"make install EXTRAS={extra}" if extra else "make install"
     return f"pip install 'zerofit[{extra}]'" if extra else "pip install --upgrade zerofit"
 
 
 def as_typed() -> str:
-    """Return the command line that has started this process of `zerofit`, as the user typed it, without secrets.
+    """Return the command line that started this `zerofit` process, as typed, without secrets.
 
-    The Makefile exports its goals, the variables of its command line, and their names. Those that it has taken from the
-    environment (launch/make_variables.py) stand in front.
+    The Makefile exports its goals, its command-line variables and their names. Variables from the environment
+    (launch/make_variables.py) come first.
     """
     goals = os.environ.get("ZEROFIT_GOALS", "")
     if not goals or "MAKELEVEL" not in os.environ:
@@ -60,36 +60,33 @@ def as_typed() -> str:
     return " ".join([*assigned("ZEROFIT_FROM_ENVIRONMENT"), "make", goals, *assigned("ZEROFIT_GIVEN")])
 
 
-def with_more(flags: list[str], more: str = "", gpus: str = "1") -> tuple[list[str], int]:
-    """Return (the recipe's flags followed by those of ARGS, number of processes) of a `zerofit` verb.
+def with_extra_flags(flags: list[str], more: str = "", gpus: str = "1") -> tuple[list[str], int]:
+    """Return (the recipe's flags followed by the flags in ARGS, number of processes) for a `zerofit` verb.
 
-    Args: more: flags in one string, split like a shell would.
-    Raises: UserError for an unclosed quote or a process count that is not a number above 0.
+    Args: more: flags in one string, split as by a shell.
+    Raises: UserError for an unclosed quote, or a process count that is not a positive integer.
     """
-    count = whole_number("GPUS=", gpus)
+    count = positive_integer("GPUS=", gpus)
     return [*flags, *split(more, f"ARGS={more}")], count
 
 
-def whole_number(named: str, text: str) -> int:
-    """Return the number that an option has as text. Args: named: the option as typed. Raises: UserError below 1."""
+def positive_integer(named: str, text: str) -> int:
+    """Return the value of an option as a number. Args: named: the option as typed. Raises: UserError below 1."""
     if not text.isdecimal() or int(text) < 1:
-        raise UserError(f"{named}{text}: must be a whole number of 1 or more.")
+        raise UserError(f"{named}{text}: must be a positive integer.")
     return int(text)
 
 
 def split(text: str, place: str, comments: bool = False) -> list[str]:
-    """Return the words of a text, split like a shell would. Raises: UserError for an unclosed quote."""
+    """Return the words of a text, split as by a shell. Raises: UserError for an unclosed quote."""
     try:
         return shlex.split(text, comments)
     except ValueError as error:
         raise UserError(f"{place}: cannot be split into words: {str(error).lower()}.") from None
 
 
-def with_auto_as_probe(argv: list[str]) -> list[str]:
-    """Replace `--per_device_train_batch_size auto` by `--search_batch_size true`.
-
-    transformers' own flag takes numbers only.
-    """
+def expand_auto_batch_size(argv: list[str]) -> list[str]:
+    """Replace `--per_device_train_batch_size auto`, which transformers cannot parse, by `--search_batch_size true`."""
     name, flags = "--per_device_train_batch_size", []
     for word in argv:
         flag, _, value = word.partition("=")
@@ -126,27 +123,27 @@ def names(flags: list[str]) -> set[str]:
 
 
 def repeated(flags: list[str]) -> list[str]:
-    """Return a sentence for each flag that is given with several values, of which argparse takes the last."""
-    given: dict[str, list[str]] = {}
+    """Return a note on each flag that is set to several values, of which argparse takes the last."""
+    values_by_name: dict[str, list[str]] = {}
     for name, values, _ in by_flag(without_secrets(flags)):
-        given.setdefault(name[2:], []).append(" ".join(values))
+        values_by_name.setdefault(name[2:], []).append(" ".join(values))
     return [
-        f"{name} {values[-1]}: the last one given; before it, {', '.join(values[:-1])}"
-        for name, values in given.items()
+        f"{name} {values[-1]}: the last value wins; before it, {', '.join(values[:-1])}"
+        for name, values in values_by_name.items()
         if len(set(values)) > 1
     ]
 
 
 def drop(flags: list[str], *names: str) -> list[str]:
-    """Return the command line without these flags and their values; `-` and `_` in names are the same."""
+    """Return the command line without these flags and their values; `-` and `_` in names are equivalent."""
     dropped = {name.replace("-", "_") for name in names}
     return [word for name, _, words in by_flag(flags) if name.replace("-", "_") not in dropped for word in words]
 
 
 def put(flags: list[str], **values) -> list[str]:
-    """Return the command line with these flags and values at its end, instead of those that it has of the same names.
+    """Return the command line with these flags set; they replace earlier values and come last.
 
-    Args: values: the name without `--` -> its value; True and False become true and false.
+    Args: values: name without `--` -> value; True and False become true and false.
     """
     kept = drop(flags, *(f"--{name}" for name in values))
     texts = {name: str(value).lower() if isinstance(value, bool) else str(value) for name, value in values.items()}
@@ -154,7 +151,7 @@ def put(flags: list[str], **values) -> list[str]:
 
 
 def without_secrets(flags: list[str]) -> list[str]:
-    """Return the flags without those whose name ends in _token (--hub_token), and without their values."""
+    """Return the command line without flags whose name ends in _token (--hub_token), and their values."""
     names = (word.partition("=")[0] for word in flags if word.startswith("--"))
     return drop(flags, *(name for name in names if name.replace("-", "_").endswith("_token")))
 
@@ -175,7 +172,7 @@ def hide_secrets(words: list[str]) -> str:
 def value_of(words: list[str], names: tuple[str, ...]) -> str | None:
     """Return the value of the first of these flags (`--flag value` or `--flag=value`); None if absent.
 
-    `-` and `_` in names are the same.
+    `-` and `_` in names are equivalent.
     """
     spelled = {name.replace("-", "_") for name in names}
     for i, word in enumerate(words):

@@ -15,12 +15,12 @@ def node() -> str:
 
 
 def first_of_node() -> bool:
-    """Return whether this rank does the work that is done once per node (local rank 0)."""
+    """Return whether this is the rank of its node that does the work once per node (local rank 0)."""
     return os.environ.get("LOCAL_RANK", "0") == "0"
 
 
-def of_nodes(value) -> list:
-    """Return the value of each node's first rank; collective."""
+def gather_nodes(value) -> list:
+    """Gather the value of each node's first rank; collective."""
     return [entry for first, entry in all_gather((first_of_node(), value)) if first]
 
 
@@ -28,7 +28,7 @@ def several_nodes() -> bool:
     return size() > local_size()
 
 
-# The environment variables from which torch opens a process group.
+# Environment variables from which torch opens a process group.
 LAUNCHER_SETS = ("RANK", "LOCAL_RANK", "WORLD_SIZE", "MASTER_ADDR", "MASTER_PORT")
 
 
@@ -46,30 +46,30 @@ def local_size() -> int:
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or size())
 
 
-BY_AGENT = "TORCHELASTIC_RUN_ID"  # set by torchrun's agent, which accelerate uses too
+BY_AGENT = "TORCHELASTIC_RUN_ID"  # set by torchrun's agent, which accelerate also uses
 
-RESTARTED = "ZEROFIT_RESTARTED"  # set by zerofit's agents (launch/rendezvous.py) from a job's second attempt on
+RESTARTED = "ZEROFIT_RESTARTED"  # set by zerofit's agents (launch/rendezvous.py) after a job's first attempt
 
-BY_SLURM = "SLURM_RESTART_COUNT"  # set in a job that SLURM has queued again
+BY_SLURM = "SLURM_RESTART_COUNT"  # set in a requeued SLURM job
 
 
 def may_be_restart() -> bool:
-    """Return whether this process may have been started again by torchrun's agent or by SLURM."""
+    """Return whether torchrun's agent or SLURM may have restarted this process."""
     return BY_AGENT in os.environ or queued_again()
 
 
 def queued_again() -> bool:
-    """Return whether SLURM has queued this job again."""
+    """Return whether SLURM requeued this job."""
     return os.environ.get(BY_SLURM, "0") != "0"
 
 
 def single_process_defaults() -> None:
-    """Set the variables that a launcher would set, with a free port, in a process that has none."""
+    """Set a launcher's variables, with a free port, in a process that was started without a launcher."""
     if "WORLD_SIZE" in os.environ:
         return
     port = os.environ.get("MASTER_PORT")
     if port and not port_is_free(int(port)):
-        raise UserError(f"MASTER_PORT={port} is in use on this machine: unset it or name a free port.")
+        raise UserError(f"MASTER_PORT={port} is in use on this machine: unset it or set a free port.")
     os.environ.update(
         RANK="0", LOCAL_RANK="0", WORLD_SIZE="1", LOCAL_WORLD_SIZE="1",
         MASTER_ADDR="127.0.0.1", MASTER_PORT=port or str(free_port()),
@@ -79,14 +79,14 @@ def single_process_defaults() -> None:
 def start(settings) -> None:
     """Open the process group that this run needs, before TrainingArguments and the model exist.
 
-    Under ZeRO-3 the model is sharded while it loads, so DeepSpeed's communication has to exist by then; and with
-    gloo, accelerate would otherwise count one process and feed every rank the same rows.
+    ZeRO-3 shards the model while it loads, which needs DeepSpeed's communication. With gloo, accelerate would otherwise
+    count one process and feed every rank the same rows.
     """
     import torch
     import torch.distributed as dist
 
     if settings.deepspeed is None and size() == 1:
-        # accelerate would wrap the model in DistributedDataParallel, whose buckets hold every gradient all the time
+        # accelerate would wrap the model in DistributedDataParallel, whose buckets keep a copy of every gradient
         for name in LAUNCHER_SETS:
             os.environ.pop(name, None)
         settings.ddp_backend = None  # with a backend set, accelerate would open a process group
@@ -96,16 +96,16 @@ def start(settings) -> None:
     if not settings.use_cpu and local_size > torch.cuda.device_count():  # raised on every rank, before any group exists
         raise UserError(f"{local_size} processes on this machine, but {torch.cuda.device_count()} GPUs; start fewer.")
     threads = os.environ.get("OMP_NUM_THREADS", "1")
-    if size() > 1 and not threads.isdigit():  # OpenMP takes a list, one number a level
-        raise UserError(f"OMP_NUM_THREADS={threads}: accelerate reads one whole number; set one, or unset it.")
+    if size() > 1 and not threads.isdigit():  # OpenMP also takes a list, one number per level
+        raise UserError(f"OMP_NUM_THREADS={threads}: accelerate reads a single integer; set one, or unset it.")
     if threads == "1":
-        # Launchers set 1, which makes CPU training and the offloaded optimizer crawl.
+        # Launchers set 1, which slows down CPU training and the offloaded optimizer.
         torch.set_num_threads(max(1, cores() // local_size))
     local_rank = int(os.environ.get("LOCAL_RANK", "0"))
     if not settings.use_cpu:
         torch.cuda.set_device(local_rank)
     if settings.use_cpu:
-        os.environ["DS_ACCELERATOR"] = "cpu"  # this rank only; also for a library that imports DeepSpeed later
+        os.environ["DS_ACCELERATOR"] = "cpu"  # also for libraries that import DeepSpeed later
     backend = "gloo" if settings.use_cpu else "nccl"
     timeout = timedelta(seconds=settings.ddp_timeout)
     if settings.deepspeed is not None:
@@ -131,8 +131,8 @@ def skip_inference_op() -> None:
 def import_deepspeed(use_cpu: bool):
     """Import DeepSpeed for the device of this job and return the module.
 
-    DeepSpeed chooses its accelerator once, at import, from DS_ACCELERATOR. The variable is restored afterwards, since a
-    child of this process may run on another machine (a batch job submitted from a login node).
+    DeepSpeed reads DS_ACCELERATOR once, at import. The variable is restored afterwards, since a child of this process
+    may run on another machine (a batch job submitted from a login node).
     """
     before = os.environ.get("DS_ACCELERATOR")
     if use_cpu:
@@ -150,9 +150,9 @@ def import_deepspeed(use_cpu: bool):
 
 
 def verify(training_arguments) -> None:
-    """Check that accelerate, torch and the launcher agree on the ranks, each with at most one GPU.
+    """Check that accelerate, torch and the launcher agree on the ranks, and that each rank has at most one GPU.
 
-    Raises: RuntimeError (a bug or a broken environment, not the user's mistake).
+    Raises: RuntimeError, which indicates a bug or a broken environment.
     """
     import torch.distributed as dist
 
@@ -203,10 +203,9 @@ def barrier() -> None:
 def thread_waiting() -> dict[str, str]:
     """Return the variables that make idle OpenMP threads sleep after a short wait; {} if the user has set a policy.
 
-    torch's libgomp spins by default, for 300,000 turns. On a busy machine a spinning thread takes the core that the
-    awaited thread needs, and small CPU steps take many times as long (benchmarks/busy_cpu.py). Without any turns an
-    idle machine loses up to half its speed; 1,000 turns lose little on either. libgomp reads both when torch is
-    imported.
+    torch's libgomp spins for 300,000 turns by default. On a busy machine, a spinning thread takes the core that the
+    awaited thread needs, and small CPU steps take many times as long (benchmarks/busy_cpu.py). With 0 turns, an idle
+    machine loses up to half its speed; 1,000 turns lose little on either. libgomp reads both at the import of torch.
     """
     chosen = {name: os.environ.get(name) for name in ("OMP_WAIT_POLICY", "GOMP_SPINCOUNT", "KMP_BLOCKTIME")}
     chosen = {name: value for name, value in chosen.items() if value}
@@ -228,7 +227,7 @@ def home() -> Path:
 
 
 def port_is_free(port: int, address: str = "127.0.0.1") -> bool:
-    """Return whether this machine can listen on the port; address "" means on all its addresses."""
+    """Return whether this machine can listen on the port. address: "" for all its addresses."""
     with socket.socket() as probe:
         probe.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
         try:
@@ -242,9 +241,9 @@ _held_ports: dict[int, socket.socket] = {}
 
 
 def hold_port(port: int) -> bool:
-    """Return whether this process could reserve the port for its ranks, which bind it seconds later.
+    """Reserve the port for this process's ranks, which bind it seconds later; return whether it was free.
 
-    A port itself cannot be handed over to another process. Linux keeps a socket's name until its process ends.
+    A bound port cannot be handed over to another process. Linux keeps a socket's name until its process ends.
     """
     if port not in _held_ports and sys.platform == "linux":
         holder = socket.socket(socket.AF_UNIX)
@@ -264,7 +263,7 @@ def free_port() -> int:
 
 
 def stop(wait: bool = True) -> None:
-    """Close the process group, after a barrier if `wait`: a rank that exits earlier can abort the others."""
+    """Close the process group, after a barrier if `wait`: a rank that exits early can abort the others."""
     dist = sys.modules.get("torch.distributed")
     if dist is not None and dist.is_initialized():
         if wait:

@@ -1,4 +1,4 @@
-"""Errors that end a run with one sentence: the place, the cause and the fix."""
+"""Errors that end a run with a message of one sentence: the place, the cause and the fix."""
 
 import re
 from typing import ClassVar
@@ -16,7 +16,7 @@ EXIT_CODES = {
 
 
 class UserError(Exception):
-    """A mistake that the user can fix. Its text is the whole message; no traceback is shown."""
+    """A mistake that the user can fix. Its text is the full message; no traceback is printed."""
 
     exit_code = EXIT_CODES["user error"]
 
@@ -34,7 +34,7 @@ class Stopped(UserError):
 
 
 class Unavailable(UserError):
-    """A service, such as the Hub, does not answer or refuses for now (69: EX_UNAVAILABLE, try again later)."""
+    """A service, such as the Hub, does not answer or rejects requests (69: EX_UNAVAILABLE, try again later)."""
 
     exit_code = EXIT_CODES["unavailable"]
 
@@ -42,7 +42,7 @@ class Unavailable(UserError):
 class OutOfMemory(UserError):
     """A rank ran out of GPU or host memory.
 
-    phase: "eval", "save", or "" for any other; what_next: what a restart by torchrun's agent changes.
+    phase: "eval", "save" or "" (any other); what_next: the change that a restart by torchrun's agent makes.
     """
 
     exit_code = EXIT_CODES["out of memory"]
@@ -53,45 +53,42 @@ class OutOfMemory(UserError):
 
 
 class BrokenLinks(UserError):
-    """Ranks had no answer from each other, or a wrong one, before the first step."""
+    """Before the first step, ranks could not reach each other or received wrong values."""
 
     exit_code = EXIT_CODES["hang"]
-    phase = "links"  # in the failure record, by which the launcher knows it
+    phase = "links"  # the key by which the launcher recognizes the failure record
 
 
 class Hung(UserError):
-    """No rank went on for far longer than ever before. collectives: that this rank had begun (base/phases.py)."""
+    """All ranks were stuck in a phase far longer than before. collectives: begun by this rank (base/phases.py)."""
 
     exit_code = EXIT_CODES["hang"]
     collectives: ClassVar[dict] = {}
 
 
 def printable(text: str) -> str:
-    """Return the text with control characters escaped: those in the data would control the terminal.
-
-    And halves of surrogate pairs, which have no UTF-8.
-    """
+    """Escape control characters, which could control the terminal, and unpaired surrogates, which lack UTF-8."""
     return re.sub(r"[\x00-\x08\x0b-\x1f\x7f-\x9f\u2028\u2029\ud800-\udfff]", lambda m: f"\\x{ord(m[0]):02x}", text)
 
 
 def shortened(text: str) -> str:
-    """Return the text with each word of 300 letters and more cut; no name of a file is so long."""
+    """Cut each word of 300 or more characters, which is longer than a file name."""
     return re.sub(r"[^\s/:,;'\"]{300,}", lambda word: f"{word[0][:20]}... ({len(word[0]):,} characters)", text)
 
 
 def one_line(text: str) -> str:
-    """Return the text as `printable` does, on one line: text that others have written adds no line."""
+    """Apply `printable` and escape line breaks, so that foreign text cannot add lines."""
     return printable(text).replace("\n", "\\n").replace("\t", "\\t")
 
 
 def first_line(error: BaseException) -> str:
-    """Return the first line of an error's message without its full stop; its type where there is no message."""
+    """Return the first line of an error's message without its full stop; its type if the message is empty."""
     lines = str(error).strip().splitlines()
     return lines[0].rstrip(".") if lines else type(error).__name__
 
 
-def in_one_line(error: BaseException) -> str:
-    """Return an error's message without line breaks and its full stop: an install line may be on a line of its own."""
+def without_line_breaks(error: BaseException) -> str:
+    """Return an error's message without line breaks and its full stop."""
     return " ".join(str(error).split()).rstrip(".")
 
 
@@ -102,14 +99,14 @@ class DiskFull(UserError):
 
 
 def full_disk(place) -> str:
-    """Return the error sentence for a file or folder whose disk is full."""
+    """Return the error message for a file or folder whose disk is full."""
     return (
-        f"the disk of {place} is full (No space left on device); make room, or name a folder on another disk with "
+        f"the disk of {place} is full (No space left on device); free some space, or set a folder on another disk with "
         "--output_dir"
     )
 
 
-def bytes_asked_for(error) -> str:
-    """Return " (2.00 GiB more were asked for)" with the size in torch's message; "" if it names none."""
+def failed_allocation(error) -> str:
+    """Return " (tried to allocate 2.00 GiB)" with the size in torch's message; "" without a size."""
     match = re.search(r"Tried to allocate ([\d.]+ \w+)", str(error))
-    return f" ({match[1]} more were asked for)" if match else ""
+    return f" (tried to allocate {match[1]})" if match else ""

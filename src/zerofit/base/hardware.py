@@ -1,8 +1,7 @@
-"""List this machine's GPUs without opening a CUDA context; table of known GPUs.
+"""List this machine's GPUs without opening a CUDA context, and look up known GPUs.
 
-A context takes 0.3 to 0.6 GiB of each GPU for the life of its process, and a GPU in EXCLUSIVE_PROCESS mode has room for
-one process only. The launcher therefore reads names and sizes from torch (which needs no context) and the rest from
-nvidia-smi.
+A context takes 0.3 to 0.6 GiB of each GPU until its process ends, and a GPU in EXCLUSIVE_PROCESS mode accepts only one
+process. The launcher therefore reads names and sizes from torch, without a context, and the rest from nvidia-smi.
 """
 
 import difflib
@@ -21,8 +20,8 @@ from zerofit.base.errors import UserError
 
 GIB = 2**30
 
-# A GPU with fewer bytes in use counts as free: the driver, a display or a rank of this job may hold them.
-NOBODY_ELSE_BYTES = GIB
+# A GPU with fewer bytes in use counts as idle: the driver, a display or a rank of this job may hold them.
+MAX_IDLE_BYTES = GIB
 
 FIELDS = ("uuid", "name", "memory.total", "memory.free", "driver_version", "compute_mode")
 
@@ -30,24 +29,24 @@ SMI_SECONDS = 30
 
 NVML_CHECK = "PYTORCH_NVML_BASED_CUDA_CHECK"
 
-MINIMUM_DRIVER = "580"  # of CUDA 13.0, which the pinned torch is built for
+MINIMUM_DRIVER = "580"  # for CUDA 13.0, which the pinned torch is built for
 
 
 @dataclass(frozen=True)
 class Device:
     """A GPU visible to this process."""
 
-    index: int  # torch's
+    index: int  # as torch counts
     name: str
     total_bytes: int
-    free_bytes: int | None  # None where nvidia-smi has no number (a MIG slice, or no nvidia-smi)
-    capability: tuple[int, int]  # of CUDA, such as (9, 0)
+    free_bytes: int | None  # None if unknown (a MIG slice, or nvidia-smi is missing)
+    capability: tuple[int, int]  # compute capability, such as (9, 0)
     exclusive: bool = False  # only one process may use it
 
     @property
     def usable_bytes(self) -> int:
-        """Return the bytes available to a job that starts now, including its CUDA context."""
-        if self.free_bytes is None or self.total_bytes - self.free_bytes < NOBODY_ELSE_BYTES:
+        """Return the bytes available to a new job, including its CUDA context."""
+        if self.free_bytes is None or self.total_bytes - self.free_bytes < MAX_IDLE_BYTES:
             return self.total_bytes
         return self.free_bytes
 
@@ -58,7 +57,7 @@ def visible() -> list[Device]:
 
     rows = {row["uuid"]: row for row in nvidia_smi()}
     devices = []
-    for index in range(torch.cuda.device_count() if torch_sees_some() else 0):
+    for index in range(torch.cuda.device_count() if torch_sees_gpu() else 0):
         properties = torch.cuda.get_device_properties(index)
         row = rows.get(f"GPU-{properties.uuid}", {})
         free = row.get("memory.free", "")
@@ -69,10 +68,10 @@ def visible() -> list[Device]:
     return devices
 
 
-def torch_sees_some() -> bool:
+def torch_sees_gpu() -> bool:
     """Return whether torch can use a GPU on this machine.
 
-    `import deepspeed` sets PYTORCH_NVML_BASED_CUDA_CHECK=1, with which torch.cuda.is_available() also counts GPUs whose
+    `import deepspeed` sets PYTORCH_NVML_BASED_CUDA_CHECK=1, which makes torch.cuda.is_available() count GPUs whose
     driver is too old for torch.
     """
     import torch
@@ -86,9 +85,9 @@ def torch_sees_some() -> bool:
 
 
 def tightest(count: int | None = None) -> tuple[Device, str | None]:
-    """Return the GPU with the least usable memory, and a sentence on it (None: all are equal and free).
+    """Return the GPU with the least usable memory, and a note on it (None if all are equal and idle).
 
-    Args: count: the number of GPUs that the job uses on this machine, from the first; default: all."""
+    Args: count: number of GPUs that the job uses on this machine; default: all."""
     devices = visible()[:count]
     device = min(devices, key=lambda d: d.usable_bytes)
     if device.usable_bytes == max(d.total_bytes for d in devices):
@@ -101,7 +100,7 @@ def tightest(count: int | None = None) -> tuple[Device, str | None]:
 
 
 def missing_for_triton() -> list[str]:
-    """Return what this machine lacks of what Triton needs to compile a kernel; [] if nothing."""
+    """Return the missing requirements of Triton for compiling a kernel; [] if none."""
     missing = []
     if not (os.environ.get("CC") or shutil.which("gcc") or shutil.which("clang")):
         missing.append("no C compiler (gcc, clang, CC=)")
@@ -129,13 +128,13 @@ def nvidia_smi(fields: tuple[str, ...] = FIELDS) -> list[dict[str, str]]:
     return [dict(zip(fields, cells, strict=True)) for cells in lines if len(cells) == len(fields)]
 
 
-def why_torch_sees_none() -> str | None:
+def why_no_gpu() -> str | None:
     """Return why torch sees no GPU on a machine with GPUs, and the fix.
 
-    None if torch sees one, or the machine has none, or CUDA_VISIBLE_DEVICES hides them."""
+    None if torch sees a GPU, the machine is without one, or CUDA_VISIBLE_DEVICES hides them."""
     import torch
 
-    if torch_sees_some() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
+    if torch_sees_gpu() or os.environ.get("CUDA_VISIBLE_DEVICES") in ("", "-1"):
         return None
     rows = nvidia_smi()
     if not rows and not Path("/dev/nvidia0").exists():
@@ -144,7 +143,7 @@ def why_torch_sees_none() -> str | None:
     gpus = f"{len(rows)} x {rows[0]['name']}" if rows else "/dev/nvidia0"
     if torch.version.cuda is None:
         return (
-            f"this machine has a GPU ({gpus}, driver {driver}), but the installed torch {torch.__version__} is a build "
+            f"this machine has a GPU ({gpus}, driver {driver}), but the installed torch {torch.__version__} was built "
             "without CUDA: run `make clean install` on this machine"
         )
     return (
@@ -154,61 +153,61 @@ def why_torch_sees_none() -> str | None:
     )
 
 
-NODE_LINK_GBS = 50.0  # a 400 Gbit/s adapter for each GPU, as in NVIDIA's DGX H100 and B200; clouds often have much less
+NODE_LINK_GBS = 50.0  # 400 Gbit/s per GPU, as in NVIDIA's DGX H100 and B200; clouds often have much less
 
-FP8_CAPABILITY = (8, 9)  # of CUDA: Ada, Hopper, Blackwell
+FP8_CAPABILITY = (8, 9)  # compute capability: Ada, Hopper, Blackwell
 
-USER_TABLE = "ZEROFIT_GPUS"  # environment variable: a JSON file {"name": {"memory_gib": ..., ...}} with more GPUs
+USER_TABLE = "ZEROFIT_GPUS"  # environment variable: JSON file {"name": {"memory_gib": ..., ...}} that adds GPUs
 
 
 @dataclass(frozen=True)
 class Gpu:
-    """A type of GPU by its numbers."""
+    """The specification of a GPU type."""
 
-    device_name: str  # whole words of torch.cuda.get_device_name(); more specific names first in the table
-    memory_gib: float  # the total that the driver shows
+    device_name: str  # complete words in torch.cuda.get_device_name(); specific names come first in the table
+    memory_gib: float  # total reported by the driver
     tflops: float  # 16-bit tensor-core products with fp32 accumulation
     memory_gbs: float  # device memory, GB/s
     link_gbs: float  # to the other GPUs of the node, one direction, GB/s
     host_gbs: float  # to host memory, one direction, GB/s
-    bf16: bool = True  # whether it has bf16 arithmetic
-    node_gbs: float = NODE_LINK_GBS  # its share of the network to other nodes, one direction, GB/s
-    fp8: bool = False  # whether it has products of 8-bit floats
+    bf16: bool = True  # supports bf16 arithmetic
+    node_gbs: float = NODE_LINK_GBS  # share of the network to other nodes, one direction, GB/s
+    fp8: bool = False  # supports matrix products in 8-bit floats
 
     @property
     def groups_products(self) -> bool:
-        """Return whether torch multiplies by all experts of a layer in one kernel: H100, B200 and their relatives.
+        """Return whether torch multiplies by all experts of a layer in one kernel: H100, B200 and similar GPUs.
 
-        GroupedBlas.cpp of torch 2.13: compute capability 9 or 10, in bf16; else one product for each expert.
+        torch 2.13 (GroupedBlas.cpp) requires compute capability 9 or 10 and bf16; otherwise one product per expert.
         """
         return bool(re.search(r"\bG?[HB]\d{2,3}\b", self.device_name))
 
 
-# From NVIDIA's data sheets and whitepapers. memory_gib as nvidia-smi shows it, or torch's total
-# where an out-of-memory message tells it; link_gbs: half of NVLink's two-way figure, or PCIe; host_gbs: what PCIe 3, 4
-# and 5 x16 reach of theirs, and half of NVLink-C2C's two-way figure (the two GPUs of a GB200 share it).
+# From NVIDIA's data sheets and whitepapers. memory_gib: as nvidia-smi or torch's out-of-memory messages report it;
+# link_gbs: half of NVLink's bidirectional figure, or PCIe; host_gbs: achieved rates of PCIe 3, 4 and 5 x16, and half of
+# NVLink-C2C's bidirectional figure (the two GPUs of a GB200 share it).
 GPUS = {
     name: Gpu(**numbers)
     for name, numbers in json.loads(Path(__file__).with_name("gpus.json").read_text(encoding="utf-8")).items()
 }
 
-# Other names of cards in the table.
+# Alternative names of GPUs in the table.
 ALSO_NAMED = {
     "A100-PCIE-80GB": "A100 80GB PCIe", "A800-PCIE-80GB": "A800 80GB PCIe", "A800 40GB Active": "A800-PCIE-40GB",
 }  # fmt: skip
 
-# Words of a device name: a slice of the GPU, another chip of the same name.
+# Words in a device name that mark a slice of the GPU or a different chip of the same name.
 OTHER_CHIPS = {"MIG", "Laptop", "Ti", "SUPER"}
 
-AMD = r"(amd|instinct|radeon|mi\d)"  # how names of GPUs begin for which there is no build of the kit's libraries
+AMD = r"(amd|instinct|radeon|mi\d)"  # start of the names of GPUs that the kit's libraries do not support
 
-BEFORE_SM_75 = ("V100", "P100", "P40")  # in device names: GPUs for which CUDA 13 has no kernels
+BEFORE_SM_75 = ("V100", "P100", "P40")  # in device names: GPUs without kernels in CUDA 13
 
 
 def table() -> dict[str, Gpu]:
-    """Return {name: Gpu}, the user's own (ZEROFIT_GPUS=file.json) first.
+    """Return {name: Gpu}, with the user's entries (ZEROFIT_GPUS=file.json) first.
 
-    Raises: UserError for a file that cannot be read or a wrong entry, naming file and key.
+    Raises: UserError with file and key for an unreadable file or an invalid entry.
     """
     file = os.environ.get(USER_TABLE)
     if not file:
@@ -216,7 +215,7 @@ def table() -> dict[str, Gpu]:
     try:
         entries = json.loads(Path(file).expanduser().read_text(encoding="utf-8"))
         names = {f.name for f in fields(Gpu)}
-        own = {}
+        custom = {}
         for name, entry in entries.items():
             if unknown := set(entry) - names:
                 raise UserError(
@@ -225,20 +224,20 @@ def table() -> dict[str, Gpu]:
             if wrong := [key for key, value in entry.items() if not _fits(key, value)]:
                 raise UserError(f"{USER_TABLE}={file}: {name}: {wrong[0]} cannot be {json.dumps(entry[wrong[0]])}.")
             base = asdict(GPUS.get(name.lower(), replace(GPUS["a100-80g"], device_name=name)))
-            own[name.lower()] = Gpu(**{**base, **entry})
+            custom[name.lower()] = Gpu(**{**base, **entry})
     except OSError as error:
         raise UserError(f"{USER_TABLE}={file}: cannot be read: {error.strerror}.") from None
-    except RuntimeError as error:  # ~nobody
-        raise UserError(f"{USER_TABLE}={file}: cannot be looked up: {error}.") from None
+    except RuntimeError as error:  # ~unknown_user
+        raise UserError(f"{USER_TABLE}={file}: cannot be expanded: {error}.") from None
     except (ValueError, TypeError, AttributeError) as error:
         raise UserError(
             f'{USER_TABLE}={file}: must be JSON like {{"my-gpu": {{"memory_gib": 96}}}}: {error}.'
         ) from None
-    return own | {name: gpu for name, gpu in GPUS.items() if name not in own}
+    return custom | {name: gpu for name, gpu in GPUS.items() if name not in custom}
 
 
 def _fits(key: str, value) -> bool:
-    """Return whether the value fits this field of Gpu: a name, true or false, or a number above 0."""
+    """Return whether the value is valid for this field of Gpu: a name, a boolean or a positive number."""
     if key == "device_name":
         return isinstance(value, str) and bool(value.strip())
     if key in ("bf16", "fp8"):
@@ -247,47 +246,47 @@ def _fits(key: str, value) -> bool:
 
 
 def find(name: str, count: int | None = None) -> Gpu:
-    """Return the table's GPU of that name; "detect": this machine's, with its usable memory.
+    """Return the GPU with this name from the table; "detect": this machine's GPU, with its usable memory.
 
-    Args: count: the number of GPUs that the job uses here (default: all); the one with the least memory is returned.
-    Raises: UserError for a name that is not in the table, or when there is no GPU to detect.
+    Args: count: number of GPUs that the job uses here (default: all); the GPU with the least memory is returned.
+    Raises: UserError for a name that is not in the table, or if no GPU is detected.
     """
     known = table()
     if name == "detect":
         if not visible():
-            why = why_torch_sees_none() or "no GPU is visible to PyTorch"
-            raise UserError(f"--gpu_type detect: {why}. To plan for another machine, name its GPU: {', '.join(known)}.")
+            why = why_no_gpu() or "no GPU is visible to PyTorch"
+            raise UserError(f"--gpu_type detect: {why}. To plan for another machine, set its GPU: {', '.join(known)}.")
         device, note = tightest(count)
         if note:
             print(f"note: {note}", flush=True)
-        known_gpu = by_device_name(device.name) or _slice(device.name)
-        if known_gpu is None:
-            print(f"note: the speeds of {device.name} are not known ({USER_TABLE}=file.json tells them): times are "
-                  "estimated with an A100's", flush=True)  # fmt: skip
-        base = asdict(known_gpu or GPUS["a100-80g"])
+        listed = by_device_name(device.name) or _slice(device.name)
+        if listed is None:
+            print(f"note: the speed of {device.name} is unknown (set it in {USER_TABLE}=file.json): times are for an "
+                  "A100", flush=True)  # fmt: skip
+        base = asdict(listed or GPUS["a100-80g"])
         return Gpu(**{**base, "device_name": device.name, "memory_gib": round(device.usable_bytes / 2**30, 2),
                       "bf16": device.capability >= (8, 0), "fp8": device.capability >= FP8_CAPABILITY})  # fmt: skip
-    meant = [name.lower()] if name.lower() in known else [key for key in known if _stands_for(name, key)]
-    if not meant and (device := by_device_name(name)):  # nvidia-smi's name
-        meant = [key for key, gpu in known.items() if gpu == device]
-    if len(meant) > 1:
-        raise UserError(f"--gpu_type {name}: there are several: {', '.join(meant)}; name one of them.")
-    if not meant and re.match(AMD, name.lower()):
+    matches = [name.lower()] if name.lower() in known else [key for key in known if _stands_for(name, key)]
+    if not matches and (device := by_device_name(name)):  # nvidia-smi's name
+        matches = [key for key, gpu in known.items() if gpu == device]
+    if len(matches) > 1:
+        raise UserError(f"--gpu_type {name}: matches several GPUs: {', '.join(matches)}; use one of these names.")
+    if not matches and re.match(AMD, name.lower()):
         raise UserError(
-            f"--gpu_type {name}: AMD's GPUs are not supported yet: the pinned torch, DeepSpeed and bitsandbytes are "
-            f"those for CUDA. An entry in {USER_TABLE}=file.json gives figures for its memory all the same."
+            f"--gpu_type {name}: AMD GPUs are not supported yet: the pinned torch, DeepSpeed and bitsandbytes are CUDA "
+            f"builds. To plan for its memory anyway, add an entry in {USER_TABLE}=file.json."
         )
-    if not meant:
+    if not matches:
         close = difflib.get_close_matches(name.lower(), known, 1, 0.7)
         hint = f"; did you mean {close[0]}?" if close else "."
         raise UserError(
-            f"--gpu_type {name}: not in the table{hint} Known: {', '.join(known)}; more with {USER_TABLE}=file.json."
+            f"--gpu_type {name}: not in the table{hint} Known: {', '.join(known)}; add it in {USER_TABLE}=file.json."
         )
-    return known[meant[0]]
+    return known[matches[0]]
 
 
 def _stands_for(name: str, key: str) -> bool:
-    """Return whether a user's name is a table's without its memory: h200, 4090, "RTX 4090", h100-sxm."""
+    """Return whether a name is a key of the table without its memory size: h200, 4090, "RTX 4090", h100-sxm."""
 
     def plain(text: str) -> str:
         return re.sub(r"nvidia|geforce|rtx|sxm\d?|[^a-z0-9]", "", re.sub(r"(?<=\d)gb", "g", text.lower()))
@@ -296,7 +295,7 @@ def _stands_for(name: str, key: str) -> bool:
 
 
 def by_device_name(device_name: str) -> Gpu | None:
-    """Return the table's entry for a torch device name; None if unknown, a MIG slice or a laptop chip."""
+    """Return the table's entry for a torch device name; None for an unknown GPU, a MIG slice or a laptop chip."""
     for name, listed in ALSO_NAMED.items():
         device_name = device_name.replace(name, listed)
     words = set(device_name.split())
@@ -308,7 +307,7 @@ def by_device_name(device_name: str) -> Gpu | None:
 
 
 def _slice(device_name: str) -> Gpu | None:
-    """Return a Gpu with a MIG slice's share of the speeds ("MIG 3g.40gb": 3 of 7); None for no slice."""
+    """Return a Gpu with a MIG slice's share of the speed ("MIG 3g.40gb": 3 of 7); None if it is not a slice."""
     card, is_slice, profile = device_name.partition(" MIG ")
     gpu = by_device_name(card)
     if not is_slice or gpu is None or not profile[:1].isdigit():
@@ -318,32 +317,32 @@ def _slice(device_name: str) -> Gpu | None:
 
 
 def note(gpu: Gpu) -> str | None:
-    """Return a note if the pinned torch build has no kernels for this GPU; else None."""
+    """Return a note if the pinned torch build lacks kernels for this GPU; else None."""
     if not any(name in gpu.device_name for name in BEFORE_SM_75):
         return None
     return (
-        f"note: {gpu.device_name}: the pinned torch is built for CUDA 13, which has no kernels for GPUs before compute "
-        "capability 7.5; the plan holds for a torch build for CUDA 12 that still has them"
+        f"note: {gpu.device_name}: the pinned torch is built for CUDA 13, without kernels for GPUs before compute "
+        "capability 7.5; the plan is valid for a torch build for CUDA 12 that still has them"
     )
 
 
 def peak_flops(device_name: str) -> float | None:
-    """Return the peak FLOP/s of 16-bit products; None for a device that is not in the table."""
+    """Return the peak FLOP/s of 16-bit matrix products; None for a device that is not in the table."""
     gpu = by_device_name(device_name)
     return gpu.tflops * 1e12 if gpu else None
 
 
 def check_devices(count: int, use_cpu: bool) -> None:
-    """Check that this machine has a GPU (or CPU cores) for each of `count` processes.
+    """Check that this machine has a GPU (or CPU core) for each of `count` processes.
 
-    Raises: UserError for more processes than GPUs; without a GPU for more than 8 a core (above 1 prints a note).
+    Raises: UserError for more processes than GPUs or, without a GPU, for more than 8 per core.
     """
     import torch
 
-    if use_cpu or not torch_sees_some():
+    if use_cpu or not torch_sees_gpu():
         cores = distributed.cores()
         if count > 8 * cores:
-            raise UserError(f"GPUS={count}: this machine has no GPU and only {cores} CPU cores.")
+            raise UserError(f"GPUS={count}: this machine has only {cores} CPU cores, without a GPU.")
         if count > cores:
             print(
                 f"note: {count} CPU processes share {cores} core{'s' * (cores > 1)}; expect it to be slow", flush=True
@@ -355,22 +354,22 @@ def check_devices(count: int, use_cpu: bool) -> None:
 
 
 def is_ampere_or_later(planned: Gpu | None) -> bool:
-    """Return whether the planned GPU, else this machine's, has bf16 arithmetic, FlashAttention and Triton's kernels."""
+    """Return whether the planned GPU, or else this machine's, supports bf16, FlashAttention and Triton kernels."""
     import torch
 
     return planned.bf16 if planned else torch.cuda.is_bf16_supported(including_emulation=False)
 
 
 def groups_products(planned: Gpu | None) -> bool:
-    """Return whether the planned GPU, else this machine's, has one kernel for the products of all experts in bf16."""
+    """Return whether the planned GPU, or else this machine's, multiplies by all experts in one bf16 kernel."""
     import torch
 
     return planned.groups_products if planned else torch.cuda.get_device_capability()[0] in (9, 10)
 
 
 def cpu_has_bf16() -> bool:
-    """Return whether this CPU multiplies bf16 numbers itself."""
+    """Return whether this CPU has bf16 instructions."""
     import torch
 
-    found = torch.cpu.get_capabilities()
-    return any(found.get(name) for name in ("avx512_bf16", "amx_bf16"))
+    capabilities = torch.cpu.get_capabilities()
+    return any(capabilities.get(name) for name in ("avx512_bf16", "amx_bf16"))

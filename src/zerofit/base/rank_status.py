@@ -1,4 +1,4 @@
-"""Write a rank's status for its supervisor: a heartbeat, a failure record, and the stack on request."""
+"""Write a rank's status for its supervisor: heartbeats, a failure record, and stacks on request."""
 
 import contextlib
 import ctypes
@@ -18,49 +18,46 @@ from pathlib import Path
 from zerofit.base import distributed, paths
 from zerofit.base.errors import EXIT_CODES, DiskFull, Diverged, Hung, OutOfMemory, Stopped, Unavailable, UserError
 
-FOLDER = "ZEROFIT_ATTEMPT"  # environment variable: the attempt's folder; unset: no supervisor, nothing is written
+FOLDER = "ZEROFIT_ATTEMPT"  # environment variable: the attempt's folder; if unset, nothing is written
 
-ASKED = "asked"  # in the attempt's folder: its supervisor has had a signal, and has asked the ranks to save and end
+SAVE_REQUESTED_FILE = "asked"  # in the attempt's folder: after a signal, its supervisor asked the ranks to save and end
 
-HUNG = "hung.json"  # in the attempt's folder: the supervisor has ended its ranks, which made no step
+HUNG_FILE = "hung.json"  # in the attempt's folder: its supervisor ended the ranks, which made no progress
 
 RUN_FOLDER = "ZEROFIT_RUN_FOLDER"  # environment variable: the run folder, for the agents of a job on several nodes
 
 SUPERVISOR = "ZEROFIT_SUPERVISOR"  # environment variable: the supervisor's process id
 
-# Sent by SLURM, by users, by torchrun's agent and by a terminal that closes: the ranks save and end.
-ASKS_TO_SAVE = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
+# Sent by SLURM, users, torchrun's agent and a closing terminal: the ranks save and end.
+SAVE_SIGNALS = (signal.SIGTERM, signal.SIGUSR1, signal.SIGHUP)
 
-SENT_TO_ALL = (signal.SIGTERM, signal.SIGUSR1)  # by SLURM, to every process of a job
+BROADCAST_SIGNALS = (signal.SIGTERM, signal.SIGUSR1)  # sent by SLURM to every process of a job
 
-WRITES_STACK = signal.SIGQUIT  # to a rank under a supervisor
+STACK_SIGNAL = signal.SIGQUIT  # sent to a rank under a supervisor
 
-ONE_SIGNAL_SECONDS = 1.0  # signals that ask for a save count as one
+ONE_SIGNAL_SECONDS = 1.0  # signals within this time count as one
 
-ENDS_RANKS = signal.SIGUSR2  # sent by torchrun to the remaining ranks when one has failed
+TORCHRUN_END_SIGNAL = signal.SIGUSR2  # sent by torchrun to the remaining ranks after one failed
 
+STACK_SECONDS = 2.0  # time for ranks to write their stacks
 
-STACK_SECONDS = 2.0  # for ranks to write their stacks
-
-BEAT_SECONDS = 5.0  # between heartbeats while a checkpoint is written
+BEAT_SECONDS = 5.0  # between heartbeats while a checkpoint is saved
 
 LOOK_SECONDS = 1.0  # between checks that the supervisor is alive
 
-_PR_SET_PDEATHSIG = 1  # of prctl(2)
+_PR_SET_PDEATHSIG = 1  # option of prctl(2)
 
-# Process id, optimizer step, seconds of time.monotonic(), phase (base/phases.py): setting the clock or suspending the
-# machine is no hang. On Linux all processes of a machine share it, so the supervisor can compare; a heartbeat is read
-# on its own node only.
+# Process id, optimizer step, seconds of time.monotonic(), phase (base/phases.py). With this clock, a changed time or a
+# suspended machine is not a hang. All processes of a Linux machine share it; heartbeats are only read on their node.
 _HEARTBEAT_FILE = struct.Struct("<qqd16s")
 
-# Messages of gloo and NCCL in a rank that fails because another rank was lost.
-_OF_A_PEER = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError",
+# Messages of gloo and NCCL in a rank that fails because a peer was lost.
+_PEER_LOST = ("Connection closed by peer", "Connection reset by peer", "Broken pipe", "ncclRemoteError",
               "Connection refused", "NCCL communicator was aborted", "Socket Timeout",
               "Timed out waiting")  # fmt: skip
 
-
-# Out-of-memory messages of CUDA and its libraries, beside torch.OutOfMemoryError: near the limit the allocation that
-# fails may be a library's workspace, a kernel's local memory, a context or NCCL's buffers.
+# Out-of-memory messages of CUDA and its libraries, in addition to torch.OutOfMemoryError: the allocation may be for a
+# library's workspace, a kernel's local memory, a context or NCCL's buffers.
 _GPU_IS_FULL = ("CUDA error: out of memory", "CUBLAS_STATUS_ALLOC_FAILED", "CUSOLVER_STATUS_ALLOC_FAILED",
                 "CUSPARSE_STATUS_INSUFFICIENT_RESOURCES", "CUDNN_STATUS_ALLOC_FAILED", "Cuda failure 2 'out of memory'",
                 "Triton Error [CUDA]: out of memory")  # fmt: skip
@@ -76,9 +73,9 @@ def folder() -> Path | None:
 
 
 def end_with_rank_only(worker: int) -> None:
-    """Let a data worker end at a SIGTERM of its rank, which torch sends, but not at SLURM's to every process.
+    """End a data worker on SIGTERM from its rank, which torch sends, but not on SLURM's SIGTERM to every process.
 
-    torch's own handler would end it at both, and with it the rank, which still has a step to finish.
+    torch's handler would end it in both cases, and with it the rank, which still has to finish a step.
     """
 
     def wait() -> None:
@@ -91,10 +88,10 @@ def end_with_rank_only(worker: int) -> None:
 
 
 def end_with_supervisor() -> None:
-    """End this process (torchrun or a rank) when its supervisor dies, so that no orphan continues to train.
+    """End this process (torchrun or a rank) if its supervisor dies, so that no orphan continues to train.
 
-    The kernel kills it with its parent (PR_SET_PDEATHSIG), even a hung rank. A thread polls as well, since DeepSpeed's
-    launcher puts one more process in between, and the parent may have died before the call.
+    The kernel kills it with its parent (PR_SET_PDEATHSIG), even a hung rank. A thread also polls the supervisor, since
+    DeepSpeed's launcher adds a process in between, and the parent may have died before the call.
     """
     if not os.environ.get(SUPERVISOR):
         return
@@ -108,21 +105,21 @@ def _end_after(supervisor: int) -> None:
 
     with contextlib.suppress(psutil.Error):
         process = psutil.Process(supervisor)
-        while is_there(process):
+        while is_alive(process):
             time.sleep(LOOK_SECONDS)
     os.kill(os.getpid(), signal.SIGKILL)
 
 
-def is_of(process, where: Path) -> bool:
-    """Return whether a psutil process is a rank of the attempt with this folder, or its launcher or data worker.
+def belongs_to_attempt(process, where: Path) -> bool:
+    """Return whether a psutil process is a rank of the attempt with this folder, its launcher or its data worker.
 
-    Raises: psutil.Error for a process that has ended, or another user's.
+    Raises: psutil.Error for a process that has ended or belongs to another user.
     """
     return process.environ().get(FOLDER) == str(where)
 
 
-def is_there(process) -> bool:
-    """Return whether a psutil process still runs; a zombie does not."""
+def is_alive(process) -> bool:
+    """Return whether a psutil process is running and not a zombie."""
     import psutil
 
     try:
@@ -132,14 +129,14 @@ def is_there(process) -> bool:
 
 
 def record(error: BaseException) -> None:
-    """Write rank<r>.json with kind, error and traceback; only the first error of a rank is kept."""
+    """Write rank<r>.json with kind, error and traceback, for the first error of a rank."""
     attempt = folder()
     if attempt is None:
         return
     rank = int(os.environ.get("RANK", "0"))
     entry = {
-        "rank": rank, "time": time.time(), "kind": kind(error), "error": in_a_line(error),
-        "traceback": "".join(traceback.format_exception(error)), "of_a_peer": of_a_peer(error),
+        "rank": rank, "time": time.time(), "kind": kind(error), "error": error_line(error),
+        "traceback": "".join(traceback.format_exception(error)), "of_a_peer": caused_by_peer(error),
         "phase": getattr(error, "phase", ""), "collectives": getattr(error, "collectives", {}),
         "what_next": getattr(error, "what_next", ""),
     }  # fmt: skip
@@ -148,13 +145,13 @@ def record(error: BaseException) -> None:
 
 
 def write_json(file: Path, value: dict) -> None:
-    """Write a JSON file whole, or none where the folder is gone or its disk full: that must not hide a rank's error."""
+    """Write a JSON file atomically; ignore a missing folder or full disk, which must not hide a rank's error."""
     with contextlib.suppress(OSError):
         paths.write_text(file, json.dumps(value))
 
 
-def in_a_line(error: BaseException) -> str:
-    """Return type and message; of a data worker's error, which arrives as a traceback, the last line."""
+def error_line(error: BaseException) -> str:
+    """Return type and message; for a data worker's error, the last line of its traceback."""
     text = str(error)
     if text.startswith("Caught ") and "Original Traceback" in text:
         return f"{text.strip().splitlines()[-1]} (in a data worker)"
@@ -193,7 +190,7 @@ def gpu_is_full(error: BaseException) -> bool:
 
 
 def host_is_full(error: BaseException) -> bool:
-    """Return whether Python or torch raised the error because host memory, pinned included, ran out."""
+    """Return whether Python or torch raised the error because host memory, including pinned memory, ran out."""
     if isinstance(error, MemoryError) or "DefaultCPUAllocator: can't allocate memory" in str(error):
         return True
     return "CUDA error: out of memory" in str(error) and _while_pinning(error)
@@ -203,13 +200,13 @@ def disk_is_full(error: BaseException) -> bool:
     """Return whether Python, safetensors (Rust) or torch's archive writer failed because a disk is full."""
     if isinstance(error, OSError) and error.errno in (errno.ENOSPC, errno.EDQUOT):
         return True
-    if isinstance(error, RuntimeError) and "inline_container.cc" in str(error):  # torch's writer of archives
+    if isinstance(error, RuntimeError) and "inline_container.cc" in str(error):  # torch's archive writer
         return any(message in str(error) for message in ("unexpected pos", "failed writing", "file write failed"))
     return any(message in str(error) for message in ("os error 28", "No space left on device"))
 
 
 def _while_pinning(error: BaseException) -> bool:
-    """Return whether pinning host memory raised the error; CUDA has one message for both memories."""
+    """Return whether pinning host memory raised the error; CUDA uses the same message for both kinds of memory."""
     return any(frame.name in _PINS for frame in traceback.extract_tb(error.__traceback__))
 
 
@@ -219,18 +216,18 @@ def _little_is_free() -> bool:
 
     try:
         free, total = torch.cuda.mem_get_info()
-    except (RuntimeError, AssertionError):  # the error has broken the context
+    except (RuntimeError, AssertionError):  # the error broke the context
         return False
     return free < 0.05 * total
 
 
-def of_a_peer(error: BaseException) -> bool:
-    """Return whether the error is only the consequence of another rank's death."""
-    return any(message in str(error) for message in _OF_A_PEER)
+def caused_by_peer(error: BaseException) -> bool:
+    """Return whether the error is a consequence of another rank's death."""
+    return any(message in str(error) for message in _PEER_LOST)
 
 
 def records(where: Path) -> list[dict]:
-    """Return the failure records of an attempt, by time, those caused by another rank's death last."""
+    """Return the failure records of an attempt by time; records caused by another rank's death come last."""
     entries = [json.loads(file.read_text(encoding="utf-8")) for file in where.glob("rank*.json")]
     return sorted(entries, key=lambda entry: (entry["of_a_peer"], entry["time"]))
 
@@ -238,8 +235,7 @@ def records(where: Path) -> list[dict]:
 class Heartbeat:
     """Publish a rank's progress in 40 bytes of shared memory.
 
-    They are written at every optimizer step and evaluation batch (1 us), and every BEAT_SECONDS while a checkpoint is
-    written."""
+    It is written (in 1 us) at every optimizer step and evaluation batch, and every BEAT_SECONDS during a save."""
 
     def __init__(self):
         self.map, self.phase = None, b""
@@ -251,16 +247,16 @@ class Heartbeat:
             file.truncate(_HEARTBEAT_FILE.size)
             self.map = mmap.mmap(file.fileno(), _HEARTBEAT_FILE.size)
         self.stack = (attempt / f"stack{rank}.txt").open("w")
-        faulthandler.register(WRITES_STACK, file=self.stack, all_threads=True)
-        for number in SENT_TO_ALL:  # until it trains, the supervisor decides (StopRequest)
+        faulthandler.register(STACK_SIGNAL, file=self.stack, all_threads=True)
+        for number in BROADCAST_SIGNALS:  # until it trains, the supervisor decides (StopRequest)
             signal.signal(number, signal.SIG_IGN)
 
     def beat(self, step: int) -> None:
         if self.map is not None:
             _HEARTBEAT_FILE.pack_into(self.map, 0, os.getpid(), step, time.monotonic(), self.phase)
 
-    def tell(self, phase: str) -> None:
-        """Write the phase that the rank is in; it is no progress by itself."""
+    def set_phase(self, phase: str) -> None:
+        """Publish the phase of the rank, which does not count as progress."""
         self.phase = phase.encode()
         if self.map is not None:
             struct.pack_into("16s", self.map, _HEARTBEAT_FILE.size - 16, self.phase)
@@ -269,7 +265,7 @@ class Heartbeat:
     def beating(self, step: int):
         """Beat from a thread while the body runs, so that a long save does not count as a hang.
 
-        A rank missing from one of the save's collectives still ends the job, after --ddp_timeout.
+        If a rank is missing in a collective of the save, --ddp_timeout still ends the job.
         """
         if self.map is None:
             yield
@@ -291,24 +287,24 @@ class Heartbeat:
 
 
 class StopRequest:
-    """Whether a signal has asked this rank to save and end, whoever has started it."""
+    """A request to save and end, from a signal to this rank."""
 
     received = None  # time.monotonic() of the first signal
 
     @classmethod
     def ask(cls) -> None:
-        """Ask as a signal does; for a program that trains in a thread, where Python hears none."""
+        """Make a request without a signal, for a program that trains in a thread, where Python receives none."""
         cls.received = time.monotonic()
 
     def listen(self) -> None:
-        """Note signals that ask for a save, from now on.
+        """Record signals that request a save.
 
-        A supervisor ends ranks with SIGHUP, and hears a second signal itself. Without one, the second ends the rank;
-        under torchrun it does not: SLURM signals each process, and the agent passes its own on, perhaps much later.
+        A supervisor ends ranks with SIGHUP and handles a second signal itself. Without a supervisor, the second signal
+        ends the rank, but not under torchrun: SLURM signals each process, and the agent may forward its signal later.
         """
-        if threading.current_thread() is not threading.main_thread():  # a program of one's own: signals are its affair
+        if threading.current_thread() is not threading.main_thread():  # a custom program handles signals itself
             return
-        for number in SENT_TO_ALL if folder() else ASKS_TO_SAVE:
+        for number in BROADCAST_SIGNALS if folder() else SAVE_SIGNALS:
             if number != signal.SIGHUP or signal.getsignal(number) != signal.SIG_IGN:  # nohup
                 signal.signal(number, self._note)
 
@@ -321,15 +317,15 @@ class StopRequest:
 
 
 def handle_signals(handler) -> dict:
-    """Handle SIGINT and what asks for a save, but not a SIGHUP that nohup ignores; return {signal: earlier handler}."""
-    numbers = {signal.SIGINT, *ASKS_TO_SAVE}
+    """Handle SIGINT and SAVE_SIGNALS, except a SIGHUP ignored by nohup; return {signal: previous handler}."""
+    numbers = {signal.SIGINT, *SAVE_SIGNALS}
     if signal.getsignal(signal.SIGHUP) == signal.SIG_IGN:
         numbers.remove(signal.SIGHUP)
     return {number: signal.signal(number, handler) for number in numbers}
 
 
 def receiver(signals: list[int], act: Callable[[int], None]):
-    """Return a handler that adds each signal to a list and calls `act` with it, but for repetitions of the first."""
+    """Return a handler that appends each signal to a list and calls `act`, except for repetitions of the first."""
     first = None
 
     def handle(number, _frame):
@@ -344,34 +340,34 @@ def receiver(signals: list[int], act: Callable[[int], None]):
 
 
 def is_repeated(number: int, first: float | None) -> bool:
-    """Return whether a signal is the one that came at time.monotonic() `first` (None: none did) once more.
+    """Return whether a signal repeats the first one. first: its time.monotonic(); None before any signal.
 
-    `timeout make sft` signals make and all its children, and make passes its own on; so does systemd.
+    `timeout make sft` signals make and all its children, and make forwards its signal; systemd does the same.
     """
-    return first is not None and number in ASKS_TO_SAVE and time.monotonic() - first < ONE_SIGNAL_SECONDS
+    return first is not None and number in SAVE_SIGNALS and time.monotonic() - first < ONE_SIGNAL_SECONDS
 
 
-def ask_to_save(where: Path) -> None:
-    """Ask the ranks of this node that have made a step to save and end; they agree with all others on the step."""
+def request_save(where: Path) -> None:
+    """Request a save from the ranks of this node that have made a step; all ranks agree on the step."""
     for pid, _, _ in heartbeats(where).values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGTERM)
 
 
 def kill_ranks(where: Path) -> None:
-    """End the ranks of this node at once; their agent goes on."""
+    """Kill the ranks of this node immediately; their agent continues."""
     for pid, _, _ in heartbeats(where).values():
         with contextlib.suppress(ProcessLookupError):
             os.kill(pid, signal.SIGKILL)
 
 
 def heartbeats(where: Path) -> dict[int, tuple[int, int, float]]:
-    """{rank: (process id, step, seconds of time.monotonic())} of the ranks that have sent a heartbeat."""
+    """Return {rank: (process id, step, seconds of time.monotonic())} for ranks that sent a heartbeat."""
     return {rank: beat[:3] for rank, beat in _beats(where).items()}
 
 
 def phases(where: Path) -> dict[int, str]:
-    """{rank: the phase that it is in, or "" for one without a name} of the ranks that have sent a heartbeat."""
+    """Return {rank: its phase, or "" for an unnamed one} for ranks that sent a heartbeat."""
     return {rank: phase.rstrip(b"\0").decode() for rank, (_, _, _, phase) in _beats(where).items()}
 
 
@@ -380,7 +376,7 @@ def _beats(where: Path) -> dict[int, tuple]:
     for file in where.glob("heartbeat*"):
         try:
             content = file.read_bytes()
-        except FileNotFoundError:  # the agent has moved it: the attempt has ended
+        except FileNotFoundError:  # the attempt has ended, and the agent moved the file
             continue
         if len(content) == _HEARTBEAT_FILE.size and any(content[:24]):
             beats[int(file.name.removeprefix("heartbeat"))] = _HEARTBEAT_FILE.unpack(content)
@@ -388,10 +384,10 @@ def _beats(where: Path) -> dict[int, tuple]:
 
 
 def write_stacks(where: Path) -> None:
-    """Make every rank of this node write its stack, and wait STACK_SECONDS for it."""
+    """Request the stacks of all ranks of this node, and wait STACK_SECONDS for them."""
     for pid, _, _ in heartbeats(where).values():
         with contextlib.suppress(ProcessLookupError):
-            os.kill(pid, WRITES_STACK)
+            os.kill(pid, STACK_SIGNAL)
     time.sleep(STACK_SECONDS)
 
 

@@ -1,1 +1,1 @@
-"""The certificate of a run: what was checked before the first step and at the end, each with its number."""
+"""The certificate (run manifest): the checks before the first step and at the end, each with its measured number."""

@@ -1,4 +1,4 @@
-"""Check the data before a run: limits on what is lost or repeated, end tokens, positions, tokens of the template."""
+"""Check the data before a run: limits on lost or repeated rows, end tokens, positions, template tokens."""
 
 from zerofit.base import distributed
 from zerofit.data import encoding, end_tokens, inspection
@@ -7,14 +7,14 @@ from zerofit.model import load
 
 
 def check_data(settings, train_set, eval_set, tokenizer) -> None:
-    """Refuse data beyond a limit, before any GPU time is spent.
+    """Refuse data that exceeds a limit before any GPU time is spent.
 
-    Two limits use the statistics; those on repeated rows and overlap decode every row, and only if they are set.
-    Eval rows that are trained on token by token are always said.
+    Two limits use the statistics. The limits on repeated rows and on overlap decode every row, only if they are set.
+    Evaluation rows that occur token by token in the training data are always reported.
     Raises: UserError naming the flag.
     """
-    settings.decisions += note(settings, train_set, eval_set, tokenizer).said
-    settings.decisions += inspection.trained_on(train_set, eval_set) if distributed.rank() == 0 else []
+    settings.decisions += note(settings, train_set, eval_set, tokenizer).sentences
+    settings.decisions += inspection.eval_rows_in_training(train_set, eval_set) if distributed.rank() == 0 else []
     inspection.enforce(settings, inspection.fractions(train_set))
     if settings.max_duplicate_fraction == settings.max_eval_overlap_fraction == 1:
         return
@@ -22,18 +22,18 @@ def check_data(settings, train_set, eval_set, tokenizer) -> None:
     settings.decisions += inspection.skipped(settings, eval_set)
     checks_overlap = settings.max_eval_overlap_fraction < 1 and eval_set is not None
     held_out = inspection.scan(eval_set.dataset, tokenizer) if checks_overlap else None
-    everything = inspection.of_all_epochs(train_set, train, tokenizer) if checks_overlap else train
+    everything = inspection.scan_all_epochs(train_set, train, tokenizer) if checks_overlap else train
     inspection.enforce(settings, inspection.fractions(train_set, train, held_out, everything))
 
 
 def note(settings, train_set, eval_set, tokenizer) -> end_tokens.Ends:
-    """Add what the rows say about labels, positions and template to the settings, and return where answers end."""
+    """Add decisions about labels, positions and the template to the settings, and return the end tokens of answers."""
     settings.decisions += settings.objective.check_rows(settings, train_set)
     _note_positions(train_set, eval_set, settings)
     _check_template_text(settings, train_set, tokenizer)
     ends = train_set.statistics.get("ends", [])
-    own_end_only = {entry["token"] for entry in ends} <= {tokenizer.eos_token}
-    return end_tokens.decide(ends, tokenizer, () if own_end_only else load.known_ends(settings))
+    eos_only = {entry["token"] for entry in ends} <= {tokenizer.eos_token}
+    return end_tokens.decide(ends, tokenizer, () if eos_only else load.known_ends(settings))
 
 
 def _note_positions(train_set, eval_set, settings) -> None:
@@ -41,22 +41,22 @@ def _note_positions(train_set, eval_set, settings) -> None:
     most = getattr(load.load_config(settings).get_text_config(), "max_position_embeddings", None)
     longest = max(rows.statistics["longest"] for rows in (train_set, eval_set) if rows is not None)
     if most and longest > most:
-        said = (
-            f"rows have up to {longest:,} tokens, but the model was made for {most:,} (max_position_embeddings): use "
+        sentence = (
+            f"rows have up to {longest:,} tokens, but the model supports {most:,} (max_position_embeddings): use "
             f"--max_length {most}"
         )
-        settings.decisions.append(Decision(said, "max_length"))
+        settings.decisions.append(Decision(sentence, "max_length"))
 
 
 def _check_template_text(settings, train_set, tokenizer) -> None:
-    """Add the certificate's line about tokens in the loss that the chat template wrote, and say what can be left out.
+    """Add the certificate's line about template tokens in the loss, and suggest --mask_generation_prompt.
 
-    Counted while the data were tokenized, on the first rows of each source.
+    The tokens were counted on the first rows of each source while the data were tokenized.
     """
     counted = train_set.statistics["template_text"]
     rows, supervised, openings = (counted[name] for name in ("rows", "supervised", "openings"))
     if not rows:
-        sentence = "no row was counted: they have no chat template, or all of their text is trained on"
+        sentence = "not counted: the rows use no chat template, or all of their text is trained on"
         settings.checks.append(Check("template_tokens", None, f"template tokens: {sentence}"))
         return
     numbers = {
@@ -69,15 +69,15 @@ def _check_template_text(settings, train_set, tokenizer) -> None:
     }
     sentence = (
         f"template tokens: {counted['template']:,} of {supervised:,} tokens in the loss of {rows:,} sampled rows "
-        f"({numbers['share']:.1%}), besides {counted['end']:,} end tokens; {openings:,} of them are an empty wrapper "
-        "or belong to the generation prompt"
+        f"({numbers['share']:.1%}), in addition to {counted['end']:,} end tokens; {openings:,} of them are an empty "
+        "wrapper or belong to the generation prompt"
     )
     holds = not (openings and settings.mask_generation_prompt)
     settings.checks.append(Check("template_tokens", holds, sentence, numbers))
     if openings and holds:
         written = " or ".join(map(repr, encoding.Encoder(tokenizer).openings))
-        said = (
-            f"chat template: {openings / supervised:.1%} of the tokens in the loss are {written}, which no row holds; "
-            "--mask_generation_prompt true leaves them out (docs/templates.md)"
+        sentence = (
+            f"chat template: {openings / supervised:.1%} of the tokens in the loss are {written}, which the data do "
+            "not contain; --mask_generation_prompt true excludes them (docs/templates.md)"
         )
-        settings.decisions.append(Decision(said, "chat_template"))
+        settings.decisions.append(Decision(sentence, "chat_template"))

@@ -1,4 +1,4 @@
-"""Recompute the loss of the first rows by the plain formula, one document at a time."""
+"""Recompute the loss of the first rows with a plain cross entropy, one document at a time."""
 
 import inspect
 
@@ -11,29 +11,29 @@ from zerofit.data.batches import documents, join
 from zerofit.data.conversations import IGNORE
 from zerofit.job.settings import Check
 
-DOCUMENTS, TOKENS = 8, 8192  # recomputed on each rank at most, but a document at least
+MAX_DOCUMENTS, MAX_TOKENS = 8, 8192  # recomputed on each rank; at least one document
 
-OF_STAGE_3 = 2, 1024  # the same where each forward moves all weights
+STAGE_3_LIMITS = 2, 1024  # (documents, tokens): under ZeRO-3 each forward gathers all weights
 
-LONGEST = 4096  # tokens of a document, from its end: its answer
+MAX_DOCUMENT_TOKENS = 4096  # counted from the end, which holds the answer
 
-LOGITS = 1 << 25  # numbers of logits made at once: 128 MB in fp32
+MAX_LOGITS = 1 << 25  # logits of one forward: 128 MB in fp32
 
 BOUND = {"fp32": 1e-4, "bf16": 2e-2, "fp16": 2e-2}  # relative
 
-# The same for a base in 8 bits at any precision: its products round their inputs to 8 bits, and bitsandbytes chooses
-# the columns that it leaves out of that by all rows of a batch, so a document has other logits beside other ones.
+# A base in 8 bits needs this bound at any precision: its products round their inputs to 8 bits, and bitsandbytes
+# selects the outlier columns from all rows of a batch, so the logits of a document depend on the other rows.
 BOUND_8BIT = BOUND["bf16"]
 
-ENOUGH = 64  # tokens over whose mean 16-bit roundings cancel out to BOUND; of fewer the bound is wider
+MIN_TOKENS = 64  # 16-bit rounding errors average out to BOUND over this many tokens; fewer tokens widen the bound
 
-LEAST = 0.1  # nats a token below which a loss is too small for a relative difference
+MIN_LOSS = 0.1  # nats per token; a smaller loss is too small for a relative difference
 
 
 def check(trainer) -> Check:
-    """Compare the trainer's loss of the first rows of each rank with sum of cross entropies / supervised tokens.
+    """Compare the trainer's loss of each rank's first rows with (sum of cross entropies) / (supervised tokens).
 
-    The supervised tokens are those of the whole first step, counted in the data. Collective.
+    The supervised tokens of the complete first step are counted in the data. Collective.
     """
     reason = _not_checked(trainer)
     if reason:
@@ -43,39 +43,39 @@ def check(trainer) -> Check:
     trainer.model.eval()
     with torch.no_grad(), trainer.compute_loss_context_manager():
         try:
-            own = _loss_of_trainer(trainer, rows, supervised)
+            trainer_loss = _trainer_loss(trainer, rows, supervised)
             total, count = _summed_cross_entropy(trainer, [d for row in rows for d in documents(row)])
         except torch.OutOfMemoryError:
-            if distributed.size() > 1:  # the other ranks wait for this one's forwards
+            if distributed.size() > 1:  # the other ranks wait for the forwards of this rank
                 raise
             return Check("loss", None, "loss: not recomputed: out of memory")
         finally:
             trainer.model.train(was_training)
-    return _line(trainer, distributed.all_gather((own, total / supervised, count)), supervised)
+    return _line(trainer, distributed.all_gather((trainer_loss, total / supervised, count)), supervised)
 
 
-def _line(trainer, of_ranks: list[tuple[float, float, int]], supervised: int) -> Check:
-    """Return the line of the rank that differs most. of_ranks: (trainer's loss, plain loss, tokens) of each."""
+def _line(trainer, losses: list[tuple[float, float, int]], supervised: int) -> Check:
+    """Return the check for the rank that differs most. losses: (trainer's loss, plain loss, tokens) by rank."""
     settings, differences = trainer.settings, []
-    bound_of_many = BOUND_8BIT if settings.values.get("load_in_8bit") else BOUND[settings.precision]
-    for own, plain, count in of_ranks:
-        size = max(plain, LEAST * count / supervised, 1e-30)
-        few = max(1.0, (ENOUGH / max(1, count)) ** 0.5) if bound_of_many > BOUND["fp32"] else 1.0
-        differences.append((abs(own - plain) / size, bound_of_many * few, own, plain))
-    worst, bound, own, plain = max(differences, key=lambda d: d[0] / d[1] if d[0] == d[0] else float("inf"))
-    holds, tokens = worst <= bound, sum(count for _, _, count in of_ranks)
-    over = f"the {supervised:,} supervised tokens of the effective batch" if whole_step(trainer) else "their number"
+    base_bound = BOUND_8BIT if settings.values.get("load_in_8bit") else BOUND[settings.precision]
+    for actual, plain, count in losses:
+        size = max(plain, MIN_LOSS * count / supervised, 1e-30)
+        factor = max(1.0, (MIN_TOKENS / max(1, count)) ** 0.5) if base_bound > BOUND["fp32"] else 1.0
+        differences.append((abs(actual - plain) / size, base_bound * factor, actual, plain))
+    worst, bound, actual, plain = max(differences, key=lambda d: d[0] / d[1] if d[0] == d[0] else float("inf"))
+    holds, tokens = worst <= bound, sum(count for _, _, count in losses)
+    over = f"the {supervised:,} supervised tokens of the step" if counts_full_step(trainer) else "their count"
     return Check(
         "loss",
         holds,
         f"loss: {'equals' if holds else 'is NOT'} the sum of the cross entropies of {tokens:,} tokens, one document at "
         f"a time, over {over} (relative difference {worst:.1e}, bound {bound:.0e})",
-        {"tokens": tokens, "supervised_in_step": supervised, "trainer": own, "plain": plain, "relative": worst},
+        {"tokens": tokens, "supervised_in_step": supervised, "trainer": actual, "plain": plain, "relative": worst},
     )
 
 
-def whole_step(trainer) -> bool:
-    """Return whether a step divides its loss by the tokens of all of its rows, which are known in advance."""
+def counts_full_step(trainer) -> bool:
+    """Return whether a step divides its loss by the tokens of all its rows, which can be counted in advance."""
     args = trainer.args
     return trainer.tokens.stream is None and (args.average_tokens_across_devices or args.world_size == 1)
 
@@ -84,23 +84,23 @@ def _not_checked(trainer) -> str:
     settings = trainer.settings
     if trainer.objective.not_recomputed:
         return trainer.objective.not_recomputed
-    if trainer.own_loss:
-        return "the recipe has its own loss"
+    if trainer.has_custom_loss:
+        return "the recipe computes a custom loss"
     if settings.ranks_per_row > 1:
         return "the rows are split over ranks"
     if trainer.router_loss:
-        return "a router loss of the experts is added"
+        return "the loss includes a router loss"
     if settings.values.get("adapter") in ("prompt_tuning", "p_tuning"):
-        return "virtual tokens stand before the rows"
+        return "virtual tokens precede the rows"
     if trainer.tokens.stream is not None and settings.packing:
-        return "packs of a stream are made while training"
+        return "a stream is packed during training"
     if not trainer.model_accepts_loss_kwargs:
-        return f"{trainer.architecture} divides its loss itself"
+        return f"{trainer.architecture} does not accept the token count of the step"
     return ""
 
 
 def _first_rows(trainer) -> tuple[list[dict], int]:
-    """Return (this rank's first rows, cut; supervised tokens of the step that they begin, on all ranks)."""
+    """Return (this rank's first rows, truncated; supervised tokens of their step on all ranks)."""
     settings, dataset, micro = trainer.settings, trainer.train_dataset, trainer.args.per_device_train_batch_size
     if trainer.tokens.stream is not None:
         rows = [trainer.tokens.dataset[i] for i in range(min(2, len(trainer.tokens)))]
@@ -108,18 +108,18 @@ def _first_rows(trainer) -> tuple[list[dict], int]:
         sampler = trainer.train_sampler
         epoch, place = divmod(trainer.state.global_step, len(sampler) // sampler.multiple)
         order = sampler.indices(epoch)[place * sampler.multiple : (place + 1) * sampler.multiple]
-        own = settings.data_rank(distributed.rank()) * micro
-        rows = [dataset[i] for i in order[own : own + micro]]
-    rows = _few(trainer, rows)
-    step = (dataset[i] for i in order) if whole_step(trainer) else rows
+        start = settings.data_rank(distributed.rank()) * micro
+        rows = [dataset[i] for i in order[start : start + micro]]
+    rows = _limited(trainer, rows)
+    step = (dataset[i] for i in order) if counts_full_step(trainer) else rows
     return rows, max(1, sum(_supervised(d) for row in step for d in documents(row)))
 
 
-def _few(trainer, rows: list[dict]) -> list[dict]:
-    """Return packs of the first documents, a few of them, long ones cut and with labels for one forward each."""
-    most, most_tokens = OF_STAGE_3 if trainer.settings.zero == 3 else (DOCUMENTS, TOKENS)
-    positions = max(16, LOGITS // trainer.model.config.get_text_config().vocab_size)
-    longest = LONGEST if _keeps_some(trainer) else min(LONGEST, positions)
+def _limited(trainer, rows: list[dict]) -> list[dict]:
+    """Return packs of the first documents, truncated to the tokens and labels that one forward can hold."""
+    most, most_tokens = STAGE_3_LIMITS if trainer.settings.zero == 3 else (MAX_DOCUMENTS, MAX_TOKENS)
+    positions = max(16, MAX_LOGITS // trainer.model.config.get_text_config().vocab_size)
+    longest = MAX_DOCUMENT_TOKENS if _selects_logits(trainer) else min(MAX_DOCUMENT_TOKENS, positions)
     packs, count, tokens = [], 0, 0
     for row in rows:
         pack = []
@@ -136,52 +136,52 @@ def _few(trainer, rows: list[dict]) -> list[dict]:
 
 
 def _supervised(row: dict) -> int:
-    """Return the labels that are predicted: the first of a document is not."""
+    """Return the number of predicted labels; the first label of a document is not predicted."""
     return sum(label != IGNORE for label in row["labels"][1:])
 
 
-def _loss_of_trainer(trainer, rows: list[dict], supervised: int) -> float:
-    """Return compute_loss of the collated rows, as a step with `supervised` tokens would scale it."""
+def _trainer_loss(trainer, rows: list[dict], supervised: int) -> float:
+    """Return compute_loss of the collated rows, scaled as in a step with `supervised` tokens."""
     batch = send_to_device(trainer.train_collator(rows), trainer.args.device)
     count = torch.tensor(supervised, device=trainer.args.device)
     with trainer.labels_counted(None):
         loss = trainer.compute_loss(trainer.model_wrapped, batch, num_items_in_batch=count)
-    return loss.item() / trainer.counted_ranks
+    return loss.item() / trainer.loss_world_size
 
 
 def _summed_cross_entropy(trainer, rows: list[dict]) -> tuple[float, int]:
-    """Return (sum of the cross entropies of all labels, their number), by a forward for each document.
+    """Return (sum of the cross entropies of all labels, number of labels), with one forward per document.
 
-    Under ZeRO-3 each forward is collective: every rank makes as many.
+    Under ZeRO-3 each forward is collective, so every rank runs the same number of forwards.
     """
-    model, device, some = trainer.model_wrapped, trainer.args.device, _keeps_some(trainer)
+    model, device, selects = trainer.model_wrapped, trainer.args.device, _selects_logits(trainer)
     total, count = 0.0, 0
     for i in range(max(distributed.all_gather(len(rows)))):
         row = rows[i % len(rows)]
         positions = [place for place, label in enumerate(row["labels"][1:]) if label != IGNORE]
         ids = torch.tensor([row["input_ids"]], device=device)
         targets = torch.tensor(row["labels"], device=device)[1:][positions]
-        kept = {"logits_to_keep": torch.tensor(positions or [0], device=device)} if some else {}
+        kept = {"logits_to_keep": torch.tensor(positions or [0], device=device)} if selects else {}
         logits = model(input_ids=ids, attention_mask=torch.ones_like(ids), use_cache=False, **kept).logits[0]
         if i < len(rows) and positions:
-            logits = logits if some else logits[:-1][positions]
+            logits = logits if selects else logits[:-1][positions]
             total += _cross_entropy(logits.float(), targets, trainer.args.label_smoothing_factor)
             count += len(positions)
     return total, count
 
 
-def _keeps_some(trainer) -> bool:
-    """Return whether the model computes the logits of chosen positions alone."""
-    return "logits_to_keep" in inspect.signature(_innermost(trainer).forward).parameters
+def _selects_logits(trainer) -> bool:
+    """Return whether the model can compute the logits of selected positions only (logits_to_keep)."""
+    return "logits_to_keep" in inspect.signature(_base_model(trainer).forward).parameters
 
 
-def _innermost(trainer):
-    """Return the model without the adapter, whose forward names its arguments."""
+def _base_model(trainer):
+    """Return the model without the adapter; only its forward has named arguments."""
     return trainer.model.get_base_model() if trainer.settings.trains_adapter else trainer.model
 
 
 def _cross_entropy(logits, targets, smoothing: float) -> float:
-    """Return -sum(log p(target)), or with smoothing e: (1 - e) of it and e of the mean over the vocabulary."""
+    """Return -sum(log p(target)); smoothing e mixes (1 - e) of it with e times the mean over the vocabulary."""
     log_probs = functional.log_softmax(logits, dim=-1)
     total = -log_probs.gather(-1, targets[:, None]).double().sum()
     if smoothing:

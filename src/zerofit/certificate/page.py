@@ -19,14 +19,15 @@ MARKS = {True: "holds", False: "FAILS", None: "not checked"}
 
 RED, PLAIN = "\033[31m", "\033[0m"
 
-WHAT = """\
-Each line was checked in this run, by other code than the code that trained: transformers' own rendering of chat
-templates, a plain cross entropy, the files that were written. *Not checked* says why, and is no promise.
+INTRODUCTION = """\
+This certificate is the run manifest: each line was checked in this run by code independent of the training code
+(transformers' rendering of chat templates, a plain cross entropy, the written files). A line marked *not checked* gives
+the reason and guarantees nothing.
 """
 
 
 def ordered(checks: list[Check]) -> list[Check]:
-    """Return the newest check of each name, in the order of a run."""
+    """Return the newest check of each name, in the order of the run."""
     newest = {check.name: check for check in checks}
     return sorted(newest.values(), key=lambda check: ORDER.index(check.name) if check.name in ORDER else len(ORDER))
 
@@ -39,7 +40,7 @@ def holds(settings) -> bool:
 def write(settings, status: str, seconds: float) -> None:
     """Write both files into the run folder.
 
-    Args: status: "before the first step", or how the run ended. seconds: that the costly checks took.
+    Args: status: "before the first step", or how the run ended; seconds: time spent on the expensive checks.
     """
     folder, checks = Path(settings.output_dir), ordered(settings.checks)
     chosen = _chosen(settings)
@@ -60,8 +61,8 @@ def write(settings, status: str, seconds: float) -> None:
     )
     lines = [
         f"# Certificate of {folder.name}", "",
-        f"Status: {status}. {summary(checks)} The checks took {seconds:.1f} s.", "", WHAT,
-        "| | what was checked |", "|---|---|",
+        f"Status: {status}. {summary(checks)} The checks took {seconds:.1f} s.", "", INTRODUCTION,
+        "| | check |", "|---|---|",
         *(f"| {MARKS[check.holds]} | {_cell(check.sentence)} |" for check in checks), "",
         "## Settings that differ from the libraries' defaults", "", "| argument | value | chosen by |", "|---|---|---|",
         *(f"| `{name}` | {_cell(value)} | {_cell(source)} |" for name, value, source in chosen), "",
@@ -73,7 +74,7 @@ def write(settings, status: str, seconds: float) -> None:
 
 
 def _chosen(settings) -> list[tuple]:
-    """Return (argument, value, who chose it) of the arguments that are not a library's default, nor left alone."""
+    """Return (argument, value, source) of the arguments that differ from the library's default."""
     defaults = {f.name: f.default for f in fields(TrainingArguments)}
     return [
         (name, value, "zerofit's default" if source == "default" else source)
@@ -84,23 +85,23 @@ def _chosen(settings) -> list[tuple]:
 
 
 def _cell(value) -> str:
-    """Return a value as a cell of a Markdown table."""
+    """Format a value as a cell of a Markdown table."""
     return printable(str(value)).replace("\n", " ").replace("|", "\\|").replace("<", "&lt;")
 
 
 def summary(checks: list[Check]) -> str:
-    """Return how many lines hold, fail and were not checked."""
-    of = {state: sum(check.holds is state for check in checks) for state in MARKS}
-    text = f"{of[True]} of {of[True] + of[False]} checks hold"
-    text += f", {of[None]} not made" if of[None] else ""
-    return text + ("." if not of[False] else f"; {of[False]} FAIL{'S' * (of[False] == 1)}.")
+    """Return how many checks hold, fail and were not made."""
+    counts = {state: sum(check.holds is state for check in checks) for state in MARKS}
+    text = f"{counts[True]} of {counts[True] + counts[False]} checks hold"
+    text += f", {counts[None]} not made" if counts[None] else ""
+    return text + ("." if not counts[False] else f"; {counts[False]} FAIL{'S' * (counts[False] == 1)}.")
 
 
 def show(settings, names: list[str], terminal: bool) -> None:
-    """Print the lines of these checks and where the page is; those that fail in red on a terminal."""
+    """Print the path of the page and the failed lines of these checks (--verbose: all), failed ones in red."""
     checks = ordered(settings.checks)
     print(f"certificate: {summary(checks)[:-1]} ({Path(settings.output_dir) / 'certificate.md'})", flush=True)
     for check in checks:
-        if check.name in names:
+        if check.name in names and (settings.verbose or check.holds is False):
             line = printable(f"  {MARKS[check.holds]:<11} {check.sentence}")
             print(f"{RED}{line}{PLAIN}" if check.holds is False and terminal else line, flush=True)

@@ -13,15 +13,15 @@ from zerofit.job.settings import Check
 
 
 class Recorder(TrainerCallback):
-    """Make the checks before the first step, and collect those that a run makes later.
+    """Run the checks before the first step, and collect the later ones.
 
-    A check that fails before the first step ends the run: nothing has been trained.
+    A check that fails before the first step ends the run.
     """
 
     def __init__(self, trainer):
         self.trainer, self.first_step, self.printed = trainer, 0, []
-        self.seconds = 0.0  # that the checks took
-        self.compared = False  # the tokens that the first step's loss is divided by
+        self.seconds = 0.0  # time spent on the checks
+        self.count_compared = False  # whether compare_count has run
 
     def on_train_begin(self, args, state, control, **kwargs):
         trainer, settings = self.trainer, self.trainer.settings
@@ -38,12 +38,12 @@ class Recorder(TrainerCallback):
         failed = [check.sentence for check in page.ordered(settings.checks) if check.holds is False]
         if failed := distributed.broadcast(failed):  # rank 0 has all lines
             raise UserError(
-                f"the certificate of this run fails before the first step: {failed[0]}; nothing was trained "
-                f"({settings.output_dir}/certificate.md has all lines)."
+                f"the certificate of this run fails before the first step: {failed[0]}; nothing was trained; see "
+                f"{settings.output_dir}/certificate.md."
             )
 
     def rendering(self) -> Check:
-        """Return the line about the rendering; a data source or a template may fail in ways that say nothing of it."""
+        """Return the check of the rendering; an error in a data source or a template is not a failed check."""
         try:
             return rendering.check(self.trainer)
         except Exception as error:
@@ -51,7 +51,7 @@ class Recorder(TrainerCallback):
 
     @contextlib.contextmanager
     def timed(self):
-        """Add the seconds of the body to those that the checks took."""
+        """Add the time of the body to the time spent on the checks."""
         began = time.perf_counter()
         try:
             yield
@@ -59,30 +59,30 @@ class Recorder(TrainerCallback):
             self.seconds += time.perf_counter() - began
 
     def compare_count(self, counted) -> None:
-        """Compare the supervised tokens that the trainer divides the first step's loss by with those in its data.
+        """Compare the divisor of the first step's loss with the supervised tokens in its data.
 
         Raises: RuntimeError if they differ, before anything is trained.
         """
         line = next((check for check in self.trainer.settings.checks if check.name == "loss" and check.holds), None)
-        followed = first_step.whole_step(self.trainer) and rows.known(self.trainer, self.first_step)
-        if line is None or self.compared or not followed:
+        countable = first_step.counts_full_step(self.trainer) and rows.are_countable(self.trainer, self.first_step)
+        if line is None or self.count_compared or not countable:
             return
-        self.compared = True
+        self.count_compared = True
         supervised = line.numbers["supervised_in_step"]
         if int(counted) != supervised:
             raise RuntimeError(
                 f"the first step counts {int(counted):,} supervised tokens, but its rows have {supervised:,}: the loss "
-                "would be scaled wrongly. This is a fault of zerofit, or of a change of a library; nothing was trained."
+                "would be scaled wrongly. This is a bug in zerofit or of a library version; nothing was trained."
             )
 
     def publish(self, status: str) -> None:
-        """Write the page and print the lines that have not been printed, on rank 0."""
+        """Write the page and print the new lines, on rank 0."""
         settings = self.trainer.settings
         if self.trainer.args.process_index == 0:
             page.write(settings, status, self.seconds)
             new = [check.name for check in settings.checks if check not in self.printed]
             page.show(settings, new, sys.stdout.isatty())
-            self.printed = list(settings.checks)  # lines may be replaced, so their number says nothing
+            self.printed = list(settings.checks)  # a copy: lines may be replaced, so a count is not enough
 
     def on_train_end(self, args, state, control, **kwargs):
         settings = self.trainer.settings

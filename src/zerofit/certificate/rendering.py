@@ -1,4 +1,4 @@
-"""Render sampled rows with transformers' own apply_chat_template, and compare tokens and labels with the data set."""
+"""Compare the tokens and labels of sampled rows with the rendering of transformers' apply_chat_template."""
 
 import contextlib
 import functools
@@ -16,115 +16,115 @@ from zerofit.data.batches import documents
 from zerofit.data.conversations import IGNORE, REASONING, Conversation
 from zerofit.job.settings import Check
 
-ROWS = 16  # compared at most, of the first source
+MAX_COMPARED_ROWS = 16  # rows of the first source
 
-LOOKED_AT = 64  # rows of it that are read
+MAX_READ_ROWS = 64  # rows of the first source
 
-TABLE = 2000  # tokenized rows in which they are looked up
+MAX_SEARCHED_ROWS = 2000  # tokenized rows that are searched for the compared ones
 
-LONG = 12  # characters from which a text that is not to be trained must not occur in what is
+MIN_CHARS = 12  # characters; shorter untrained texts may occur in the trained text by chance
 
 
 def check(trainer) -> Check:
     """Compare the first rows of the data with an independent rendering."""
     settings, tokenizer = trainer.settings, trainer.processing_class
     day, count = _rendered_at(trainer.tokens), Counter()
-    sampled = list(itertools.islice(_conversations(trainer, tokenizer), ROWS))
+    sampled = list(itertools.islice(_conversations(trainer, tokenizer), MAX_COMPARED_ROWS))
     wanted = {tuple(ids) for _, row in sampled for _, ids in _renderings(row, tokenizer, _options(row, tokenizer, day))}
     table = _tokenized(trainer, wanted)
     for place, conversation in sampled:
         if fault := _fault(place, conversation, table, tokenizer, settings, count, day):
             return Check("rendering", False, f"rendering: {fault}", dict(count))
     if not count["rows"]:
-        return Check("rendering", None, f"rendering: not compared: {_why_none(trainer)}")
+        return Check("rendering", None, f"rendering: not compared: {_reason_not_compared(trainer)}")
     if settings.train_on in ("assistant", "last_turn"):
-        labels = "labels on the answers alone"
+        labels = "labels on the answers only"
     else:
-        labels = f"the labels of --train_on {settings.train_on} were not compared"
+        labels = f"labels of --train_on {settings.train_on} not compared"
     return Check(
         "rendering",
         True,
-        f"rendering: {count['rows']} sampled conversations have the tokens of transformers' apply_chat_template"
-        f" ({count['tokens']:,} tokens), and {labels}",
+        f"rendering: {count['rows']} sampled conversations match transformers' apply_chat_template"
+        f" ({count['tokens']:,} tokens), {labels}",
         dict(count),
     )
 
 
-def _why_none(trainer) -> str:
+def _reason_not_compared(trainer) -> str:
     kinds = trainer.tokens.statistics["format"]
     if kinds in ("text", "tokens"):
-        return f"the rows are {kinds}, which no template renders"
-    return "the first rows are longer than --max_length, or hold control words as text"
+        return f"the rows contain {kinds}, which no template renders"
+    return "the first rows are longer than --max_length, or contain special tokens as text"
 
 
 def _tokenized(trainer, wanted: set[tuple]) -> dict[tuple, list[int]]:
-    """Return {input_ids: labels} of wanted rows that are in the sets; [] for tokens that are labeled in two ways."""
+    """Return {input_ids: labels} of the wanted rows in the data sets; [] for tokens with two different labelings."""
     table: dict[tuple, list[int]] = {}
     lengths = {len(ids) for ids in wanted}
     repeated = max([1, *(round(weight) for kept, weight in trainer.tokens.statistics.get("sources", ()) if kept)])
     for tokens in filter(None, (trainer.tokens, trainer.eval_tokens)):
-        for row in itertools.islice(tokens.all_rows, TABLE * repeated):
+        for row in itertools.islice(tokens.all_rows, MAX_SEARCHED_ROWS * repeated):
             for document in documents(row):
                 if len(document["input_ids"]) in lengths and (ids := tuple(document["input_ids"])) in wanted:
                     labels = document["labels"]
-                    table[ids] = labels if table.get(ids, labels) == labels else []  # a chat is repeated with marks
+                    table[ids] = labels if table.get(ids, labels) == labels else []  # marks may repeat a chat
     return table
 
 
 def _rendered_at(tokens) -> datetime:
-    """Return when the first rows were rendered: some templates write the date, and the cache may be of another day."""
+    """Return the rendering time of the first rows: templates may write the date, and the cache may be older."""
     written = [Path(file["filename"]).stat().st_mtime for file in getattr(tokens.dataset, "cache_files", ())]
     return datetime.fromtimestamp(min(written) - tokens.statistics.get("seconds", 0)) if written else datetime.now()
 
 
 def _dated(template: str, day: datetime) -> str:
-    """Return a template that writes a date of another day."""
+    """Return the template with its strftime_now calls replaced by the date of `day`."""
     return re.sub(r"strftime_now\(\s*(['\"])(.*?)\1\s*\)", lambda call: repr(day.strftime(call[2])), template)
 
 
 def _conversations(trainer, tokenizer) -> Iterator[tuple[str, Conversation]]:
-    """Yield (place, conversation) of the first rows that are in the data set whole and as they are."""
+    """Yield (place, conversation) of the first rows that the data set contains unchanged and not truncated."""
     settings = trainer.settings
     encoder = encoding.Encoder(tokenizer, settings.train_on, settings.mask_generation_prompt, settings.data_format)
     if trainer.tokens.stream is not None:
-        rows = trainer.tokens.stream.rows()  # the first of which are in the data set
+        rows = trainer.tokens.stream.rows()  # the data set holds the first ones
     else:
         train, _ = sources.find_files(settings.data, settings.data_config, settings.data_split)
-        form, of_first = reading.form_of(reading.read(train[0], settings), settings, train[0])
+        form, of_first = reading.detect_format(reading.read(train[0], settings), settings, train[0])
         rows = ((place, row, form) for place, row in of_first)
-    for place, row, form in itertools.islice(rows, min(LOOKED_AT, settings.max_samples or LOOKED_AT)):
+    for place, row, form in itertools.islice(rows, min(MAX_READ_ROWS, settings.max_samples or MAX_READ_ROWS)):
         report = reading.ReadingReport()
-        if reading.tokenized([(place, row, form)], settings, encoder, report)[0] is None or report.truncated:
+        if reading.tokenize_rows([(place, row, form)], settings, encoder, report)[0] is None or report.truncated:
             continue
-        for conversation in reading.parsed(place, row, form, settings):
-            # Control words in texts are encoded as text on purpose, where transformers would take them for tokens.
+        for conversation in reading.parse_row(place, row, form, settings):
+            # Special tokens in texts are encoded as text on purpose; transformers would encode them as special tokens.
             if isinstance(conversation, Conversation) and not encoder._has_control_words(conversation):
                 yield place, conversation
 
 
 def _renderings(conversation: Conversation, tokenizer, options: dict) -> list[tuple[list[dict], list[int]]]:
-    """Return [(turns, tokens)] of the forms of a conversation that the template takes."""
+    """Return [(turns, tokens)] for each form of a conversation that the template accepts."""
     renderings = []
     for turns in _forms(conversation.turns):
-        with contextlib.suppress(TemplateError, TypeError):  # not in this form
+        with contextlib.suppress(TemplateError, TypeError):  # the template rejects this form
             renderings.append((turns, tokenizer.apply_chat_template(turns, **options)))
     return renderings
 
 
 def _options(conversation: Conversation, tokenizer, day: datetime) -> dict:
-    """Return the arguments of apply_chat_template. day: of the rows' rendering."""
+    """Return the arguments of apply_chat_template. day: when the rows were rendered."""
     template = _dated(tokenizer.chat_template, day)
     arguments = conversation.template_arguments | {"tools": conversation.tools, "chat_template": template}
     return arguments | {"tokenize": True, "return_dict": False}
 
 
 def _fault(place, conversation: Conversation, table, tokenizer, settings, count: Counter, day: datetime) -> str:
-    """Return what differs from the independent rendering, else ""; updates `count`. day: of the rows' rendering."""
+    """Return how the row differs from the independent rendering, "" if equal; update `count`."""
     options = _options(conversation, tokenizer, day)
     forms = _renderings(conversation, tokenizer, options)
     turns, ids = next(((turns, ids) for turns, ids in forms if tuple(ids) in table), (None, []))
     if turns is None:
-        return f"{place}: the data set has no row with the {len(forms[0][1])} tokens of transformers' rendering"
+        return f"{place}: the data set lacks a row with the {len(forms[0][1])} tokens of transformers' rendering"
     labels = table[tuple(ids)]
     if not labels:
         return ""
@@ -144,7 +144,7 @@ def _fault(place, conversation: Conversation, table, tokenizer, settings, count:
 
 
 def _forms(turns: list[dict]) -> Iterator[list[dict]]:
-    """Yield the turns with reasoning under each key of templates, and arguments of calls as objects or as text."""
+    """Yield the turns with reasoning under every template key, first with call arguments as objects, then as text."""
     ours = REASONING[0]
     turns = [t | dict.fromkeys(REASONING, t[ours]) if ours in t else t for t in turns]
     yield turns
@@ -153,9 +153,9 @@ def _forms(turns: list[dict]) -> Iterator[list[dict]]:
 
 
 def _label_fault(conversation: Conversation, turns, trained: list[int], ids, labels, tokenizer, options) -> str:
-    """Return how the labels differ from the turns that are to be trained; "" if they are right.
+    """Return how the labels differ from the turns to train on; "" if they are right.
 
-    The texts of each stand in the text of the labeled tokens, in order; no long text of another turn does.
+    The labeled tokens must contain the texts of these turns in order, and no long text of another turn.
     """
     text = tokenizer.decode([t for t, label in zip(ids, labels, strict=True) if label != IGNORE])
     place_in_text, answers = 0, []
@@ -164,14 +164,14 @@ def _label_fault(conversation: Conversation, turns, trained: list[int], ids, lab
         for written in (turn["content"].strip(), *conversations.tool_names(turn.get("tool_calls"))):
             wanted = _as_decoded(written, tokenizer, text)
             start = text.find(wanted, place_in_text)
-            if start < 0:  # a generation prompt may hold the beginning, such as <think>
+            if start < 0:  # a generation prompt may start it, e.g. with <think>
                 prompt = tokenizer.decode(
                     tokenizer.apply_chat_template(turns[:i], add_generation_prompt=True, **options)
                 )
                 wanted = wanted[max(k for k in range(len(wanted)) if prompt.endswith(wanted[:k])) :]
                 start = text.find(wanted, place_in_text)
             thinking, block, answer = written.partition("</think>")
-            if start < 0 and block:  # a template may frame it otherwise
+            if start < 0 and block:  # the template may use other reasoning tags
                 at = text.find(thinking.partition("<think>")[2].strip(), place_in_text)
                 start, wanted = text.find(answer.strip(), at) if at >= 0 else -1, answer.strip()
             if start < 0:
@@ -180,29 +180,29 @@ def _label_fault(conversation: Conversation, turns, trained: list[int], ids, lab
         answers += [turn["content"].strip(), *conversations.strings(turn)]
     for i, turn in enumerate(conversation.turns):
         other = _as_decoded(turn["content"].strip(), tokenizer, text)
-        if i not in trained and len(other) >= LONG and other in text and not any(other in a for a in answers):
+        if i not in trained and len(other) >= MIN_CHARS and other in text and not any(other in a for a in answers):
             return f"the {turn['role']} text of turn {i + 1} is among the labeled tokens"
     return ""
 
 
 def _as_decoded(written: str, tokenizer, text: str) -> str:
-    """Return a text as it stands in a decoded one: as it is, else as the tokenizer's normalizer (NFC) leaves it."""
+    """Return `written` as it occurs in the decoded `text`: unchanged, else normalized by the tokenizer (NFC)."""
     if written in text:
         return written
     return tokenizer.decode(tokenizer(written, add_special_tokens=False)["input_ids"]).strip()
 
 
 def _place_fault(turns: list[dict], trained: list[int], ids, labels, tokenizer, options: dict) -> str:
-    """Return which label stands outside the answers that are to be trained; "" if none does.
+    """Return a sentence about the first label outside the answers to train on, "" without one.
 
-    An answer lies between what the row shares with its generation prompt, or the template's mark inside that, and the
-    tokens of the conversation up to its turn, where these begin the row. As templates may change earlier turns, labels
-    are counted, too: one run an answer.
+    An answer starts after the row's common prefix with its generation prompt, or at the template's generation mark
+    inside that prefix. It ends with the rendering up to its turn, if the row starts with this rendering. Templates may
+    change earlier turns, so the number of labeled runs is checked too: at most one per answer.
     """
     on = [i for i, label in enumerate(labels) if label != IGNORE]
     runs = [i for before, i in itertools.pairwise([-2, *on]) if i > before + 1]
     if len(runs) > len(trained):
-        return f"{len(runs)} parts of the row are labeled, but {len(trained)} of its turns are to be trained"
+        return f"{len(runs)} parts of the row are labeled, but it has {len(trained)} turns to train on"
     render = functools.partial(tokenizer.apply_chat_template, **options)
     outside, until, marked = set(on), len(ids), _marked(turns, tokenizer, options)
     for i in reversed(trained):
@@ -210,22 +210,22 @@ def _place_fault(turns: list[dict], trained: list[int], ids, labels, tokenizer, 
         after = render(turns[: i + 1])
         if ids[: len(after)] == after:
             until = len(after)
-            while until and tokenizer.decode(ids[until - 1]).isspace():  # behind the end token
+            while until and tokenizer.decode(ids[until - 1]).isspace():  # after the end token
                 until -= 1
         start = len(prompt)
-        if ids[:start] != prompt:  # compared without the answer's own text, which may begin like the rest of the prompt
-            own = {"content": "\ue000"} if turns[i]["content"] else {}
-            rows = zip(ids, prompt, render([*turns[:i], turns[i] | own, *turns[i + 1 :]]), strict=False)
+        if ids[:start] != prompt:  # without the answer's text, which may start like the rest of the prompt
+            placeholder = {"content": "\ue000"} if turns[i]["content"] else {}
+            rows = zip(ids, prompt, render([*turns[:i], turns[i] | placeholder, *turns[i + 1 :]]), strict=False)
             start = sum(1 for _ in itertools.takewhile(lambda tokens: len(set(tokens)) == 1, rows))
             start = start if start >= len(before) else 0
         start = min([start, *(first for first in marked if len(before) < first)])
         outside -= set(range(start, until))
         until = start
-    return f"token {min(outside)} is labeled, which is in no answer that is to be trained" if outside else ""
+    return f"token {min(outside)} is labeled, but it is outside the answers to train on" if outside else ""
 
 
 def _marked(turns: list[dict], tokenizer, options: dict) -> list[int]:
-    """Return where the answers begin that a template marks itself; one may begin inside the generation prompt."""
+    """Return where the template's {% generation %} blocks start, possibly inside the generation prompt."""
     if not re.search(r"\{%-?\s*generation\s*-?%\}", tokenizer.chat_template):
         return []
     options = options | {"return_dict": True, "return_assistant_tokens_mask": True}

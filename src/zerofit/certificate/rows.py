@@ -1,4 +1,4 @@
-"""Count which rows each rank was given, to compare them with the rows of the epoch."""
+"""Record the rows that each rank receives, and compare them with the rows of the epochs."""
 
 import numpy as np
 import torch
@@ -6,7 +6,7 @@ import torch
 from zerofit.base import distributed
 from zerofit.job.settings import Check
 
-ROWS = "row_numbers"  # of a batch, on their way from the data set to the trainer
+ROWS = "row_numbers"  # key of a batch from the data loader to the trainer
 
 
 class Numbered(torch.utils.data.Dataset):
@@ -34,7 +34,7 @@ class NumberedCollator:
 
 
 def hashed(numbers) -> np.ndarray:
-    """Return a 64-bit hash of each number (splitmix64, of Steele, Lea and Flood 2014)."""
+    """Return a 64-bit hash of each number (splitmix64; Steele, Lea and Flood 2014)."""
     with np.errstate(over="ignore"):
         z = np.asarray(numbers, dtype=np.uint64) + np.uint64(0x9E3779B97F4A7C15)
         z = (z ^ (z >> np.uint64(30))) * np.uint64(0xBF58476D1CE4E5B9)
@@ -43,61 +43,61 @@ def hashed(numbers) -> np.ndarray:
 
 
 def digest(numbers) -> tuple[int, int]:
-    """Return (how many numbers, sum of their hashes mod 2^64): equal for the same numbers in any order."""
+    """Return (count, sum of the hashes mod 2^64), which do not depend on the order."""
     return len(numbers), int(hashed(numbers).sum(dtype=np.uint64)) if len(numbers) else 0
 
 
 class RowsSeen:
-    """The rows that this rank was given, as a digest for each epoch."""
+    """The rows that this rank has received, as a digest per epoch."""
 
     def __init__(self):
         self.epochs: dict[int, tuple[int, int]] = {}
 
     def add(self, epoch: int, numbers: list[int], filler: int) -> None:
-        """Add the rows of a micro batch. filler: index of the row without labels that completes the last batch."""
+        """Add the rows of a micro batch. filler: index of the row without labels that fills up the last batch."""
         count, total = digest([number for number in numbers if number != filler])
         before = self.epochs.get(epoch, (0, 0))
         self.epochs[epoch] = before[0] + count, (before[1] + total) % 2**64
 
 
-def known(trainer, first_step: int) -> bool:
-    """Return whether the rows of each step follow from its number: not of a stream, nor with --ignore_data_skip."""
-    return trainer.given_rows is not None and not (trainer.args.ignore_data_skip and first_step)
+def are_countable(trainer, first_step: int) -> bool:
+    """Return whether the rows of a step follow from its number: not for a stream or with --ignore_data_skip."""
+    return trainer.seen_rows is not None and not (trainer.args.ignore_data_skip and first_step)
 
 
 def check(trainer, first_step: int) -> Check:
-    """Compare the rows that all ranks were given since `first_step` with those of the epochs. Collective."""
-    if not known(trainer, first_step):
-        why = "--ignore_data_skip repeats rows"
-        if trainer.given_rows is None:
-            own = "the recipe has its own data loader"
-            why = own if trainer.tokens.stream is None else "the rows of a stream have no numbers"
-        return Check("rows", None, f"rows seen: not counted: {why}")
+    """Compare the rows that all ranks have received since `first_step` with the rows of the epochs. Collective."""
+    if not are_countable(trainer, first_step):
+        reason = "--ignore_data_skip repeats rows"
+        if trainer.seen_rows is None:
+            custom = "the recipe uses a custom data loader"
+            reason = custom if trainer.tokens.stream is None else "the rows of a stream are not numbered"
+        return Check("rows", None, f"rows seen: not counted: {reason}")
     settings, sampler, last = trainer.settings, trainer.train_sampler, trainer.state.global_step
     seen: dict[int, tuple[int, int]] = {}
-    for of_rank in distributed.all_gather(trainer.given_rows.epochs):
-        for epoch, (count, total) in of_rank.items():
+    for rank_epochs in distributed.all_gather(trainer.seen_rows.epochs):
+        for epoch, (count, total) in rank_epochs.items():
             before = seen.get(epoch, (0, 0))
             seen[epoch] = before[0] + count, (before[1] + total) % 2**64
     steps, wrong, epochs = len(sampler) // sampler.multiple, [], []
     for epoch in range(first_step // steps, -(-last // steps)):
         begin, end = max(first_step, epoch * steps) - epoch * steps, min(last, (epoch + 1) * steps) - epoch * steps
         expected, count = _expected(sampler, epoch, begin, end, steps)
-        times = settings.ranks_per_row  # the ranks that share a row are given the same ones
+        times = settings.ranks_per_row  # ranks that split a row receive the same rows
         if seen.get(epoch, (0, 0)) != (count * times, expected * times % 2**64):
             wrong.append(epoch)
         epochs.append({"epoch": epoch + 1, "steps": [begin + 1, end], "rows": count, "hash": f"{expected:016x}"})
     rows = sum(epoch["rows"] for epoch in epochs)
     if wrong:
         named = ", ".join(str(epoch + 1) for epoch in wrong)
-        return Check("rows", False, f"rows seen: NOT those of the data in epoch {named}", {"epochs": epochs})
+        return Check("rows", False, f"rows seen: NOT the rows of the data in epoch {named}", {"epochs": epochs})
     unit = "packs" if settings.packing else settings.objective.unit
     after = f" since step {first_step}" if first_step else ""
     if epochs and (end := epochs[-1]["steps"][1]) < steps:
         after += f", {'the last' if len(epochs) > 1 else 'which was'} cut after {end} of its {steps} steps,"
-    once = f"given to exactly one of {settings.data_ranks} ranks" if settings.data_ranks > 1 else "used exactly once"
+    once = f"used by exactly one of {settings.data_ranks} ranks" if settings.data_ranks > 1 else "used exactly once"
     if sampler.weights is not None:
-        once = "given as often as its weight says"
+        once = "used as often as its weight specifies"
     return Check(
         "rows",
         True,
@@ -108,9 +108,9 @@ def check(trainer, first_step: int) -> Check:
 
 
 def _expected(sampler, epoch: int, begin: int, end: int, steps: int) -> tuple[int, int]:
-    """Return (sum of hashes, number) of the rows that steps `begin` to `end` of an epoch hold.
+    """Return (sum of hashes, count) of the rows in steps `begin` to `end` of an epoch.
 
-    Of a whole epoch of unweighted rows these are all rows once, whatever order the sampler gives them.
+    A complete epoch of unweighted rows contains every row once, in any order of the sampler.
     """
     if sampler.weights is None and (begin, end) == (0, steps):
         count, total = digest(np.arange(sampler.length))

@@ -1,4 +1,4 @@
-"""Compare the weights in final/ with those in memory, tensor by tensor."""
+"""Compare the weights in final/ with the weights in memory, tensor by tensor."""
 
 import contextlib
 import re
@@ -11,15 +11,15 @@ from zerofit.base import distributed
 from zerofit.job.settings import Check
 from zerofit.model.image_text import classes
 
-MOST = 1 << 22  # numbers of a tensor that are compared whole; of larger ones the first and the last half as many
+MAX_COMPARED = 1 << 22  # numbers per tensor; of a larger one, the first and the last half of this are compared
 
-CONVERTED = r"pissa.*|olora|corda|eva|loftq|lora_ga"  # --init_lora_weights whose adapter is converted when it is saved
+CONVERTED = r"pissa.*|olora|corda|eva|loftq|lora_ga"  # --init_lora_weights whose adapters are converted on saving
 
 
 def check(trainer, final: Path) -> Check:
-    """Compare every trained tensor with the file that holds it, bit for bit. Collective under ZeRO-3."""
+    """Compare every trained tensor with its file, bit for bit. Collective under ZeRO-3."""
     settings, converted = trainer.settings, str(trainer.settings.values.get("init_lora_weights"))
-    if settings.ranks_that_split("matrices", "layers") > 1:
+    if settings.parallel_size("matrices", "layers") > 1:
         return Check("saved", None, "saved = trained: not compared: each rank holds a part of the tensors")
     if settings.trains_adapter and re.fullmatch(CONVERTED, converted):
         return Check("saved", None, f"saved = trained: not compared: {converted} is converted to a plain LoRA")
@@ -31,15 +31,15 @@ def check(trainer, final: Path) -> Check:
         for name, parameter in trainer.model.named_parameters():
             if settings.trains_adapter and not parameter.requires_grad:
                 continue
-            with _whole(parameter):
+            with _gathered(parameter):
                 if not first:
                     continue
-                own = in_files.get(name, saved_name(name))
-                file = files.get(own)
+                key = in_files.get(name, saved_name(name))
+                file = files.get(key)
                 if file is None:
                     elsewhere.append(name)
                     continue
-                compared = _compare(parameter.detach(), file, own)
+                compared = _compare(parameter.detach(), file, key)
                 same, numbers = same + (compared > 0), numbers + abs(compared)
                 if compared <= 0:
                     differing.append(name)
@@ -62,18 +62,18 @@ def _line(same: int, numbers: int, differing: list[str], elsewhere: list[str]) -
 
 
 def saved_name(name: str) -> str:
-    """Return the name in the file of a parameter: PEFT leaves the adapter's name out."""
+    """Return the name of a parameter in the file: PEFT omits the adapter's name."""
     return name.replace(".modules_to_save.default", "").replace(".default", "")
 
 
 def _tensors(stack: contextlib.ExitStack, folder: Path) -> dict:
-    """Return {name: open file that holds it} of the safetensors of a folder."""
+    """Return {tensor name: open safetensors file} of a folder."""
     files = [stack.enter_context(safe_open(file, "pt")) for file in sorted(folder.glob("*.safetensors"))]
-    return {name: file for file in files for name in file.keys()}  # noqa: SIM118  (a file is no dict)
+    return {name: file for file in files for name in file.keys()}  # noqa: SIM118  (a file is not a dict)
 
 
-def _whole(parameter):
-    """Return a context in which a parameter that ZeRO-3 has sharded is whole."""
+def _gathered(parameter):
+    """Return a context that gathers a parameter sharded by ZeRO-3."""
     if not hasattr(parameter, "ds_id"):
         return contextlib.nullcontext()
     import deepspeed
@@ -82,17 +82,17 @@ def _whole(parameter):
 
 
 def _compare(parameter: torch.Tensor, file, name: str) -> int:
-    """Return how many numbers were compared with those of a safetensors file, negative if they differ."""
+    """Return how many numbers were compared with a safetensors file, negative if they differ."""
     shape, saved = list(parameter.shape), file.get_slice(name)
     if shape != saved.get_shape():
         return -max(1, parameter.numel())
     if not shape:
         stored = file.get_tensor(name)
         return 1 if _equal(parameter.to(stored.dtype).cpu(), stored) else -1
-    if parameter.numel() <= MOST:
+    if parameter.numel() <= MAX_COMPARED:
         parts = [(slice(None), parameter)]
     else:
-        rows = max(1, MOST // 2 * shape[0] // parameter.numel())
+        rows = max(1, MAX_COMPARED // 2 * shape[0] // parameter.numel())
         parts = [(slice(0, rows), parameter[:rows]), (slice(shape[0] - rows, None), parameter[-rows:])]
     equal, numbers = True, 0
     for place, part in parts:
@@ -103,5 +103,5 @@ def _compare(parameter: torch.Tensor, file, name: str) -> int:
 
 
 def _equal(a: torch.Tensor, b: torch.Tensor) -> bool:
-    """Return whether two tensors hold the same bits: NaN equals NaN."""
+    """Return whether two tensors have the same bits; NaN equals NaN."""
     return torch.equal(a.contiguous().view(torch.uint8), b.contiguous().view(torch.uint8)) if a.dim() else bool(a == b)

@@ -1,4 +1,4 @@
-"""--save_in_background: copy the states of a checkpoint to host memory, from which a thread writes them."""
+"""--save_in_background: copy the states of a checkpoint to host memory; a thread writes them to disk."""
 
 import contextlib
 import copy
@@ -7,18 +7,18 @@ from collections.abc import Callable, Iterator
 
 import torch
 
-PINNED_BYTES = 1 << 20  # smallest tensor whose copy is pinned: there are too many smaller ones
+MIN_PINNED_BYTES = 1 << 20  # copies of smaller tensors are not pinned: there are too many
 
 
 class HostCopies:
-    """Copies of states in host memory, pinned for tensors of a GPU; each save reuses the memory of the last one."""
+    """Host copies of the states, pinned for GPU tensors; each save reuses the memory of the last one."""
 
     def __init__(self):
         self.buffers, self.used = [], 0
-        self.seen = {}  # copies of the current file's tensors: those that share memory share their copy
+        self.seen = {}  # copies of the current file's tensors; tensors that share memory share a copy
 
-    def of(self, states):
-        """Return a copy of the content of a file, which training does not change."""
+    def copy(self, states):
+        """Return a copy of the content of a file that training does not change."""
         self.seen = {}
         return self._copied(states)
 
@@ -47,24 +47,24 @@ class HostCopies:
             self.buffers.append(torch.empty(0))
         buffer = self.buffers[self.used]
         if buffer.shape != tensor.shape or buffer.dtype != tensor.dtype:
-            pinned = tensor.is_cuda and tensor.nbytes >= PINNED_BYTES
+            pinned = tensor.is_cuda and tensor.nbytes >= MIN_PINNED_BYTES
             buffer = self.buffers[self.used] = torch.empty(tensor.shape, dtype=tensor.dtype, pin_memory=pinned)
         self.used += 1
         return buffer
 
 
 class Collector:
-    """A checkpoint engine of DeepSpeed that copies the files' content, to write it later."""
+    """A DeepSpeed checkpoint engine that copies the content of the files and writes it later."""
 
     def __init__(self, engine, copies: HostCopies):
         self.engine, self.copies = engine, copies
         self.files = []  # (content, path)
 
     def save(self, state_dict, path: str) -> None:
-        self.files.append((self.copies.of(state_dict), path))
+        self.files.append((self.copies.copy(state_dict), path))
 
     def preserves_storage_sharing(self) -> bool:
-        """Return False: DeepSpeed need not clone the views that it saves, as they are copied anyway."""
+        """Return False: everything is copied here, so DeepSpeed need not clone the views that it saves."""
         return False
 
     def __getattr__(self, name):
@@ -78,7 +78,7 @@ class Collector:
 
 @contextlib.contextmanager
 def collecting(trainer) -> Iterator[Callable[[], None]]:
-    """Context in which DeepSpeed writes no states; yields the function that writes them later."""
+    """Keep DeepSpeed from writing states in the body; yield the function that writes them later."""
     engine, copies = trainer.model_wrapped, trainer.host_copies
     copies.used = 0
     plain = engine.checkpoint_engine
@@ -88,11 +88,11 @@ def collecting(trainer) -> Iterator[Callable[[], None]]:
     finally:
         engine.checkpoint_engine = plain
     if torch.cuda.is_initialized():
-        torch.cuda.synchronize()  # the copies must end before the next step changes their sources
+        torch.cuda.synchronize()  # the next step changes the sources of the copies
 
 
 class Writing:
-    """Run a function in a thread; keep its error for the thread that waits for it."""
+    """Run a function in a thread, and keep its error for the waiting thread."""
 
     def __init__(self, work: Callable[[], None]):
         self.error = None

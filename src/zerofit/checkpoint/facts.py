@@ -1,13 +1,13 @@
-"""zerofit.json: what a checkpoint holds and how it was written."""
+"""zerofit.json: the content of a checkpoint and the run that saved it."""
 
 import json
 from pathlib import Path
 
 FACTS = "zerofit.json"
 
-FORMAT = 1  # of that file; increase it when older versions could not resume from a new one
+FORMAT = 1  # version of zerofit.json; increase it if older versions cannot resume from new checkpoints
 
-ASIDE = ".saving"  # folder in the run folder that a checkpoint is written to before it is renamed
+STAGING = ".saving"  # folder in the run folder for a checkpoint that is being written; it is renamed when complete
 
 
 # --- reading ---
@@ -25,7 +25,7 @@ def read_facts(checkpoint: Path) -> dict | None:
 
 
 def _are_facts(facts) -> bool:
-    """Return whether the fields that a resume reads are valid; a newer format is not checked further."""
+    """Return whether the fields needed to resume are valid; a newer format is not checked further."""
     if not isinstance(facts, dict) or not isinstance(facts.get("format", 1), int):
         return False
     if facts.get("format", 1) > FORMAT:
@@ -40,7 +40,7 @@ def _are_facts(facts) -> bool:
 
 
 def digest_of(facts: dict) -> str:
-    """Return the checksum of zerofit.json's content, which is stored in the file itself."""
+    """Return the checksum of the content of zerofit.json, which the file itself stores."""
     import xxhash
 
     content = {name: value for name, value in facts.items() if name != "digest"}
@@ -48,12 +48,12 @@ def digest_of(facts: dict) -> str:
 
 
 def step_of(checkpoint: Path) -> int:
-    """Return the optimizer step that the checkpoint was saved after."""
+    """Return the optimizer step after which the checkpoint was saved."""
     return json.loads((checkpoint / "trainer_state.json").read_text(encoding="utf-8"))["global_step"]
 
 
-def is_of_this_kit(run: Path) -> bool:
-    """Return whether a folder is a run folder of zerofit, whose checkpoints all have a zerofit.json."""
+def is_zerofit_run(run: Path) -> bool:
+    """Return whether a folder is a zerofit run folder, whose checkpoints all have a zerofit.json."""
     try:
         return "zerofit" in json.loads((run / "run.json").read_text(encoding="utf-8"))["versions"]
     except (OSError, ValueError, KeyError, TypeError):

@@ -1,8 +1,8 @@
-"""--node_local_storage: each node keeps its ranks' part of a checkpoint on its own disk.
+"""--node_local_storage: each node keeps the files of its ranks on its own disk.
 
-Weights and trainer state are on node 0; the small files among them are copied to the other nodes, so that each node can
-resume from its own disk. To resume with another rank count or stage, copy the parts, whose names differ, into one
-folder first (rsync).
+Weights and trainer state are on node 0; the small files are copied to the other nodes, so that each node can resume
+from its own disk. To resume with another rank count or stage, first copy the parts into one folder (rsync); their file
+names differ.
 """
 
 from pathlib import Path
@@ -17,7 +17,7 @@ SMALL_BYTES = 64 * 2**20
 def copy_small_files(folder: Path) -> None:
     """Copy rank 0's small files (trainer state) of a new checkpoint to the other nodes. Collective.
 
-    Args: folder: what this rank has written.
+    Args: folder: with the files of this rank.
     """
     files = None
     if distributed.rank() == 0:

@@ -1,8 +1,7 @@
-"""Load a checkpoint's states into an engine of another ZeRO stage, rank count or offload.
+"""Load a checkpoint's states into an engine with another ZeRO stage, rank count or offload.
 
-No converted copy is written: each rank reads its own share from the shards. (DeepSpeed's universal
-checkpoint supports only Adam's states at stage 3, not stage 0, and writes 12 bytes per parameter, which it then reads
-again.)
+Each rank reads its share from the shards; no converted copy is written. (DeepSpeed's universal checkpoint supports only
+Adam's states at stage 3 and not stage 0; it writes 12 bytes per parameter and reads them again.)
 """
 
 import contextlib
@@ -20,12 +19,12 @@ from zerofit.model.weights import converted, stored
 
 
 def load(trainer, checkpoint: Path) -> None:
-    """Load weights, optimizer states, learning rate and counters in transformers' place. Collective.
+    """Load weights, optimizer states, learning rate and counters instead of transformers. Collective.
 
-    Raises: UserError for a checkpoint of another model, or one whose shards are not whole.
+    Raises: UserError for a checkpoint of another model, or incomplete shards.
     """
     states, names = _read(trainer, checkpoint)
-    keys = _kept(trainer, states)
+    keys = _keys_to_load(trainer, states)
     step = {} if states.step is None or not keys else {"step": _step(_unwrapped(trainer.optimizer), states.step)}
     _fill(trainer, states, names, keys, step)
     _schedule(trainer, checkpoint)
@@ -35,14 +34,14 @@ def load(trainer, checkpoint: Path) -> None:
 def load_weights(trainer, checkpoint: Path) -> None:
     """Load the weights without optimizer states, for a model that is not trained further. Collective.
 
-    Raises: UserError as `load`.
+    Raises: see `load`.
     """
     states, names = _read(trainer, checkpoint)
     _fill(trainer, states, names, [], {})
 
 
 def _read(trainer, checkpoint: Path) -> tuple[zero_shards.OptimizerStates, dict[int, str]]:
-    """Return a checkpoint's states, and {id of a trained parameter: its name}."""
+    """Return a checkpoint's states and {id of a trained parameter: name}."""
     names = {id(p): name for name, p in trainer.model.named_parameters() if p.requires_grad}
     states = zero_shards.read(checkpoint) if zero_shards.is_deepspeed(checkpoint) else _plain(trainer, checkpoint)
     if extra := sorted(set(states.shapes) ^ set(names.values())):
@@ -60,7 +59,7 @@ def _unwrapped(optimizer):
 
 
 def _fill(trainer, states, names, keys, step) -> None:
-    """Fill the weights and the states `keys`, in the way of the engine in use."""
+    """Fill the weights and the states `keys` of the engine in use."""
     optimizer = _unwrapped(trainer.optimizer)
     if not trainer.is_deepspeed_enabled:
         _into_parameters(optimizer, states, names, keys, step)
@@ -71,18 +70,18 @@ def _fill(trainer, states, names, keys, step) -> None:
 
 
 def _plain(trainer, checkpoint: Path) -> zero_shards.OptimizerStates:
-    """Read a checkpoint of stage 0, whose optimizer numbers the parameters in the order of its groups."""
+    """Read a checkpoint of stage 0, whose optimizer numbers the parameters in group order."""
     known = read_facts(checkpoint) or {}
     groups = known.get("groups") or _groups_of_transformers(trainer)
-    with _whole_models(trainer):
-        held = converted.read(trainer.model, checkpoint)
-    held = stored.Weights(checkpoint) if held is None else held
-    return zero_shards.read_plain(checkpoint, groups, file_names(trainer.model), held)
+    with _unsharded_models(trainer):
+        weights = converted.read(trainer.model, checkpoint)
+    weights = stored.Weights(checkpoint) if weights is None else weights
+    return zero_shards.read_plain(checkpoint, groups, file_names(trainer.model), weights)
 
 
 @contextlib.contextmanager
-def _whole_models(trainer):
-    """Context in which from_pretrained shards no model under ZeRO-3."""
+def _unsharded_models(trainer):
+    """Keep from_pretrained from sharding models under ZeRO-3."""
     deepspeed.unset_hf_deepspeed_config()
     try:
         yield
@@ -92,7 +91,7 @@ def _whole_models(trainer):
 
 
 def group_names(trainer) -> list[list[str]]:
-    """Return the trained parameters' names by optimizer group (stage 0), for a checkpoint's facts."""
+    """Return the names of the trained parameters by optimizer group (stage 0), for a checkpoint's facts."""
     names = {id(p): name for name, p in trainer.model.named_parameters()}
     return [[names[id(p)] for p in group["params"]] for group in trainer.optimizer.param_groups]
 
@@ -104,9 +103,9 @@ def _groups_of_transformers(trainer) -> list[list[str]]:
 
 
 def file_names(model) -> dict[str, str]:
-    """Return {trained parameter: its name in the files} of a PEFT model; files omit the adapter's name.
+    """Return {trained parameter: name in the files} of a PEFT model; files omit the adapter's name.
 
-    Empty for a plain model, and for prompt learning, whose virtual tokens PEFT computes as it saves. Not collective.
+    Empty for a plain model, and for prompt learning, whose virtual tokens PEFT computes while saving. Not collective.
     """
     if not hasattr(model, "peft_config") or model.active_peft_config.is_prompt_learning:
         return {}
@@ -117,44 +116,41 @@ def file_names(model) -> dict[str, str]:
     return {name: name_of[id(p)] for name, p in trainable.items() if id(p) in name_of}
 
 
-def _kept(trainer, states: zero_shards.OptimizerStates) -> list[str]:
-    """Return the optimizer states to load: all, or none with a printed warning."""
+def _keys_to_load(trainer, states: zero_shards.OptimizerStates) -> list[str]:
+    """Return the names of the optimizer states to load: all, or [] with a printed warning."""
     settings = trainer.settings
     saved_optim = (read_facts(Path(settings.resume_from_checkpoint)) or {}).get("optim", settings.optim)
-    reason = f"{states.unsplit} of {saved_optim} is not one number a weight" if states.unsplit else ""
+    reason = f"{states.unsplit} of {saved_optim} does not have one number per weight" if states.unsplit else ""
     if saved_optim != settings.optim:
-        reason = f"the checkpoint has those of {saved_optim}"
+        reason = f"the checkpoint was saved with {saved_optim}"
     if reason and trainer.args.process_index == 0:
         print(
-            f"WARNING: the states of {settings.optim} are reset: {reason}; expect a few steps of higher loss",
+            f"WARNING: the states of {settings.optim} are reset: {reason}; the loss may rise for a few steps",
             flush=True,
         )
     return [] if reason else states.keys()
 
 
 def _step(optimizer, step: float):
-    """Return the step count in the form that the optimizer keeps: a tensor for torch's, an int for others."""
+    """Return the step count as the optimizer stores it: a tensor for torch's optimizers, else an int."""
     if type(optimizer).__module__.startswith("torch.optim"):
         return torch.tensor(step)
     return int(step)
 
 
 def _into_parameters(optimizer, states, names, keys, step) -> None:
-    """Fill whole weights and states (stage 0: every rank holds all)."""
+    """Fill full weights and states (stage 0: every rank holds all of them)."""
     for group in optimizer.param_groups:
         for p in group["params"]:
             name = names[id(p)]
-            p.data.copy_(states.whole(name))
+            p.data.copy_(states.full(name))
             if keys:
                 count = _placed(step, group, p.device)
-                optimizer.state[p] = {key: torch.empty_like(p).copy_(states.whole(name, key)) for key in keys} | count
+                optimizer.state[p] = {key: torch.empty_like(p).copy_(states.full(name, key)) for key in keys} | count
 
 
 def _placed(step: dict, group: dict, device) -> dict:
-    """Copy the step count to where torch's optimizer expects it.
-
-    With the weights for its fused and capturable forms, else on the CPU.
-    """
+    """Copy the step count to the device that torch's optimizer expects: the CPU, unless fused or capturable."""
     if not torch.is_tensor(step.get("step")):
         return step
     on_device = group.get("fused") or group.get("capturable")
@@ -162,62 +158,62 @@ def _placed(step: dict, group: dict, device) -> dict:
 
 
 def _into_slices(zero, optimizer, states, names, keys, step) -> None:
-    """Fill whole weights, and this rank's slice of each fp32 group and of its states (stages 1 and 2)."""
+    """Fill full weights, and this rank's slice of each fp32 group and its states (stages 1 and 2)."""
     for i, flat in enumerate(zero.single_partition_of_fp32_groups):
-        own_states = {key: torch.zeros_like(flat) for key in keys}
+        local_states = {key: torch.zeros_like(flat) for key in keys}
         for p in zero.bit16_groups[i]:
             name = names[id(p)]
-            p.data.copy_(states.whole(name))
-            if p._hp_mapping is None:  # this rank holds no part of it
+            p.data.copy_(states.full(name))
+            if p._hp_mapping is None:  # on other ranks only
                 continue
             source, destination = p._hp_mapping.lp_fragment_address, p._hp_mapping.get_hp_fragment_address()
-            for key, target in {"fp32": flat.data, **own_states}.items():
+            for key, target in {"fp32": flat.data, **local_states}.items():
                 target[destination.start : destination.start + destination.numel].copy_(
                     states.part(name, key, source.start, source.start + source.numel)
                 )
-        _give(optimizer, optimizer.param_groups[i], flat, own_states, step)
+        _set_state(optimizer, optimizer.param_groups[i], flat, local_states, step)
 
 
 def _into_partitions(zero, optimizer, states, names, keys, step) -> None:
-    """Fill this rank's share of each parameter, of its fp32 copy and of its states (stage 3)."""
+    """Fill this rank's share of each parameter, its fp32 copy and its states (stage 3)."""
     rank = torch.distributed.get_rank()
-    zero.checkpoint_event_prologue()  # partitions all parameters, small ones too
+    zero.checkpoint_event_prologue()  # partitions all parameters, including small ones
     for i, flat in enumerate(zero.fp32_partitioned_groups_flat):
-        own_states, offset = {key: torch.zeros_like(flat) for key in keys}, 0
+        local_states, offset = {key: torch.zeros_like(flat) for key in keys}, 0
         for p in zero.fp16_groups[i]:
             name, share = names[id(p)], p.partition_numel()
-            for key, target in {"fp32": flat.data, **own_states}.items():
+            for key, target in {"fp32": flat.data, **local_states}.items():
                 piece = states.part(name, key, rank * share, (rank + 1) * share)
                 target[offset : offset + len(piece)].copy_(piece)
                 if key == "fp32":
                     p.ds_tensor.data[: len(piece)].copy_(piece)
             offset += share
-        # Outside of its step, stage 3 removes the parameters from the optimizer's groups.
+        # Outside its step, stage 3 removes the parameters from the optimizer's groups.
         group = optimizer.param_groups[zero.sub_group_to_group_id[i]]
-        _give(optimizer, group, flat, own_states, step)
+        _set_state(optimizer, group, flat, local_states, step)
     zero.checkpoint_event_epilogue()  # gathers small parameters on every rank again
 
 
-def _give(optimizer, group, flat, own, step) -> None:
-    if own:
-        optimizer.state[flat] = own | _placed(step, group, flat.device)
+def _set_state(optimizer, group, flat, states, step) -> None:
+    if states:
+        optimizer.state[flat] = states | _placed(step, group, flat.device)
 
 
 def _schedule(trainer, checkpoint: Path) -> None:
     file = checkpoint / "scheduler.pt"
     if not file.exists():
         raise UserError(
-            f"--resume_from_checkpoint {checkpoint}: has no scheduler.pt (its schedule was of a DeepSpeed JSON), so "
-            "its learning rate cannot continue at another stage or rank count."
+            f"--resume_from_checkpoint {checkpoint}: lacks scheduler.pt (a DeepSpeed JSON defined its schedule), so "
+            "its learning rate cannot continue at another stage or rank count; resume with the same ones."
         )
     scheduler, saved = trainer.lr_scheduler, torch.load(file, weights_only=True)
     groups = scheduler.optimizer.param_groups
-    if len(saved["base_lrs"]) != len(groups):  # a value per group; only stage 0 has groups without parameters
+    if len(saved["base_lrs"]) != len(groups):  # one value per group; only stage 0 has groups without parameters
         if len(set(saved["base_lrs"])) > 1:
             raise UserError(
-                f"--resume_from_checkpoint {checkpoint}: its optimizer had {len(saved['base_lrs'])} groups of "
-                f"parameters with different rates, this run has {len(groups)}; resume it at the stage that it was "
-                "saved at."
+                f"--resume_from_checkpoint {checkpoint}: its optimizer had {len(saved['base_lrs'])} parameter "
+                f"groups with different rates, this run has {len(groups)}; resume it at the stage at which it was "
+                "saved."
             )
         for name in {"base_lrs", "_last_lr", "lr_lambdas"} & set(saved):
             saved[name] = saved[name][:1] * len(groups)

@@ -1,4 +1,4 @@
-"""Choose the run folder and the checkpoint to resume from, and refuse one of another job."""
+"""Choose the run folder and the checkpoint to resume from; refuse a checkpoint of another job."""
 
 import itertools
 import shutil
@@ -8,7 +8,7 @@ from zerofit.base import command_line, distributed
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import differences, integrity, pickles, zero_shards
 from zerofit.checkpoint.facts import read_facts, step_of
-from zerofit.job import groups, run_folder
+from zerofit.job import parallel_dims, run_folder
 from zerofit.job.settings import Settings
 from zerofit.model.load import fingerprints
 
@@ -16,11 +16,11 @@ from zerofit.model.load import fingerprints
 def check_resumable(settings, train_set) -> None:
     """Compute this run's fingerprints, and compare this run with the checkpoint to resume from.
 
-    Compared are model, data, stage, ranks and arguments. Also decides whether the states are resharded (reshard.py).
-    Raises: UserError for a difference that makes it a different run; with --ignore_resume_mismatch only for one that
-        makes resuming impossible.
+    Compares model, data, stage, ranks and arguments, and decides whether to reshard the states (reshard.py).
+    Raises: UserError for a difference that makes it a different run; with --ignore_resume_mismatch only for differences
+        that make resuming impossible.
     """
-    settings.fingerprints = fingerprints(settings, train_set)  # once: a hub model's configuration is fetched
+    settings.fingerprints = fingerprints(settings, train_set)  # computed once: it downloads a hub model's configuration
     requested = settings.resume_from_checkpoint
     if not requested:
         return
@@ -30,39 +30,39 @@ def check_resumable(settings, train_set) -> None:
         raise UserError(f"{flag}: was saved by recipes/{known['recipe']}.py; resume it with that recipe.")
     if known.get("unsaved"):
         raise UserError(
-            f"{flag}: was saved with {known['unsaved']}, whose optimizer states DeepSpeed leaves out; start again from "
-            f"its weights with --model (recipes/lora.py: `zerofit export {requested} --merge` first)."
+            f"{flag}: was saved with {known['unsaved']}, whose optimizer states DeepSpeed does not save; start a new "
+            f"run from its weights with --model (recipes/lora.py: first `zerofit export {requested} --merge`)."
         )
-    stretch = {"zero": known["zero"], "world_size": known["world_size"], "to_step": step_of(Path(requested))}
-    stretch |= {name: known[name] for name in ("train_seconds",) if name in known}
-    settings.resumed = [*known.get("resumed", []), stretch]
+    segment = {"zero": known["zero"], "world_size": known["world_size"], "to_step": step_of(Path(requested))}
+    segment |= {name: known[name] for name in ("train_seconds",) if name in known}
+    settings.previous_segments = [*known.get("resumed", []), segment]
     _decide_resharding(settings, known, Path(requested).name)
     check_split(settings, known, flag)
-    differences.check_json(settings, Path(requested), known, flag)
+    differences.check_json_components(settings, Path(requested), known, flag)
     if settings.resharded:
-        zero_shards.check_whole(Path(requested))
+        zero_shards.check_complete(Path(requested))
         _check_schedule(settings, Path(requested), known, flag)
     differences.check(settings, known, flag)
 
 
 def check_split(settings, known: dict, where: str) -> None:
-    """Refuse to load shards of a split model in another way than they were saved.
+    """Refuse to load shards of a split model with a layout other than the saved one.
 
     Args: known: the checkpoint's facts. Raises: UserError.
     """
-    for name in (way.flag for way in groups.ways() if way.splits_model):
+    for name in (way.flag for way in parallel_dims.registered() if way.splits_model):
         saved, size = known.get(name, 1), settings.values.get(name, 1)
         if max(saved, size) == 1 or (saved == size and not settings.resharded):
             continue
         raise UserError(
-            f"{where}: --{name} can only be resumed as it was saved; use --{name} {saved} --zero {known['zero']} "
+            f"{where}: --{name} can only be resumed with the saved layout; use --{name} {saved} --zero {known['zero']} "
             f"--gpus {known['world_size']} --offload {known['offload']} --optim {known.get('optim', settings.optim)}, "
-            "or start again from its weights with --model."
+            "or start a new run from its weights with --model."
         )
 
 
 def _check_schedule(settings, checkpoint: Path, known: dict, where: str) -> None:
-    """Refuse to reshard with a schedule that follows the loss: its state holds no rates for other groups.
+    """Refuse to reshard with a schedule that follows the loss: its state lacks the rates of other groups.
 
     Raises: UserError.
     """
@@ -70,8 +70,8 @@ def _check_schedule(settings, checkpoint: Path, known: dict, where: str) -> None
     saved = pickles.load(file) if file.exists() else {"base_lrs": []}
     if settings.lr_scheduler_type == "reduce_lr_on_plateau" or "base_lrs" not in saved:
         raise UserError(
-            f"{where}: --lr_scheduler_type reduce_lr_on_plateau can only be resumed as it was saved, without a change "
-            f"of stage, ranks, offload, optimizer or precision; use --zero {known['zero']} "
+            f"{where}: --lr_scheduler_type reduce_lr_on_plateau cannot be resumed with another stage, rank count, "
+            f"offload, optimizer or precision; use --zero {known['zero']} "
             f"--gpus {known['world_size']} --offload {known['offload']}."
         )
 
@@ -79,12 +79,12 @@ def _check_schedule(settings, checkpoint: Path, known: dict, where: str) -> None
 def _facts_of_files(checkpoint: Path, settings, where: str) -> dict:
     """Infer from the files of another program's checkpoint how it was saved.
 
-    Raises: UserError for a checkpoint of an adapter where the whole model is trained, or vice versa.
+    Raises: UserError for an adapter's checkpoint in a run that trains the full model, or vice versa.
     """
-    of_adapter = (checkpoint / "adapter_config.json").exists()
-    if of_adapter != settings.trains_adapter:
-        trained, trains = ("an adapter", "the whole model") if of_adapter else ("a whole model", "an adapter")
-        raise UserError(f"{where}: holds {trained}, and this run trains {trains}; start anew, or use another recipe.")
+    holds_adapter = (checkpoint / "adapter_config.json").exists()
+    if holds_adapter != settings.trains_adapter:
+        saved, trained = ("an adapter", "the full model") if holds_adapter else ("a full model", "an adapter")
+        raise UserError(f"{where}: holds {saved}, but this run trains {trained}; start a new run or change the recipe.")
     facts = {"recipe": settings.recipe.name}
     if not zero_shards.is_deepspeed(checkpoint):
         rng_files = len(list(checkpoint.glob("rng_state_*.pth")))
@@ -94,7 +94,7 @@ def _facts_of_files(checkpoint: Path, settings, where: str) -> dict:
 
 
 def must_reshard(settings, known: dict) -> bool:
-    """Return whether DeepSpeed cannot load a checkpoint with these facts as it is."""
+    """Return whether DeepSpeed cannot load a checkpoint with these facts directly."""
     was, now = _split(settings, known)
     names = ("optim",) if was["zero"] == now["zero"] == "0" else ("optim", "precision")
     moved = was != now and len(names) > 1
@@ -102,13 +102,13 @@ def must_reshard(settings, known: dict) -> bool:
 
 
 def _split(settings, known: dict) -> tuple[dict, dict]:
-    """Return stage, ranks and offload of a checkpoint and of this run."""
+    """Return (checkpoint's, this run's) stage, ranks and offload."""
     was, now = ({n: get(n) for n in ("zero", "world_size", "offload")} for get in (known.get, settings.written().get))
     return was, now | {"world_size": settings.world_size}
 
 
 def _decide_resharding(settings, known: dict, name: str) -> None:
-    """Decide whether DeepSpeed can load the checkpoint as it is or its states must be resharded."""
+    """Decide whether the states must be resharded, and add a decision if the checkpoint's split differs."""
     was, now = _split(settings, known)
     settings.resharded = must_reshard(settings, known)
     if was != now:
@@ -126,9 +126,9 @@ def _decide_resharding(settings, known: dict, name: str) -> None:
 def choose_folder(settings: Settings) -> Path:
     """Return the run folder's path (not created here), and find the checkpoint to resume from.
 
-    The path is --output_dir, or runs/<recipe>-<time>. The checkpoint's files are not hashed: the ranks do it.
+    The path is --output_dir, or runs/<recipe>-<time>. The ranks hash the checkpoint's files later.
 
-    Raises: UserError when it already holds a run and this one does not resume it.
+    Raises: UserError if it already holds a run that this run does not resume.
     """
     folder = run_folder.name_folder(settings)
     run_folder.check_folder(folder, bool(settings.resume_from_checkpoint))
@@ -136,17 +136,17 @@ def choose_folder(settings: Settings) -> Path:
     return folder
 
 
-def how_to_go_on(ended: str, folder: Path, step: int | None) -> str:
-    """Return a sentence for a run that was ended: its step, what is saved and the next command.
+def how_to_continue(ended: str, folder: Path, step: int | None) -> str:
+    """Return a sentence for a run that has ended early: its step, the saved state and the next command.
 
-    Args: ended: e.g. "interrupted" or "stopped by SIGTERM"; step: the last completed one, or None.
+    Args: ended: e.g. "interrupted" or "stopped by SIGTERM"; step: the last completed step, or None.
     """
     progress = f"{ended} at step {step}" if step is not None else ended
     return f"{progress}; {next_command(folder)}"
 
 
 def next_command(folder: Path) -> str:
-    """Return what is saved of a run that has ended, and the next command."""
+    """Return a sentence about the saved state of a run that has ended, and the next command."""
     if not (folder / "run.json").exists():
         return "no run was started. Repeat the command"
     resume = command_line.next_step("resume", folder)
@@ -155,18 +155,18 @@ def next_command(folder: Path) -> str:
     models = [f for f in run_folder.checkpoints(folder).values() if not integrity.damage(f, hashes=False)]
     if models:
         return (
-            f"{models[-1].name} holds the model without optimizer states (--save_only_model), so no run can continue "
-            f"from it. Keep it: {command_line.next_step('export', models[-1])}; or start again: {resume}"
+            f"{models[-1].name} holds the model without optimizer states (--save_only_model) and cannot be resumed. "
+            f"Export it: {command_line.next_step('export', models[-1])}; or start again: {resume}"
         )
     return f"nothing is saved yet. Start again: {resume}"
 
 
 def find_checkpoint(settings: Settings, folder: Path, judge=integrity.by_sizes) -> None:
-    """Replace --resume_from_checkpoint (a path, or auto for the newest valid one) by a checkpoint's path.
+    """Replace --resume_from_checkpoint (a path, or auto for the newest valid checkpoint) by a checkpoint's path.
 
-    `auto` with no checkpoint starts from scratch, so a preempted job can rerun the same command.
-    Args: judge: yields each given checkpoint with the reason why it cannot be resumed, "" if it can.
-    Raises: UserError when the named one is damaged, or `true` finds none.
+    `auto` without a checkpoint starts from scratch, so a preempted job can rerun the same command.
+    Args: judge: yields each checkpoint with the reason why it cannot be resumed, "" if it can.
+    Raises: UserError if the named checkpoint is damaged, or `true` does not find one.
     """
     value, settings.resume_from_checkpoint = settings.resume_from_checkpoint, None
     if value is None or value.lower() == "false":
@@ -177,13 +177,11 @@ def find_checkpoint(settings: Settings, folder: Path, judge=integrity.by_sizes) 
             settings.resume_from_checkpoint = str(checkpoint)
             return
         if not newest:
-            raise UserError(f"--resume_from_checkpoint {value}: is no whole checkpoint: {reason}; name another one.")
+            raise UserError(f"--resume_from_checkpoint {value}: cannot be resumed: {reason}; use another checkpoint.")
         _note(f"skipping {checkpoint.name}: {reason}")
     if value.lower() != "auto":
-        raise UserError(
-            f"--resume_from_checkpoint {value}: {folder} holds no checkpoint that is complete; name a path."
-        )
-    _note(f"{folder} holds no complete checkpoint: the run starts from the beginning")
+        raise UserError(f"--resume_from_checkpoint {value}: {folder} does not hold a complete checkpoint; pass a path.")
+    _note(f"{folder} does not hold a complete checkpoint: the run starts from the beginning")
 
 
 def _note(sentence: str) -> None:
@@ -192,9 +190,9 @@ def _note(sentence: str) -> None:
 
 
 def move_newer(folder: Path, step: int) -> Path | None:
-    """Move checkpoints later than `step` to attempts/; return that folder, or None if there are none.
+    """Move checkpoints later than `step` to attempts/; return the new folder, None without such checkpoints.
 
-    A run resumed at `step` saves those steps again, and rotation would delete its checkpoints before the old ones.
+    A run resumed at `step` saves these steps again, and rotation would delete the new checkpoints before the old ones.
     """
     newer = [checkpoint for saved_step, checkpoint in run_folder.checkpoints(folder).items() if saved_step > step]
     if not newer:

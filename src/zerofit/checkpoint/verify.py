@@ -1,4 +1,4 @@
-"""Verify the checkpoint to resume from on all ranks: each hashes a share of its files, once in a start."""
+"""Verify the checkpoint to resume from on all ranks: each hashes a share of its files, once per start."""
 
 from collections.abc import Iterator
 from pathlib import Path
@@ -9,11 +9,11 @@ from zerofit.checkpoint.facts import read_facts
 
 
 def by_hashes(checkpoints: list[Path], local: bool) -> Iterator[tuple[Path, str]]:
-    """Yield each of rank 0's checkpoints with the reason why no run can resume from it; "" if one can. Collective.
+    """Yield each of rank 0's checkpoints with the reason why it cannot be resumed, "" if it can. Collective.
 
-    One rank of a disk compares names and sizes first, which takes no time. While hashing, a rank
-    waits for others about as long as the largest file takes, which --ddp_timeout must allow.
-    Args: local: each node has a disk of its own (--node_local_storage).
+    One rank per disk first compares names and sizes, which takes no time. While hashing, a rank waits for the others
+    about as long as the largest file takes, which --ddp_timeout must allow.
+    Args: local: each node has its own disk (--node_local_storage).
     """
     place, first = "", distributed.rank() == 0
     if local:
@@ -21,24 +21,24 @@ def by_hashes(checkpoints: list[Path], local: bool) -> Iterator[tuple[Path, str]
     for checkpoint in distributed.broadcast(checkpoints):
         reason = integrity.find_corruption(checkpoint, hashes=False) if first else ""
         if not any(reasons := distributed.all_gather(reason and place + reason)):
-            reason = integrity.changed(checkpoint, _own_share(checkpoint, local))
+            reason = integrity.changed(checkpoint, _share_of_rank(checkpoint, local))
             reasons = distributed.all_gather(reason and place + reason)
         yield checkpoint, next(filter(None, reasons), "")
 
 
-def _own_share(checkpoint: Path, local: bool) -> dict[str, list]:
-    """Return {file: [bytes, hash]} of what this rank hashes: about as many bytes as the others of its disk. Collective.
+def _share_of_rank(checkpoint: Path, local: bool) -> dict[str, list]:
+    """Return {file: [bytes, hash]} for this rank to hash: about the same bytes as other ranks of the disk. Collective.
 
-    Without zerofit.json (of another program) nothing has a hash. A rank that reads another one than the others, e.g.
-    from a cache of NFS, hashes all that its own names.
+    Without zerofit.json (another program), files lack hashes. A rank that reads a different zerofit.json than the
+    others, e.g. from an NFS cache, hashes all files in it.
     """
     known = read_facts(checkpoint) or {"files": {}}
     views = distributed.all_gather((distributed.node() if local else "", known.get("digest")))
     ranks = [rank for rank, view in enumerate(views) if view == views[distributed.rank()]]
-    own, dealt = {}, dict.fromkeys(ranks, 0)
+    share, assigned = {}, dict.fromkeys(ranks, 0)
     for name, entry in sorted(known["files"].items(), key=lambda item: (-item[1][0], item[0])):
-        rank = min(ranks, key=dealt.get)  # the largest files first, each to the rank with the fewest bytes
-        dealt[rank] += entry[0]
+        rank = min(ranks, key=assigned.get)  # largest file first, to the rank with the fewest bytes
+        assigned[rank] += entry[0]
         if rank == distributed.rank():
-            own[name] = entry
-    return own
+            share[name] = entry
+    return share

@@ -1,6 +1,6 @@
-"""Read the states of a checkpoint of any ZeRO stage and rank count as whole tensors.
+"""Read the states of a checkpoint of any ZeRO stage and rank count as full tensors.
 
-Files are memory-mapped: only the tensors in use are read.
+Files are memory-mapped: only the used tensors are read.
 """
 
 import math
@@ -13,38 +13,38 @@ import torch
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import pickles
 from zerofit.checkpoint.facts import read_facts
-from zerofit.job import groups
+from zerofit.job import parallel_dims
 
 
 @dataclass
 class OptimizerStates:
-    """Optimizer states of a checkpoint, as flat pieces of all ranks."""
+    """Optimizer states of a checkpoint, as the flat pieces of all ranks."""
 
-    shapes: dict[str, tuple[int, ...]]  # of the trained parameters, in the order of the optimizer's groups
-    # parameter -> state -> flat pieces in order; "fp32" is the weights, other states have the optimizer's names
+    shapes: dict[str, tuple[int, ...]]  # trained parameters, in the order of the optimizer's groups
+    # parameter -> state -> flat pieces in order; "fp32" is the weight, the other names are the optimizer's
     pieces: dict[str, dict[str, list[torch.Tensor]]]
-    step: float | None = None  # the optimizer's count; None if it keeps none
-    unsplit: str = ""  # a state that is not one number per weight; "" without one
-    loss_scale: float | None = None  # fp16's dynamic one; None without fp16
-    counters: dict[str, int] = field(default_factory=dict)  # DeepSpeed's
+    step: float | None = None  # the optimizer's step count, None without one
+    unsplit: str = ""  # first state without one number per weight; "" if all have one
+    loss_scale: float | None = None  # dynamic loss scale of fp16; None without fp16
+    counters: dict[str, int] = field(default_factory=dict)  # DeepSpeed's step and sample counts
 
     def keys(self) -> list[str]:
         """Return the names of the optimizer's states, e.g. ["exp_avg", "exp_avg_sq"]."""
         return sorted({key for states in self.pieces.values() for key in states} - {"fp32"})
 
-    def whole(self, name: str, key: str = "fp32") -> torch.Tensor:
-        """Return one state of one parameter in its shape. Raises: UserError if the shards are too short."""
+    def full(self, name: str, key: str = "fp32") -> torch.Tensor:
+        """Return one state of one parameter in its full shape. Raises: UserError if the shards are too short."""
         return self.part(name, key, 0, math.prod(self.shapes[name])).view(self.shapes[name])
 
     def part(self, name: str, key: str, start: int, stop: int) -> torch.Tensor:
-        """Read a range of a flat state and no other numbers; it ends where the parameter does.
+        """Read a range of a flat state, up to the end of the parameter, and no other numbers.
 
         Raises: UserError if the shards are too short for the parameter.
         """
         pieces, numel, offset, parts = self.pieces[name].get(key, []), math.prod(self.shapes[name]), 0, []
-        if (held := sum(piece.numel() for piece in pieces)) < numel:
+        if (size := sum(piece.numel() for piece in pieces)) < numel:
             raise UserError(
-                f"{name}: the shards hold {held:,} of the {numel:,} numbers of its {key}; the checkpoint is not whole."
+                f"{name}: the shards hold {size:,} of the {numel:,} numbers of its {key}; the checkpoint is incomplete."
             )
         for piece in pieces:
             parts.append(piece[max(0, start - offset) : max(0, min(stop, numel) - offset)])
@@ -60,9 +60,9 @@ def is_deepspeed(checkpoint: Path) -> bool:
 def read(checkpoint: Path) -> OptimizerStates:
     """Read the states of a checkpoint of stage 1, 2 or 3.
 
-    Raises: UserError for a folder whose optimizer states are not in its files, or split by more than ZeRO.
+    Raises: UserError if the files lack optimizer states, or split them by more than ZeRO.
     """
-    check_whole(checkpoint)
+    check_complete(checkpoint)
     folder = pickles.shards_folder(checkpoint)
     files = sorted(folder.glob("*optim_states.pt"), key=_rank)
     saved = [pickles.load(file)["optimizer_state_dict"] for file in files]
@@ -71,22 +71,22 @@ def read(checkpoint: Path) -> OptimizerStates:
         or len({_rank(file) for file in files}) != len(files)
         or any("mp_rank_00" not in f.name for f in files)
     ):
-        splitting = " and ".join(f"--{way.flag}" for way in groups.ways() if way.splits_model)
+        splitting = " and ".join(f"--{way.flag}" for way in parallel_dims.registered() if way.splits_model)
         raise UserError(
-            f"{folder}: holds no optimizer states of one process group (those of {splitting} are not read)."
+            f"{folder}: does not hold the optimizer states of one process group ({splitting} is not supported)."
         )
     model_states = pickles.load(sorted(folder.glob("*model_states.pt"), key=_rank)[0])
     shapes = _shapes(model_states)
     if _number(saved[0]["partition_count"]) != len(files):
         raise UserError(
-            f"{folder}: holds the optimizer states of {len(files)} ranks, it was saved by "
-            f"{_number(saved[0]['partition_count'])}."
+            f"{folder}: holds the optimizer states of {len(files)} ranks, but "
+            f"{_number(saved[0]['partition_count'])} ranks saved it."
         )
     states = OptimizerStates(shapes, {name: {} for name in shapes})
     if "fp32_flat_groups" in saved[0]:  # stage 3
-        _of_partitions(states, saved, len(files), folder)
+        _collect_partitions(states, saved, len(files), folder)
     else:
-        _of_slices(states, saved, folder)
+        _collect_slices(states, saved, folder)
     scaler = saved[0].get("loss_scaler")
     if saved[0].get("dynamic_loss_scale"):
         states.loss_scale = float(scaler.cur_scale)
@@ -101,73 +101,73 @@ def _shapes(model_states: dict) -> dict[str, tuple[int, ...]]:
 
 
 def check_share(checkpoint: Path, shapes: dict[str, tuple[int, ...]], ranks: int) -> None:
-    """Check by the files' headers that one rank of stage 3 has saved its share of every parameter.
+    """Check in the file headers that one rank of stage 3 has saved its share of every parameter.
 
     Raises: UserError.
     """
     files = [list(checkpoint.glob(f"*/*{kind}_states.pt")) for kind in ("model", "optim")]
-    if [len(found) for found in files] != [1, 1]:
-        raise UserError(f"{checkpoint}: holds no states of one rank.")
-    held = _shapes(pickles.load(files[0][0]))
-    if wrong := [name for name in {**shapes, **held} if shapes.get(name) != held.get(name)]:
-        raise UserError(f"{checkpoint}: {wrong[0]} has shape {held.get(wrong[0])} in it, not {shapes.get(wrong[0])}.")
-    states = OptimizerStates(held, {name: {} for name in held})
-    _of_partitions(states, [pickles.load(files[1][0])["optimizer_state_dict"]], ranks, checkpoint)
+    if [len(matches) for matches in files] != [1, 1]:
+        raise UserError(f"{checkpoint}: does not hold the states of one rank.")
+    saved = _shapes(pickles.load(files[0][0]))
+    if wrong := [name for name in {**shapes, **saved} if shapes.get(name) != saved.get(name)]:
+        raise UserError(f"{checkpoint}: {wrong[0]} has shape {saved.get(wrong[0])} in it, not {shapes.get(wrong[0])}.")
+    states = OptimizerStates(saved, {name: {} for name in saved})
+    _collect_partitions(states, [pickles.load(files[1][0])["optimizer_state_dict"]], ranks, checkpoint)
 
 
-def check_whole(checkpoint: Path) -> None:
-    """Refuse one node's part (--node_local_storage) without those of the others. Raises: UserError."""
+def check_complete(checkpoint: Path) -> None:
+    """Refuse one node's part (--node_local_storage) without the other parts. Raises: UserError."""
     elsewhere = (read_facts(checkpoint) or {}).get("elsewhere", {})
     if missing := [name for name in elsewhere if not (checkpoint / name).exists()]:
         raise UserError(
-            f"{checkpoint}: holds one node's part (--node_local_storage), and {len(missing)} files of the others "
-            f"are missing, e.g. {missing[0]}; copy them in from each of them: rsync -a --ignore-existing "
+            f"{checkpoint}: holds one node's part (--node_local_storage), and {len(missing)} files of other nodes "
+            f"are missing, e.g. {missing[0]}; copy them from each node: rsync -a --ignore-existing "
             f"HOST:{checkpoint.absolute()}/ {checkpoint}/."
         )
 
 
 def saved_by(checkpoint: Path) -> tuple[str, int]:
-    """Return (ZeRO stage, ranks) that a checkpoint was saved with."""
+    """Return (ZeRO stage, rank count) of the run that saved a checkpoint."""
     folder = pickles.shards_folder(checkpoint)
     saved = pickles.load(min(folder.glob("*optim_states.pt"), key=_rank))["optimizer_state_dict"]
     return str(int(saved["zero_stage"])), _number(saved["partition_count"])
 
 
-def _of_slices(states: OptimizerStates, saved: list[dict], folder: Path) -> None:
+def _collect_slices(states: OptimizerStates, saved: list[dict], folder: Path) -> None:
     """Collect the pieces of stages 1 and 2: a rank holds a slice of each group's concatenated parameters."""
     for rank in saved:
         if "param_slice_mappings" not in rank or not isinstance(rank["base_optimizer_state"], dict):
-            raise UserError(f"{folder}: does not say which parameters its shards hold (saved by an older DeepSpeed).")
+            raise UserError(f"{folder}: does not record the parameters of its shards (saved by an older DeepSpeed).")
         base = rank["base_optimizer_state"]
         for i, (group, flat) in enumerate(
             zip(rank["param_slice_mappings"], rank["single_partition_of_fp32_groups"], strict=True)
         ):
-            own_states = _split(states, base["state"].get(base["param_groups"][i]["params"][0], {}),
+            local_states = _split(states, base["state"].get(base["param_groups"][i]["params"][0], {}),
                          flat.numel() + rank["group_paddings"][i])  # fmt: skip
             for name, place in group.items():
-                for key, tensor in {"fp32": flat, **own_states}.items():
+                for key, tensor in {"fp32": flat, **local_states}.items():
                     states.pieces[name].setdefault(key, []).append(tensor[place.start : place.start + place.numel])
 
 
-def _of_partitions(states: OptimizerStates, saved: list[dict], ranks: int, folder: Path) -> None:
-    """Collect the pieces of stage 3: each of `ranks` holds an equal share of each parameter, the last one padded."""
+def _collect_partitions(states: OptimizerStates, saved: list[dict], ranks: int, folder: Path) -> None:
+    """Collect the pieces of stage 3: each rank holds an equal share of each parameter, the last one padded."""
     for rank in saved:
         flats, base = rank["fp32_flat_groups"], rank["optimizer_state_dict"]["state"]
-        own_states = [{"fp32": flat, **_split(states, base.get(i, {}), flat.numel())} for i, flat in enumerate(flats)]
+        local_states = [{"fp32": flat, **_split(states, base.get(i, {}), flat.numel())} for i, flat in enumerate(flats)]
         i = offset = 0
         for name, shape in states.shapes.items():
             share = -(-math.prod(shape) // ranks)
             while i < len(flats) and offset == flats[i].numel():
                 i, offset = i + 1, 0
             if i == len(flats) or offset + share > flats[i].numel():
-                raise UserError(f"{folder}: its shards end before {name} (states on NVMe are not in them).")
-            for key, tensor in own_states[i].items():
+                raise UserError(f"{folder}: its shards end before {name} (they do not contain states on NVMe).")
+            for key, tensor in local_states[i].items():
                 states.pieces[name].setdefault(key, []).append(tensor[offset : offset + share])
             offset += share
 
 
 def _split(states: OptimizerStates, state: dict, numel: int) -> dict[str, torch.Tensor]:
-    """Return the states with one number per weight; record the step and the first other state."""
+    """Return the states with one number per weight; record the step and the first state of another size."""
     flat_states = {}
     for key, value in state.items():
         if isinstance(value, dict):  # bitsandbytes nests its states one level deeper
@@ -185,29 +185,29 @@ def _split(states: OptimizerStates, state: dict, numel: int) -> dict[str, torch.
     return flat_states
 
 
-def read_plain(checkpoint: Path, groups: list[list[str]], names_held: dict[str, str], held) -> OptimizerStates:
+def read_plain(checkpoint: Path, groups: list[list[str]], stored_names: dict[str, str], weights) -> OptimizerStates:
     """Read the states of a checkpoint of stage 0.
 
-    Args: groups: the trained parameters in the order of the optimizer's groups; held: the checkpoint's Weights, or a
-        dict of them; names_held: parameter -> its name in `held`, where it is another.
-    Raises: UserError where they do not fit together.
+    Args: groups: the trained parameters in the order of the optimizer's groups; weights: the checkpoint's Weights, or a
+        dict; stored_names: parameter -> its name in `weights`, if they differ.
+    Raises: UserError if groups, states and weights do not match.
     """
     saved = pickles.load(checkpoint / "optimizer.pt")
     if [len(group["params"]) for group in saved["param_groups"]] != [len(group) for group in groups]:
         raise UserError(
             f"{checkpoint}: its optimizer has groups of "
             f"{', '.join(str(len(g['params'])) for g in saved['param_groups'])} parameters, this run of "
-            f"{', '.join(str(len(g)) for g in groups)}: it was another model or recipe."
+            f"{', '.join(str(len(g)) for g in groups)}: another model or recipe saved it."
         )
     states = OptimizerStates({}, {})
     for group, names in zip(saved["param_groups"], groups, strict=True):
         for i, name in zip(group["params"], names, strict=True):
-            tensor = held.get(names_held.get(name, name))
+            tensor = weights.get(stored_names.get(name, name))
             if tensor is None:
-                raise UserError(f"{checkpoint}: its weights do not hold {names_held.get(name, name)}.")
+                raise UserError(f"{checkpoint}: its weights do not contain {stored_names.get(name, name)}.")
             states.shapes[name] = tuple(tensor.shape)
-            own_states = _split(states, saved["state"].get(i, {}), tensor.numel())
-            states.pieces[name] = {key: [value.reshape(-1)] for key, value in {"fp32": tensor, **own_states}.items()}
+            local_states = _split(states, saved["state"].get(i, {}), tensor.numel())
+            states.pieces[name] = {key: [value.reshape(-1)] for key, value in {"fp32": tensor, **local_states}.items()}
     scaler = checkpoint / "scaler.pt"
     if scaler.exists():
         states.loss_scale = float(pickles.load(scaler).get("scale", 0.0)) or None

@@ -1,1 +1,1 @@
-"""Commands: one file for each verb of `zerofit VERB` that is more than a call."""
+"""Commands of `zerofit VERB`, one file per verb."""

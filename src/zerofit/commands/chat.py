@@ -9,43 +9,43 @@ from zerofit.base.errors import UserError
 from zerofit.data.chat_templates import arguments
 from zerofit.export import source
 
-HELP = "/new starts over, /help shows this, /quit or ctrl-d ends"
+HELP = "/new: new conversation, /help: this text, /quit or ctrl-d: exit"
 
 
 def main(argv: list[str]) -> None:
-    """Run `zerofit chat`; see --help. Raises: UserError for what cannot be loaded."""
+    """Run `zerofit chat`; see --help. Raises: UserError if the model cannot be loaded."""
     parser = argparse.ArgumentParser(prog="zerofit chat", allow_abbrev=False, description=__doc__, epilog=HELP)
     parser.add_argument("run", help="a run folder, one of its checkpoints, its final/, or an export")
     parser.add_argument("--max_new_tokens", type=int, default=256)
-    parser.add_argument("--temperature", type=float, default=0.0, help="0: always the likeliest token")
+    parser.add_argument("--temperature", type=float, default=0.0, help="0: greedy decoding")
     parser.add_argument("--system", default="", help="a system message")
-    parser.add_argument(arguments.FLAG, type=str, help="a JSON object; default: what the model was trained with")
-    parser.add_argument("--base", default="", help="the adapter's base, where it has moved")
+    parser.add_argument(arguments.FLAG, type=str, help="a JSON object; default: from training")
+    parser.add_argument("--base", default="", help="base model of the adapter, if it has moved")
     parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto")
     parser.add_argument("--trust_remote_code", action="store_true")
     args = parser.parse_args(argv)
     if args.temperature < 0 or args.max_new_tokens < 1:
         raise UserError("--temperature must be 0 or more, --max_new_tokens 1 or more.")
-    args.chat_template_kwargs = arguments.parsed(arguments.FLAG, args.chat_template_kwargs)
-    talk(args, source.find(args.run, args.base, args.trust_remote_code))
+    args.chat_template_kwargs = arguments.parse_arguments(arguments.FLAG, args.chat_template_kwargs)
+    chat(args, source.find(args.run, args.base, args.trust_remote_code))
 
 
-def talk(given, saved) -> None:
-    """Answer each line of the input with a turn of the model, until the input ends."""
+def chat(args, saved) -> None:
+    """Generate an answer to each line of the input until the input ends."""
     from transformers import TextStreamer
 
     tokenizer = source.tokenizer(saved)
     if tokenizer is None:
-        raise UserError(f"{saved.folder}: has no tokenizer to talk through; put the model's tokenizer beside it.")
-    arguments.with_defaults(tokenizer.chat_template or "", given.chat_template_kwargs)  # refuses those it never reads
-    device = given.device if given.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
+        raise UserError(f"{saved.folder}: does not contain a tokenizer; copy the model's tokenizer there.")
+    arguments.with_defaults(tokenizer.chat_template or "", args.chat_template_kwargs)  # raises for unknown names
+    device = args.device if args.device != "auto" else "cuda" if torch.cuda.is_available() else "cpu"
     model = source.load(saved, device)
     model.config.use_cache = True
     terminal = sys.stdin.isatty()
-    # The output of a pipe holds questions and answers alone.
+    # Piped output contains only questions and answers.
     out = sys.stdout if terminal else sys.stderr
-    print(f"{saved.folder}: all lines are one conversation ({HELP})", file=out, flush=True)
-    start = [{"role": "system", "content": given.system}] if given.system else []
+    print(f"{saved.folder}: one conversation ({HELP})", file=out, flush=True)
+    start = [{"role": "system", "content": args.system}] if args.system else []
     turns = list(start)
     for line in _lines("> " if terminal else ""):
         if line == "/quit":
@@ -56,15 +56,15 @@ def talk(given, saved) -> None:
             turns = list(start)
             continue
         if line.startswith("/"):
-            prefix = "" if line == "/help" else f"{line.split()[0]} is no command; "
+            prefix = "" if line == "/help" else f"unknown command {line.split()[0]}; "
             print(f"{prefix}{HELP}", flush=True)
             continue
         turns.append({"role": "user", "content": line})
         try:
             answer = _answer(
-                model, tokenizer, turns, given, TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
+                model, tokenizer, turns, args, TextStreamer(tokenizer, skip_prompt=True, skip_special_tokens=True)
             )
-        except KeyboardInterrupt:  # stops this answer only
+        except KeyboardInterrupt:  # stop only this answer
             turns.pop()
             print("\n(stopped)", flush=True)
             if not terminal:
@@ -74,7 +74,7 @@ def talk(given, saved) -> None:
 
 
 def _lines(prompt: str):
-    """Yield the typed lines that are not empty, until ctrl-d; ctrl-c at the prompt is raised."""
+    """Yield non-empty lines until ctrl-d."""
     while True:
         try:
             line = input(prompt).strip()
@@ -84,17 +84,17 @@ def _lines(prompt: str):
             yield line
 
 
-def _answer(net, words, turns: list[dict], given, streamer) -> str:
-    """Generate the model's turn and print it as it is generated."""
-    if words.chat_template:
-        more = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
-        inputs = words.apply_chat_template(turns, **given.chat_template_kwargs, **more)
+def _answer(model, tokenizer, turns: list[dict], args, streamer) -> str:
+    """Generate and stream the model's turn."""
+    if tokenizer.chat_template:
+        options = {"add_generation_prompt": True, "return_tensors": "pt", "return_dict": True}
+        inputs = tokenizer.apply_chat_template(turns, **args.chat_template_kwargs, **options)
     else:
-        inputs = words("\n".join(turn["content"] for turn in turns), return_tensors="pt")
-    inputs = {name: inputs[name].to(net.device) for name in ("input_ids", "attention_mask")}
-    sampling = {"do_sample": True, "temperature": given.temperature} if given.temperature else {"do_sample": False}
-    pad_id = words.pad_token_id if words.pad_token_id is not None else words.eos_token_id
-    output = net.generate(
-        **inputs, max_new_tokens=given.max_new_tokens, streamer=streamer, pad_token_id=pad_id, **sampling
+        inputs = tokenizer("\n".join(turn["content"] for turn in turns), return_tensors="pt")
+    inputs = {name: inputs[name].to(model.device) for name in ("input_ids", "attention_mask")}
+    sampling = {"do_sample": True, "temperature": args.temperature} if args.temperature else {"do_sample": False}
+    pad_id = tokenizer.pad_token_id if tokenizer.pad_token_id is not None else tokenizer.eos_token_id
+    output = model.generate(
+        **inputs, max_new_tokens=args.max_new_tokens, streamer=streamer, pad_token_id=pad_id, **sampling
     )
-    return words.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()
+    return tokenizer.decode(output[0, inputs["input_ids"].shape[1] :], skip_special_tokens=True).strip()

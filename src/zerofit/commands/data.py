@@ -1,4 +1,4 @@
-"""Run `zerofit data`: count and show what a run would train on; refuse data beyond the limits."""
+"""`zerofit data`: count and print the training data of a run, and check its limits."""
 
 import argparse
 import os
@@ -14,14 +14,13 @@ from zerofit.config import resolve, show
 from zerofit.data import inspection
 from zerofit.data.load import load_datasets
 from zerofit.job import program, run_folder
-from zerofit.model import load
-from zerofit.model.tried import classes
+from zerofit.model import load, tested_models
 
 
 def main(argv: list[str]) -> None:
-    """Run `zerofit data` (see --help): print the report, write data.json, apply the limits.
+    """`zerofit data`: see --help. Print the report, write data.json, check the limits.
 
-    Raises: UserError for the user's mistakes and for data beyond a limit.
+    Raises: UserError for user errors and for data beyond a limit.
     """
     settings = _settings(argv)
     if settings is None:
@@ -29,16 +28,16 @@ def main(argv: list[str]) -> None:
 
     folder = resumable.choose_folder(settings)
     tokenizer = load.load_tokenizer(settings)
-    counting = settings.replace(bad_rows="drop")  # count all of them first, refuse below
+    counting = settings.replace(bad_rows="drop")  # count all bad rows first, raise below
     train_set, eval_set = load_datasets(counting, tokenizer)
     ends = checks.note(counting, train_set, eval_set, tokenizer)
     facts = inspection.inspect(counting, train_set, eval_set, tokenizer, ends)
     colored = bool(sys.stdout.isatty() or os.environ.get("FORCE_COLOR"))
-    facts["decisions"].append(classes.sentence(load.load_config(counting).model_type))
+    facts["decisions"].append(tested_models.sentence(load.load_config(counting).model_type))
     print(inspection.describe(counting, facts))
     for text in inspection.render_rows(train_set.dataset, tokenizer, colored):
         print(text)
-    for sentence in facts["warnings"]:  # last, so that they are seen
+    for sentence in facts["warnings"]:  # at the end of the output, so that users see them
         print("\n\033[1;31mWARNING\033[0m:" if colored else "\nWARNING:", sentence)
     folder.mkdir(parents=True, exist_ok=True)
     run_folder.write_json(folder / "data.json", facts)
@@ -47,36 +46,36 @@ def main(argv: list[str]) -> None:
         bad = facts.get(name, {}).get("dropped_bad")
         if bad and settings.bad_rows == "error":
             raise UserError(
-                f"{bad:,} of {facts[name]['rows']:,} {name} rows cannot be used (see above); fix or remove them, or "
-                "leave them out with --bad_rows drop."
+                f"{bad:,} of {facts[name]['rows']:,} {name} rows are invalid (see above); fix or remove them, or "
+                "exclude them with --bad_rows drop."
             )
     inspection.enforce(counting, facts["fractions"])
 
 
 def _settings(argv: list[str]):
-    """Return the settings of a `zerofit data` command line; None if it asks for --help or --show, which are printed."""
+    """Return the settings of a `zerofit data` command line, or None after printing for --help or --show."""
     parser = argparse.ArgumentParser(
         prog="zerofit data",
         allow_abbrev=False,
-        description="Show what a run would train on, without a model or a GPU. Every flag of the recipe works too "
+        description="Print the training data of a run, without a model or a GPU. All flags of the recipe are allowed "
         "(`zerofit launch recipes/sft.py --help`).",
     )
     parser.add_argument(
         "--recipe",
         default=program.DEFAULT,
-        help="sft, lora, dpo, pipeline or a recipe's file (default sft)",
+        help="sft, lora, dpo, pipeline or the file of a recipe (default sft)",
     )
     parser.add_argument("--output_dir", default="", help="folder for data.json (default runs/data-<time>)")
-    parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
+    parser.add_argument("--args", default="", help="more flags of the recipe in one string, split as in a shell")
     args, flags = parser.parse_known_args(argv)
     recipe = program.start(args.recipe).recipe
-    flags, _ = command_line.with_more(flags, args.args)
+    flags, _ = command_line.with_extra_flags(flags, args.args)
     if {"--help", "-h"} & set(flags):
         parser.print_help()
         return None
-    named = ["--output_dir", args.output_dir] if args.output_dir else []
-    # --gpus first: a process count in the YAML file is for the run, not for this command
-    flags = ["--gpus", "1", *flags, *named]
+    output = ["--output_dir", args.output_dir] if args.output_dir else []
+    # --gpus overrides the process count of the YAML file, which is for the run
+    flags = ["--gpus", "1", *flags, *output]
     settings = resolve.resolve_settings(recipe, flags, 1, arguments_only=True)
     if settings.show:
         print(f"data for {settings.recipe}\n{show.summary(settings)}")

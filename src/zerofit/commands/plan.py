@@ -1,4 +1,4 @@
-"""Run `zerofit plan`: find whether a job fits, and the fastest setting that does."""
+"""`zerofit plan`: find out whether a job fits, and the fastest setting that fits."""
 
 import argparse
 import math
@@ -20,41 +20,40 @@ from zerofit.data.batches import lengths_of
 from zerofit.data.load import load_datasets
 from zerofit.job import program
 from zerofit.job.request import Request
-from zerofit.model import load
+from zerofit.model import load, tested_models
 from zerofit.model.kernels import linear_attention
 from zerofit.model.load import load_tokenizer
-from zerofit.model.tried import classes
 from zerofit.plan import candidates, gpu_memory, planner, simulate
-from zerofit.plan.advice import better, cost, instead, table
+from zerofit.plan.advice import alternatives, better, cost, table
 from zerofit.plan.answer import answer_text
 from zerofit.plan.candidate import Plan
 
 
 def main(argv: list[str]) -> None:
-    """Run `zerofit plan` (see --help): print the plan and write plan.json, plan.md and plan.png.
+    """`zerofit plan`: see --help. Print the plan and write plan.json, plan.md and plan.png.
 
-    Raises: UserError for the user's mistakes; NothingFits (exit code 3) if no setting fits.
+    Raises: UserError for user errors; NothingFits (exit code 3) if no setting fits.
     """
     parser = _parser()
     args, flags = parser.parse_known_args(argv)
     args.recipe = program.start(args.recipe).recipe
-    flags, ranks = command_line.with_more(flags, args.args, args.gpus)
-    flags = _own_of_args(args, flags)
+    flags, ranks = command_line.with_extra_flags(flags, args.args, args.gpus)
+    flags = _parse_plan_only_flags(args, flags)
     if {"--help", "-h"} & set(flags):
         parser.print_help()
         return
 
     folder = Path(args.output_dir or Path("runs") / f"plan-{time.strftime('%Y%m%d-%H%M%S')}").expanduser()
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"--output_dir {folder}: is a file; name a folder.")
+        raise UserError(f"--output_dir {folder}: is a file; set it to a folder.")
     plan = _search(args, flags, ranks)
     plan.seconds = time.time() - psutil.Process().create_time()
-    print(_for_this_terminal(answer_text.text(plan)))
+    print(_wrapped(answer_text.text(plan)))
     try:
         answer_text.write(plan, folder)
     except OSError as error:
         raise UserError(
-            f"--output_dir {folder}: the plan cannot be written there: {error.strerror}; name another folder."
+            f"--output_dir {folder}: cannot write the plan: {error.strerror}; set another folder."
         ) from None
     print(f"more: {folder}/plan.md, plan.json, plan.png (planned in {plan.seconds:.0f} s)", flush=True)
     if plan.chosen is None:
@@ -63,26 +62,24 @@ def main(argv: list[str]) -> None:
 
 def _parser() -> argparse.ArgumentParser:
     about = (
-        "Whether a job fits and what is fastest, before anything is downloaded or allocated. Only the model's "
-        "config.json is needed. What you leave open is searched; every flag of the recipe works too."
+        "Find out whether a job fits and which setting is fastest, without downloads or allocations. Only the model's "
+        "config.json is required. Unspecified settings are searched; all flags of the recipe are allowed."
     )
     options = {
-        "recipe": "sft, lora, dpo or a recipe's file (default sft)",
-        "method": "sft, lora, qlora, dpo or auto (of those that fit the first that is fast enough: docs/choosing.md)",
-        "gpus": "GPUs of all nodes together; with --nodes those of each",
-        "nodes": f"nodes with --gpus GPUs each (default: as many as --gpus needs at {gpu_memory.GPUS_OF_A_NODE} each)",
-        "node_link_gbs": "GB/s one way that each GPU has to other nodes, all adapters of a node over its GPUs "
-        f"(default {hardware.NODE_LINK_GBS:g}: 400 Gbit/s a GPU)",
-        "gpu_type": "a GPU of the table, or detect (default: this machine's)",
-        "host_memory": "GiB of a node's host memory (default: this machine's with --gpu_type detect, else not looked "
-        "at)",
-        "disk": "GiB that are free for runs/ where the job will train (default: this machine's with --gpu_type detect, "
-        "else not looked at)",
-        "rows": "training rows of an epoch, where --data does not tell them: for the cost of the run",
-        "gpu_price": "dollars for an hour of one GPU: for the cost of the run",
-        "exact": "true: simulate the chosen setting also where the closed forms leave room (half a minute or more)",
+        "recipe": "sft, lora, dpo or the file of a recipe (default sft)",
+        "method": "sft, lora, qlora, dpo or auto (the first method that fits and is fast enough: docs/planning.md)",
+        "gpus": "total number of GPUs; with --nodes, GPUs per node",
+        "nodes": f"number of nodes (default: from --gpus, with {gpu_memory.GPUS_PER_NODE} GPUs per node)",
+        "node_link_gbs": "network bandwidth between nodes in GB/s per GPU, one way "
+        f"(default {hardware.NODE_LINK_GBS:g}: 400 Gbit/s per GPU)",
+        "gpu_type": "a GPU of the table, or detect (default: this machine's GPU)",
+        "host_memory": "host memory per node in GiB (default: this machine's with --gpu_type detect, else unlimited)",
+        "disk": "free disk space for runs/ in GiB (default: this machine's with --gpu_type detect, else unlimited)",
+        "rows": "training rows per epoch, for the cost of the run if --data does not provide them",
+        "gpu_price": "dollars per GPU hour, for the cost of the run",
+        "exact": "true: also simulate settings with much free memory by formula (half a minute or more)",
         "output_dir": "folder for plan.json, plan.md, plan.png (default runs/plan-<time>)",
-        "args": "more recipe flags in one string, split like a shell would",
+        "args": "more flags of the recipe in one string, split as in a shell",
     }
     parser = argparse.ArgumentParser(prog="zerofit plan", allow_abbrev=False, description=about)
     defaults = {"recipe": program.DEFAULT, "gpus": "1"}
@@ -91,8 +88,8 @@ def _parser() -> argparse.ArgumentParser:
     return parser
 
 
-def _own_of_args(args: argparse.Namespace, flags: list[str]) -> list[str]:
-    """Put the command's options that have no make variable, and so stand in ARGS, into args; return the other flags."""
+def _parse_plan_only_flags(args: argparse.Namespace, flags: list[str]) -> list[str]:
+    """Parse the options without a make variable (passed in ARGS) into args; return the other flags."""
     parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
     for name in ("rows", "gpu_price", "node_link_gbs", "disk", "exact"):
         parser.add_argument(f"--{name}", default=getattr(args, name))
@@ -100,7 +97,7 @@ def _own_of_args(args: argparse.Namespace, flags: list[str]) -> list[str]:
 
 
 def _search(args: argparse.Namespace, flags: list[str], ranks: int) -> Plan:
-    """Return the plan for the command's arguments, with the rows of --data read and the search shown while it runs."""
+    """Read the rows of --data, and search for a plan with progress output."""
     ranks, node = _machines(args.nodes, ranks)
     methods = candidates.methods_to_try(args.method, args.recipe, flags)
     gpu = _with_node_link(hardware.find(args.gpu_type or "detect", min(ranks, node)), args.node_link_gbs)
@@ -109,78 +106,80 @@ def _search(args: argparse.Namespace, flags: list[str], ranks: int) -> Plan:
 
     exact = _exact(args.exact)
     for_this_machine = args.gpu_type in ("", "detect")
-    host_limit = _bytes("host_memory", args.host_memory, psutil.virtual_memory().total if for_this_machine else None)
-    with simulate.reused():
+    total_memory = psutil.virtual_memory().total if for_this_machine else None
+    host_memory_limit = _bytes("host_memory", args.host_memory, total_memory)
+    with simulate.reuse_process():
         if exact:
-            simulate.prestart()  # it imports while the rows are read and the settings are listed
+            simulate.prestart()  # imports run while the rows are read and the settings are listed
         request = parse.request(candidates.recipe_of(methods[-1]), flags)
         first = candidates.first_settings(methods[-1], request, ranks, gpu, node)
         request, rows, run = _rows(request, ranks, gpu, node, args.rows)
         run = replace(run, price=_price(args.gpu_price))
-        here = shutil.disk_usage(nearest_existing(Path("runs"))).free
-        disk_limit = _bytes("disk", args.disk, here if for_this_machine else None)
+        free_bytes = shutil.disk_usage(nearest_existing(Path("runs"))).free
+        disk_limit = _bytes("disk", args.disk, free_bytes if for_this_machine else None)
         notes, config = [f"rows: {rows}"], load.load_config(first)
         if missing := linear_attention.missing_kernels(config):
             notes.append("note: {}; {}".format(*missing))
         print("\n".join(notes), flush=True)
-        notes.append(f"note: {classes.sentence(config.model_type)}")
-        with plan_progress.Shown(notes) as progress:
+        notes.append(f"note: {tested_models.sentence(config.model_type)}")
+        with plan_progress.SearchProgress(notes) as progress:
             plan = planner.plan_of(
-                methods, request, ranks, gpu, progress, host_limit, node, disk_limit, exact=exact
+                methods, request, ranks, gpu, progress, host_memory_limit, node, disk_limit, exact=exact
             )  # fmt: skip
             plan.run = run
-            plan.instead |= instead.offers(plan, methods, request)
+            plan.alternatives |= alternatives.offers(plan, methods, request)
             plan.advices = better.advices(plan, request)
     if relation := plan_progress.compared(progress.answer, plan):
         notes.append(relation)
         print(relation, flush=True)
-    plan.rows, plan.notes, plan.here = rows, notes, for_this_machine
-    plan.host_here = psutil.virtual_memory().total
-    plan.disk_free = here if disk_limit is None else disk_limit
+    plan.rows, plan.notes = rows, notes
+    if for_this_machine:
+        plan.host_memory_source = "this machine"
+    plan.disk_free = free_bytes if disk_limit is None else disk_limit
     return plan
 
 
-def _for_this_terminal(text: str) -> str:
-    """Return the plan with its lines wrapped, where stdout is a terminal."""
+def _wrapped(text: str) -> str:
+    """Wrap the lines of the plan if stdout is a terminal."""
     return table.wrapped(text, shutil.get_terminal_size((100, 24)).columns) if sys.stdout.isatty() else text
 
 
-def with_real_lengths(request: Request, ranks: int, gpu, node: int = gpu_memory.GPUS_OF_A_NODE) -> tuple[Request, str]:
-    """Return (the request with --max_length of the longest row or pack of its data, a sentence on the rows).
+def with_real_lengths(request: Request, ranks: int, gpu, node: int = gpu_memory.GPUS_PER_NODE) -> tuple[Request, str]:
+    """Return (the request with --max_length set to the longest row or pack of the data, a sentence about the rows).
 
-    The tokenized rows are cached, so the run does not read them again. Rows that cannot be read are taken to be full.
+    The tokenized rows are cached for the run. Rows that cannot be read count as full.
     """
     return _rows(request, ranks, gpu, node)[:2]
 
 
 def _rows(request: Request, ranks: int, gpu, node: int, number: str = "") -> tuple[Request, str, cost.Run]:
-    """Return what `with_real_lengths` does, and how much the job trains. number: of --rows, "": not given."""
+    """Return the results of `with_real_lengths`, and the amount of training. number: --rows, "" if not set."""
     settings = candidates.first_settings(request.recipe.name, request, ranks, gpu, node)
-    length, run = settings.max_length, cost.of_number(settings, number)
-    full = f"taken to be --max_length {length} tokens long"
-    if settings.data == [candidates.UNNAMED]:
-        return request, f"{full}; with DATA= their real lengths are planned", run
+    length, run = settings.max_length, cost.run_of_number(settings, number)
+    full = f"assumed to have --max_length {length} tokens"
+    if settings.data == [candidates.DATA_PLACEHOLDER]:
+        return request, f"{full}; set DATA= to plan with their real lengths", run
     if settings.streaming:
-        return request, f"{full}, since --streaming reads them later", run
+        return request, f"{full}, since --streaming does not read them in advance", run
     try:
         longest, run = _longest(settings)
     except UserError as error:
         return request, f"{full}, since they cannot be read: {error}", run
-    width = min(length, -(-longest // 8) * 8)  # as the collator rounds
+    width = min(length, -(-longest // 8) * 8)  # same rounding as the collator
     kind = "pack" if settings.packing else "side of a pair" if settings.objective.documents == 2 else "row"
     if width == length:
         return request, f"the longest {kind} of --data fills --max_length {length}", run
-    sentence = f"the longest {kind} of --data has {longest} tokens: planned with --max_length {width} instead of "
+    sentence = f"the longest {kind} of --data has {longest} tokens: --max_length {width} instead of "
     return request.put(max_length=width), f"{sentence}{length}", run
 
 
 def _longest(settings) -> tuple[int, cost.Run]:
-    """Return the tokens of the longest row of the training data, fullest pack or longer side of a pair, and the run.
+    """Return the length of the longest training row, pack or side of a pair in tokens, and the amount of training.
 
     Raises: UserError if the data cannot be read.
     """
     train_set, _ = load_datasets(settings, load_tokenizer(settings))
-    run = cost.of_rows(settings, train_set)
+    run = cost.run_of_rows(settings, train_set)
     if not settings.packing:
         return train_set.statistics["longest"], run
     sequences = train_set.sequences(settings)
@@ -191,40 +190,40 @@ def _longest(settings) -> tuple[int, cost.Run]:
 def _machines(nodes: str, gpus: int) -> tuple[int, int]:
     """Return (GPUs of all nodes, GPUs of one node)."""
     if not nodes:
-        return gpus, gpu_memory.GPUS_OF_A_NODE
+        return gpus, gpu_memory.GPUS_PER_NODE
     if not nodes.isdigit() or int(nodes) < 1:
-        raise UserError(f"NODES={nodes}: must be a whole number of 1 or more nodes, each with GPUS={gpus} GPUs.")
+        raise UserError(f"NODES={nodes}: must be a positive integer (nodes with GPUS={gpus} GPUs each).")
     return int(nodes) * gpus, gpus
 
 
 def _with_node_link(gpu: hardware.Gpu, text: str) -> hardware.Gpu:
-    """Return the GPU with the speed of --node_link_gbs. Raises: UserError."""
+    """Return the GPU with the bandwidth of --node_link_gbs. Raises: UserError."""
     if not text:
         return gpu
     if speed := _positive(text):
         return replace(gpu, node_gbs=speed)
     raise UserError(
-        f"--node_link_gbs {text}: must be a number of GB/s above 0: what the network between the nodes of NODES= "
-        "gives each GPU, one way."
+        f"--node_link_gbs {text}: must be a number above 0, the network bandwidth between nodes in GB/s per GPU, "
+        "one way."
     )
 
 
-def _bytes(name: str, text: str, here: int | None) -> int | None:
-    """Return the bytes of an option in GiB; `here` where it is not given. Raises: UserError."""
+def _bytes(name: str, text: str, default: int | None) -> int | None:
+    """Convert an option from GiB to bytes. Raises: UserError."""
     if not text:
-        return here
+        return default
     if size := _positive(text):
         return int(size * GIB)
-    raise UserError(f"--{name} {text}: must be a number of GiB.")
+    raise UserError(f"--{name} {text}: must be a number above 0, in GiB.")
 
 
 def _price(text: str) -> float | None:
-    """Return the dollars of --gpu_price; None without. Raises: UserError."""
+    """Return the dollars of --gpu_price, or None if not set. Raises: UserError."""
     if not text:
         return None
     if price := _positive(text.removeprefix("$")):
         return price
-    raise UserError(f"--gpu_price {text}: must be a number of dollars above 0, for an hour of one GPU, e.g. 2.50.")
+    raise UserError(f"--gpu_price {text}: must be a number above 0, in dollars per GPU hour, e.g. 2.50.")
 
 
 def _exact(text: str) -> bool:
@@ -235,7 +234,7 @@ def _exact(text: str) -> bool:
 
 
 def _positive(text: str) -> float | None:
-    """Return a number above 0; None for other text."""
+    """Return a number above 0, or None for other text."""
     try:
         number = float(text)
     except ValueError:

@@ -1,4 +1,4 @@
-"""Show a plan's search while it runs: the answer by formula, then a line for each simulated setting."""
+"""Show the progress of a plan's search: the result by formula, then a line per simulated setting."""
 
 import shutil
 import sys
@@ -9,22 +9,22 @@ from zerofit.base.hardware import GIB
 from zerofit.plan import gpu_memory, planner
 from zerofit.plan.candidate import Candidate, Plan
 
-SILENCE = 20.0  # seconds after which a log, which is no terminal, gets a line on what is simulated; then twice that ...
+SILENCE = 20.0  # seconds until the first progress line in a log (not a terminal); the interval then doubles
 
 
-class Shown(planner.Progress):
-    """Prints the search. A terminal shows what stays, and below it one line that changes; a log gets plain lines.
+class SearchProgress(planner.Progress):
+    """Print the progress: a changing last line in a terminal, plain lines in a log.
 
-    Args: lines: what is printed is added to it. Attributes: answer, the first one, None before it and without one.
+    Args: lines: collects the printed lines. Attributes: answer: the result by formula, None if unknown.
     """
 
     def __init__(self, lines: list[str]):
-        super().__init__(self._say)
+        super().__init__(self._print)
         self.lines, self.answer, self.live = lines, None, sys.stdout.isatty()
         self._now, self._since, self._due = "", time.monotonic(), time.monotonic() + SILENCE
         self._lock, self._end = threading.Lock(), threading.Event()
 
-    def __enter__(self) -> "Shown":
+    def __enter__(self) -> "SearchProgress":
         threading.Thread(target=self._tick, daemon=True).start()
         return self
 
@@ -45,13 +45,13 @@ class Shown(planner.Progress):
 
     def first(self, candidate: Candidate | None, plan: Plan) -> None:
         self.answer = candidate
-        self._say(first_answer(candidate, plan), stays=True)
+        self._print(first_answer(candidate, plan), keep=True)
 
-    def _say(self, text: str, stays: bool = False) -> None:
+    def _print(self, text: str, keep: bool = False) -> None:
         self.lines.append(text)
         with self._lock:
             self._now, self._due = "", time.monotonic() + SILENCE
-            if stays and self.live:
+            if keep and self.live:
                 print(f"\r\033[K{text}", flush=True)
             elif self.live:
                 self._line(text)
@@ -63,7 +63,7 @@ class Shown(planner.Progress):
             self._show()
 
     def _show(self) -> None:
-        """Show what is simulated and for how long; in a log only after SILENCE."""
+        """Print the current simulation and its duration; in a log only after SILENCE."""
         with self._lock:
             seconds = time.monotonic() - self._since
             if not self._now or self._end.is_set():
@@ -79,23 +79,23 @@ class Shown(planner.Progress):
 
 
 def first_answer(candidate: Candidate | None, plan: Plan) -> str:
-    """Return the answer by formula as a line that says what follows, where a simulation decides."""
+    """Return the result by formula as a line that announces the simulation."""
     if candidate is None:
-        return "by formula none of these settings fits; the simulation, which decides, follows"
+        return "by formula, none of these settings fits; checking by simulation"
     size = f"about {candidate.peak / GIB:.1f} of {plan.limit / GIB:.1f} GiB"
     margin = f"{gpu_memory.margin(candidate.setting.zero).high - 1:.0%}"
-    return f"by formula, with a margin of {margin}: {candidate.label}, {size}; a simulation of what is near follows"
+    return f"by formula, with a margin of {margin}: {candidate.label}, {size}; checking similar settings by simulation"
 
 
 def compared(first: Candidate | None, plan: Plan) -> str:
-    """Return how the answer by simulation differs from that by formula; "" without a simulation."""
+    """Compare the results by simulation and by formula; return "" without a simulation."""
     decided = plan.chosen or plan.nearest
     if decided is None or decided.answer is None or (first is None and plan.chosen is None):
         return ""
     if first is None:
-        return "by simulation: a setting fits after all"
+        return "by simulation: a setting fits"
     if plan.chosen is first:
         return "by simulation: the same setting"
     why = next((why for candidate, why in plan.rejected if candidate is first), "")
-    reason = f"that by formula does not fit: {why}" if why else "it is faster than that by formula"
+    reason = f"the setting by formula does not fit: {why}" if why else "it is faster than the setting by formula"
     return f"by simulation: {'another setting' if plan.chosen else 'nothing fits'}; {reason}"

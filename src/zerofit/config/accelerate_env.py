@@ -1,4 +1,4 @@
-"""Drop the variables that `accelerate launch` sets, and check what it was asked for against the run."""
+"""Drop the variables that `accelerate launch` sets, and check its options against the run."""
 
 import os
 from pathlib import Path
@@ -11,8 +11,8 @@ from zerofit.convert import conversion, sharding
 from zerofit.job import settings_file
 from zerofit.job.settings import Settings, as_typed, json_value, merge_json
 
-# `accelerate launch` and its cached default_config.yaml put these into the environment, but the recipe decides about
-# stage, precision, accumulation, FSDP and compile. Left in place they change or crash the run.
+# `accelerate launch` and its cached default_config.yaml set these variables, but the recipe decides about stage,
+# precision, accumulation, FSDP and compile. If they stay set, they change or crash the run.
 _ACCELERATE_PREFIXES = ("ACCELERATE_DEEPSPEED_", "FSDP_", "ACCELERATE_DYNAMO_", "MEGATRON_LM_", "PARALLELISM_CONFIG_")
 
 _ACCELERATE_NAMES = (
@@ -25,11 +25,11 @@ _ACCELERATE_NAMES = (
     "ACCELERATE_GRADIENT_ACCUMULATION_STEPS",
     "ACCELERATE_GRADIENT_CLIPPING",
     "ACCELERATE_USE_CPU",
-    "ACCELERATE_TORCH_DEVICE",  # Ray Train sets it; the device is that of LOCAL_RANK
+    "ACCELERATE_TORCH_DEVICE",  # set by Ray Train; the device follows LOCAL_RANK
 )
 
-# Those that a user may have set on purpose for this run.
-_WORTH_SAYING = (
+# Variables that a user may have set on purpose for this run.
+_REPORTED = (
     "ACCELERATE_USE_CPU",
     "ACCELERATE_DEEPSPEED_ZERO_STAGE",
     "ACCELERATE_DEEPSPEED_CONFIG_FILE",
@@ -48,7 +48,7 @@ _WORTH_SAYING = (
 
 _HARMLESS = {"no", "none", "auto", "false", "1", ""}
 
-# Section of accelerate's file -> its options of the command line that stand in it.
+# Section of accelerate's file -> the command line options that it contains.
 _SECTIONS = {
     "deepspeed_config": "zero_stage offload_optimizer_device offload_param_device gradient_accumulation_steps "
     "gradient_clipping deepspeed_config_file".split(),
@@ -56,24 +56,23 @@ _SECTIONS = {
     "parallelism_config": [f"parallelism_config_{kind}_size" for kind in ("tp", "cp", "sp")],
 }
 
-# Arguments of ours that a file of accelerate may ask for. Its processes are checked by `check_size`; stage 0 and one
-# accumulation step are what a file says that asks for nothing.
+# Our arguments that a file of accelerate may set. `check_size` checks its processes.
 _COMPARED = "zero offload deepspeed bf16 fp16 use_cpu max_grad_norm gradient_accumulation_steps sp_size tp_size".split()
 
 
 def drop_accelerate_env() -> list[str]:
-    """Drop accelerate's variables that conflict with the recipe; return those that had an effect."""
+    """Drop accelerate's variables that conflict with the recipe; return the ones that had an effect."""
     dropped = []
     for name in list(os.environ):
         if name in _ACCELERATE_NAMES or name.startswith(_ACCELERATE_PREFIXES):
             value = os.environ.pop(name)
-            if name in _WORTH_SAYING and value.lower() not in _HARMLESS:
+            if name in _REPORTED and value.lower() not in _HARMLESS:
                 dropped.append(f"{name}={value}")
     return dropped
 
 
 def _accelerate_command() -> list[str] | None:
-    """Return the command line of the `accelerate launch` that started this process; None without one."""
+    """Return the command line of the `accelerate launch` that started this process, or None."""
     try:
         argv = psutil.Process().parent().cmdline()
     except (psutil.Error, AttributeError):
@@ -83,98 +82,98 @@ def _accelerate_command() -> list[str] | None:
 
 def cached_accelerate_config() -> Path:
     """Return the file in which `accelerate config` keeps the defaults of `accelerate launch`."""
-    named = os.environ.get("HF_HOME")
-    folder = Path(named).expanduser() if named else distributed.home() / ".cache" / "huggingface"
+    hf_home = os.environ.get("HF_HOME")
+    folder = Path(hf_home).expanduser() if hf_home else distributed.home() / ".cache" / "huggingface"
     return folder / "accelerate" / "default_config.yaml"
 
 
-def _held(file: Path) -> dict:
-    """Return the values of a file of accelerate; {} without one. Raises: UserError for a key twice, and the like."""
+def _read(file: Path) -> dict:
+    """Return the values of a file of accelerate, {} if it does not exist. Raises: UserError for malformed YAML."""
     values = settings_file.load(str(file))[0] if file.is_file() else {}
     return values if isinstance(values, dict) else {}
 
 
 def compare(settings: Settings) -> list[str]:
-    """Return lines about what `accelerate launch` was asked for and this run does otherwise.
+    """Return lines about settings of `accelerate launch` that differ from this run.
 
-    Raises: UserError if its command line asked for it, by a file or by options, with the flags that do the same.
+    Raises: UserError with our flags if its command line sets them, by --config_file or by options.
     """
     argv = _accelerate_command()
     if argv is None:
         return []
     named = command_line.value_of(argv, ("--config_file",))
     file = Path(named).expanduser() if named else cached_accelerate_config()
-    in_file = _held(file)
+    in_file = _read(file)
     typed = merge_json(in_file if named else {}, _options(argv))
-    if differing := _differing(settings, _asked(typed, file)):
+    if differing := _differing(settings, _requested(typed, file)):
         raise UserError(
-            f"{f'--config_file {named}' if named else 'accelerate launch'} asks for {_words(differing)}, which this "
-            f"run does otherwise: the recipe decides. Give the recipe {_flags(differing)}, or leave it out there."
+            f"{f'--config_file {named}' if named else 'accelerate launch'} sets {_words(differing)}, but the recipe "
+            f"decides this and uses another value. Give the recipe {_flags(differing)}, or remove the setting there."
         )
-    lost = _lost(merge_json(in_file, typed), file)
+    lost = _unsupported(merge_json(in_file, typed), file)
     lines = [f"{file.name} of accelerate: {key} is not used; {why}" for key, why in lost]
-    if differing := [] if named else _differing(settings, _asked(in_file, file)):
-        lines.append(f"{file} of accelerate is not used: it asks for {_words(differing)}; here: {_flags(differing)}")
+    if differing := [] if named else _differing(settings, _requested(in_file, file)):
+        lines.append(f"{file} of accelerate is not used: it sets {_words(differing)}; use {_flags(differing)}")
     return lines
 
 
 def _options(argv: list[str]) -> dict:
-    """Return the options of an `accelerate launch` as its file would hold them."""
-    found: dict = {}
+    """Return the options of an `accelerate launch` in the form of its file."""
+    options: dict = {}
     for section, names in _SECTIONS.items():
         values = {name: command_line.value_of(argv, (f"--{name}",)) for name in names}
         if values := {
             name: settings_file.value_of(value, f"--{name}") for name, value in values.items() if value is not None
         }:
-            found[section] = values
-    if "deepspeed_config" in found:
-        found["distributed_type"] = "DEEPSPEED"
+            options[section] = values
+    if "deepspeed_config" in options:
+        options["distributed_type"] = "DEEPSPEED"
     for name, kind in (("use_fsdp", "FSDP"), ("use_megatron_lm", "MEGATRON_LM")):
         if f"--{name}" in argv:
-            found["distributed_type"] = kind
-            found["fsdp_config"] = {"fsdp_version": 1}
+            options["distributed_type"] = kind
+            options["fsdp_config"] = {"fsdp_version": 1}
     if {"--cpu", "--use_cpu"} & {*argv}:
-        found["use_cpu"] = True
+        options["use_cpu"] = True
     precision = command_line.value_of(argv, ("--mixed_precision",))
-    return found | ({"mixed_precision": precision} if precision else {})
+    return options | ({"mixed_precision": precision} if precision else {})
 
 
-def _asked(given: dict, file: Path) -> dict:
-    """Return our arguments that a configuration of accelerate asks for."""
-    if not given:
+def _requested(config: dict, file: Path) -> dict:
+    """Return our arguments that a configuration of accelerate sets."""
+    if not config:
         return {}
-    done = conversion.convert(sharding.ACCELERATE, given, file)
-    asked = {name: line.value for name, line in (done.lines | done.on_gpus).items() if name in _COMPARED}
-    section = given.get("deepspeed_config") or {}
+    done = conversion.convert(sharding.ACCELERATE, config, file)
+    requested = {name: line.value for name, line in (done.lines | done.on_gpus).items() if name in _COMPARED}
+    section = config.get("deepspeed_config") or {}
     if json_file := section.get("deepspeed_config_file"):
-        asked = {"deepspeed": json_file, **{name: asked[name] for name in ("bf16", "fp16") if name in asked}}
-    elif "deepspeed_config" in given and "zero_stage" not in section:  # accelerate's default
-        asked.pop("zero", None)
+        requested = {"deepspeed": json_file} | {k: v for k, v in requested.items() if k in ("bf16", "fp16")}
+    elif "deepspeed_config" in config and "zero_stage" not in section:  # accelerate's default
+        requested.pop("zero", None)
     if "mixed_precision" in done.lost:
-        asked["fp8"] = True
+        requested["fp8"] = True
     if "distributed_type" in done.lost:
-        asked["distributed_type"] = given["distributed_type"]
-    nothing = {"zero": 0, "gradient_accumulation_steps": 1}
-    return {name: value for name, value in asked.items() if nothing.get(name) != value}
+        requested["distributed_type"] = config["distributed_type"]
+    defaults = {"zero": 0, "gradient_accumulation_steps": 1}
+    return {name: value for name, value in requested.items() if defaults.get(name) != value}
 
 
-def _lost(given: dict, file: Path) -> list[tuple[str, str]]:
-    """Return (section, what to use instead) of what has no counterpart and changes how fast a run is, not what."""
-    backend = str(json_value(given, "dynamo_config.dynamo_backend", "no")).lower()
-    lost = conversion.convert(sharding.ACCELERATE, given, file).lost if given else {}
+def _unsupported(config: dict, file: Path) -> list[tuple[str, str]]:
+    """Return (section, alternative) of sections without a counterpart that only change the speed of a run."""
+    backend = str(json_value(config, "dynamo_config.dynamo_backend", "no")).lower()
+    lost = conversion.convert(sharding.ACCELERATE, config, file).lost if config else {}
     return [(name, why) for name, why in lost.items() if name == "dynamo_config" and backend not in _HARMLESS]
 
 
-def _differing(settings: Settings, asked: dict) -> dict[str, str]:
-    """Return {argument: value as it is typed} of those that the run has otherwise."""
+def _differing(settings: Settings, requested: dict) -> dict[str, str]:
+    """Return {argument: requested value as it is typed} of the arguments whose value in the run differs."""
 
     def same(name: str, value) -> bool:
-        own = settings.values.get(name)
-        if name == "deepspeed" and own:
-            return Path(own).expanduser().resolve() == Path(value).expanduser().resolve()
-        return own == value
+        current = settings.values.get(name)
+        if name == "deepspeed" and current:
+            return Path(current).expanduser().resolve() == Path(value).expanduser().resolve()
+        return current == value
 
-    return {name: as_typed(name, value) for name, value in asked.items() if not same(name, value)}
+    return {name: as_typed(name, value) for name, value in requested.items() if not same(name, value)}
 
 
 def _words(differing: dict[str, str]) -> str:
@@ -187,7 +186,7 @@ def _flags(differing: dict[str, str]) -> str:
 
 
 def check_size() -> str | None:
-    """Compare requested and started processes: accelerate silently starts fewer on a CPU.
+    """Compare the requested and started numbers of processes: accelerate silently starts fewer on a CPU.
 
     Returns: a sentence if only the configuration file requested another number; else None.
     Raises: UserError if the command line requested another number.
@@ -198,14 +197,13 @@ def check_size() -> str | None:
     count = command_line.value_of(argv, ("--num_processes",))
     if count and count.isdigit() and int(count) != distributed.size():
         raise UserError(
-            f"accelerate launch was asked for {count} processes but started {distributed.size()} (on a CPU it needs "
+            f"accelerate launch --num_processes {count} started {distributed.size()} (on a CPU it needs "
             f"--use_deepspeed for more than one): use `torchrun --nproc_per_node {count}` or `make GPUS={count}`."
         )
     file = command_line.value_of(argv, ("--config_file",))
     file = Path(file) if file else cached_accelerate_config()
     if not count and file.is_file():
-        in_file = _held(file).get("num_processes")
+        in_file = _read(file).get("num_processes")
         if in_file and in_file != distributed.size():
-            started = distributed.size()
-            return f"{started} process: {file} asks accelerate for {in_file}, but it started {started}"
+            return f"world size {distributed.size()}: accelerate did not start the {in_file} processes of {file}"
     return None

@@ -10,11 +10,11 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from zerofit.base import buffers, distributed
+from zerofit.base import distributed, limits
 from zerofit.base.errors import UserError
 from zerofit.base.paths import PROJECT, read_text
 from zerofit.config import arguments, deepspeed_names, offload, synonyms
-from zerofit.job import groups
+from zerofit.job import parallel_dims
 from zerofit.job.settings import decide, json_value, merge_json
 from zerofit.job.settings_file import RepeatedKey, without_repeated_keys
 from zerofit.job.technique import refuse_conflicts
@@ -22,19 +22,19 @@ from zerofit.job.technique import refuse_conflicts
 CONFIGS = PROJECT / "deepspeed_configs"
 
 
-# Top-level keys that DeepSpeed reads past DeepSpeedConfig's own look-ups (see known_keys).
+# Top-level keys that DeepSpeed reads outside DeepSpeedConfig (see known_keys).
 READ_ELSEWHERE = frozenset(
     "activation_checkpointing aio autotuning flops_profiler optimizer scheduler sequence_parallel_size".split()
 )
 
-# Top-level keys that DeepSpeed reads, and that would change batch, data or checkpoints without the kit's knowledge.
+# Top-level keys that would change batch, data or checkpoints unnoticed by the kit.
 NOT_SUPPORTED = frozenset(
     "amp compression_training curriculum_learning datastates_ckpt eigenvalue elasticity graph_harvesting nebula "
     "progressive_layer_drop quantize_training sparse_attention sparse_gradients".split()
 )
 
-# Keys that DeepSpeed accepts and that are refused here, with the values that turn them off. With parallelism other than
-# ZeRO the ranks would train on other rows than the batch arithmetic assumes; with autotuning, not to the end.
+# Keys of DeepSpeed that are refused here, with the values that turn them off. Parallelism other than ZeRO would
+# invalidate the batch arithmetic.
 REFUSED = {
     "tensor_parallel.autotp_size": (0, 1),
     "tensor_parallel.tp_size": (0, 1),
@@ -47,17 +47,17 @@ REFUSED = {
     "checkpoint.writer": (),
 }
 
-# Their section -> what to do instead.
+# Section -> the cause and the alternative.
 INSTEAD = {
     "tensor_parallel": "the batch would be counted wrongly; delete it, and use --tp_size",
     "sequence_parallel_size": "the gradients would be scaled wrongly; delete it, and use --sp_size",
     "expert_parallel": "DeepSpeed's AutoEP fails with transformers 5 (deepspeed/module_inject/auto_ep_presets/base.py "
-    "calls its registry of outputs with one argument too many), and ZeRO then refuses the optimizer's groups; delete "
-    "it, and use --zero 3, which shards the experts too",
-    "autotuning": "DeepSpeed would end the run after the few steps that it measures; delete it, and use zerofit plan",
-    "pipeline": "this section starts no pipeline; delete it, and use recipes/pipeline.py with --pp_size",
-    "checkpoint": "this writer may still write the optimizer states when the checkpoint is verified and renamed, and "
-    "they would be lost; delete it",
+    "passes an extra argument to its registry of outputs), and ZeRO refuses the optimizer's groups; delete it, and use "
+    "--zero 3, which shards the experts too",
+    "autotuning": "DeepSpeed would end the run after a few measured steps; delete it, and use zerofit plan",
+    "pipeline": "this section does not start a pipeline; delete it, and use recipes/pipeline.py with --pp_size",
+    "checkpoint": "this writer may not have finished when the checkpoint is verified and renamed, which would lose "
+    "optimizer states; delete it",
 }
 
 # JSON key -> the argument with the same meaning; "auto" in the JSON takes the argument's value.
@@ -75,9 +75,9 @@ SAME_AS_ARGUMENT = {
     "scheduler.params.warmup_num_steps": "warmup_steps",
 }
 
-BETAS = "optimizer.params.betas"  # of --adam_beta1 and --adam_beta2
+BETAS = "optimizer.params.betas"  # --adam_beta1 and --adam_beta2
 
-# Keys that transformers fills when they are "auto"; "auto" anywhere else fails or is silently read as false.
+# Keys for which transformers replaces "auto"; elsewhere "auto" fails or is silently read as false.
 AUTO_KEYS = frozenset(SAME_AS_ARGUMENT) | {
     BETAS,
     "scheduler.params.warmup_min_lr",
@@ -87,8 +87,8 @@ AUTO_KEYS = frozenset(SAME_AS_ARGUMENT) | {
     "zero_optimization.stage3_param_persistence_threshold",
 }
 
-# Keys that take the argument's value where a file leaves them out: DeepSpeed would stop without a batch, clip no
-# gradient and compute in fp32.
+# Keys that take the argument's value if the file lacks them: DeepSpeed would stop without a batch, not clip gradients,
+# and compute in fp32.
 FILLED = (
     "train_micro_batch_size_per_gpu",
     "gradient_accumulation_steps",
@@ -97,9 +97,9 @@ FILLED = (
     "fp16.enabled",
 )
 
-OTHER_PRECISION = {"bfloat16", "torch_autocast", "data_types"}  # sections beside which bf16 and fp16 are left alone
+OTHER_PRECISION = {"bfloat16", "torch_autocast", "data_types"}  # sections that replace bf16 and fp16
 
-# What DeepSpeed takes as it is, without a check of its type: (types, what a value must be, keys).
+# Keys whose types DeepSpeed does not check: (types, requirement in words, keys).
 TYPES = (
     (
         (dict,),
@@ -109,7 +109,7 @@ TYPES = (
     ),
     (
         (int,),
-        "a whole number",
+        "an integer",
         """train_batch_size train_micro_batch_size_per_gpu gradient_accumulation_steps
         scheduler.params.warmup_num_steps""",
     ),
@@ -127,12 +127,12 @@ TYPES = (
     ),
 )
 
-# Key -> what it does beside training. So does every key whose name ends as that of a place (PLACES).
+# Key -> its side effect. Keys that end in PLACES write there, too.
 ACTING = {
     "csv_monitor": "writes files",
     "tensorboard": "writes files",
-    "wandb": "sends what the run records under your name",
-    "comet": "sends what the run records under your name",
+    "wandb": "sends the run's records under your name",
+    "comet": "sends the run's records under your name",
     "flops_profiler": "writes files",
     "data_efficiency": "writes files",
     "compile.debug_log": "writes files",
@@ -143,14 +143,14 @@ PLACES = ("_path", "_file", "_dir", "_folder")
 
 
 def acting_key(config: dict) -> tuple[str, str] | None:
-    """Return (key, what it does) of the first key that writes files, sends or executes something; None without one."""
-    for dotted, what in ACTING.items():
+    """Return (key, its effect) of the first key that writes files, sends or executes something, or None."""
+    for dotted, effect in ACTING.items():
         value = json_value(config, dotted)
         is_off = value in (None, False) or (isinstance(value, dict) and value.get("enabled") is False)
         if not is_off:
-            return dotted, what
+            return dotted, effect
     place = next((dotted for dotted, _ in _leaves(config) if dotted.endswith(PLACES)), None)
-    return (place, "names a place to write to") if place else None
+    return (place, "writes there") if place else None
 
 
 def read_json(path: str | Path) -> dict:
@@ -161,9 +161,9 @@ def read_json(path: str | Path) -> dict:
     """
     path = Path(path).expanduser()
 
-    def finite(word):  # NaN and Infinity, which Python's parser takes, and 1e999
+    def finite(word):  # refuse NaN, Infinity and 1e999, which Python accepts
         if not math.isfinite(number := float(word)):
-            raise UserError(f"{path}: {word} is no number that can be computed with; write a finite one.")
+            raise UserError(f"{path}: {word} is not finite; write a finite number.")
         return number
 
     try:
@@ -174,24 +174,24 @@ def read_json(path: str | Path) -> dict:
         raise UserError(f"{path}: the key {error.key!r} appears twice in one object; keep one of them.") from None
     except OSError as error:
         if stage := synonyms.stage(path.name):
-            raise UserError(f"--deepspeed {path}: there is no such file; did you mean --zero {stage}?") from None
+            raise UserError(f"--deepspeed {path}: file not found; did you mean --zero {stage}?") from None
         raise UserError(f"--deepspeed {path}: cannot be read: {error.strerror}.") from None
     except UnicodeDecodeError:
         raise UserError(f"--deepspeed {path}: is not a UTF-8 text file.") from None
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}.") from None
     except RecursionError:
-        raise UserError(f"{path}: is nested too deeply for DeepSpeed JSON.") from None
+        raise UserError(f"{path}: is nested too deeply for a DeepSpeed JSON.") from None
     if not isinstance(config, dict):
-        raise UserError(f"{path}: must hold a JSON object {{...}}, found a {type(config).__name__}.")
+        raise UserError(f"{path}: must contain a JSON object {{...}}, found a {type(config).__name__}.")
     return config
 
 
 def lint(config: dict, path: str | Path) -> None:
     """Refuse a configuration that DeepSpeed would reject later, or whose keys it would silently ignore.
 
-    Raises: UserError naming file and key: unknown or removed keys at the top level or in a section, wrong types, "auto"
-        in a key that nothing fills, no zero_optimization section.
+    Raises: UserError with file and key: unknown or removed keys at the top level or in a section, wrong types,
+        unsupported "auto", a missing zero_optimization section.
     """
     from deepspeed.runtime import config as installed
     from deepspeed.runtime.precision_config import get_bfloat16_config, get_float16_config
@@ -213,12 +213,12 @@ def lint(config: dict, path: str | Path) -> None:
             hint = f"did you mean {close[0]!r}?" if close else "delete it (DeepSpeed would silently ignore it)."
             raise UserError(f"{path}: unknown key {key!r}; {hint}")
     if not isinstance(config.get("zero_optimization"), dict):
-        raise UserError(f'{path}: has no "zero_optimization" section; write {{"stage": 0}} in it if you want none.')
+        raise UserError(f'{path}: the "zero_optimization" section is missing; without ZeRO write {{"stage": 0}}.')
     if mics := [key for key in config["zero_optimization"] if key.startswith("mics_")]:
         raise UserError(f"{path}: zero_optimization.{mics[0]}: DeepSpeed removes MiCS in 0.19.8; delete the key.")
     for dotted, value in _leaves(config):
         if value == "auto" and dotted not in AUTO_KEYS:
-            raise UserError(f'{path}: {dotted} is "auto", but nothing fills that key; write a value.')
+            raise UserError(f'{path}: {dotted} does not support "auto"; write a value.')
     _refuse_unchecked_types(config, path)
     for section, load in (
         ("zero_optimization", get_zero_config),
@@ -236,12 +236,12 @@ def lint(config: dict, path: str | Path) -> None:
             if first["type"] == "extra_forbidden":
                 *sections, name = first["loc"]
                 close = difflib.get_close_matches(str(name), _names_in(type(load({})), sections), 1)
-                hint = f"did you mean {close[0]!r}?" if close else "DeepSpeed has no such setting."
+                hint = f"did you mean {close[0]!r}?" if close else "DeepSpeed does not have this setting."
                 raise UserError(f"{path}: unknown key {key!r}; {hint}") from None
-            if not first["loc"]:  # a conflict between keys; the input is the whole section
+            if not first["loc"]:  # a conflict between keys; the input is the section
                 raise UserError(f"{path}: {section}: {first['msg'].rstrip('.')}.") from None
             must = first["msg"].lower()
-            if first["type"] == "enum":  # DeepSpeed's has an alias of stage 3, which pydantic lists once more
+            if first["type"] == "enum":  # pydantic lists DeepSpeed's alias of stage 3 as well
                 must = f"must be one of {', '.join(dict.fromkeys(re.split(', | or ', first['ctx']['expected'])))}"
             raise UserError(f"{path}: {key} = {json.dumps(first['input'])}: {must}.") from None
         except (AssertionError, installed.DeepSpeedConfigError, ValueError) as error:
@@ -250,17 +250,17 @@ def lint(config: dict, path: str | Path) -> None:
 
 
 def _names_in(model, keys: list[str]) -> list[str]:
-    """Return the names of the settings in a section of DeepSpeed's configuration; of the one below it at `keys`."""
+    """Return the names of the settings in a section of DeepSpeed's configuration, or in its subsection at `keys`."""
     for key in keys:
         kind = model.model_fields[key].annotation
-        model = next(iter(typing.get_args(kind)), kind)  # of an Optional the class
+        model = next(iter(typing.get_args(kind)), kind)  # the class of an Optional
     return [field.alias or name for name, field in model.model_fields.items()]
 
 
 def _refuse_other_types(body: dict, loaded, where: str) -> None:
-    """Refuse quoted booleans and numbers, and true for a number: only DeepSpeed converts them.
+    """Refuse quoted booleans and numbers, and true for a number, which DeepSpeed would convert.
 
-    Args: loaded: DeepSpeed's own configuration object of this section.
+    Args: loaded: DeepSpeed's configuration object of this section.
     """
     aliases = {model_field.alias: name for name, model_field in type(loaded).model_fields.items() if model_field.alias}
     for key, value in body.items():
@@ -274,29 +274,28 @@ def _refuse_other_types(body: dict, loaded, where: str) -> None:
 
 
 def _refuse_unchecked_types(config: dict, path: str | Path) -> None:
-    """Refuse values of a wrong type that DeepSpeed does not check, and a number of steps that is not the run's."""
-    for types, what, keys in TYPES:
+    """Refuse values with a wrong type that DeepSpeed does not check, and a scheduler with a fixed number of steps."""
+    for types, required, keys in TYPES:
         for dotted in keys.split():
             value = json_value(config, dotted)
             if value not in (None, "auto") and type(value) not in types:
-                raise UserError(f"{path}: {dotted} = {json.dumps(value)}: must be {what}.")
+                raise UserError(f"{path}: {dotted} = {json.dumps(value)}: must be {required}.")
     betas, steps = json_value(config, BETAS), json_value(config, "scheduler.params.total_num_steps")
     two_numbers = isinstance(betas, list) and len(betas) == 2 and {type(beta) for beta in betas} <= {int, float}
     if betas not in (None, "auto") and not two_numbers:
         raise UserError(f"{path}: {BETAS} = {json.dumps(betas)}: must be two numbers, such as [0.9, 0.999].")
     if steps not in (None, "auto"):
         raise UserError(
-            f'{path}: scheduler.params.total_num_steps = {json.dumps(steps)}: write "auto", which is the number of '
-            "optimizer steps of the run."
+            f'{path}: scheduler.params.total_num_steps = {json.dumps(steps)}: write "auto", the number of optimizer '
+            "steps of the run."
         )
 
 
 def resolve(settings) -> None:
-    """Set settings.deepspeed: the DeepSpeed configuration of this run, or None for stage 0 (plain DDP).
+    """Set settings.deepspeed, the DeepSpeed configuration of this run, or None for stage 0 (plain DDP).
 
-    Literals of the JSON are copied into `settings` (source "deepspeed JSON").
-
-    Raises: UserError for an illegal stage/offload pair or a contradiction, naming both places.
+    Copy literals of the JSON into `settings` (source "deepspeed JSON").
+    Raises: UserError for an unsupported pair of stage and offload, or a contradiction, with both places.
     """
     if settings.values.get("deepspeed"):
         path = Path(settings.values["deepspeed"])
@@ -308,15 +307,15 @@ def resolve(settings) -> None:
             return
         path = CONFIGS / f"zero{settings.zero}.json"
         config = read_json(path)
-    distributed.import_deepspeed(settings.use_cpu)  # for `lint`, which uses DeepSpeed's own configuration classes
+    distributed.import_deepspeed(settings.use_cpu)  # `lint` uses DeepSpeed's configuration classes
     config, older = deepspeed_names.modern(config, path)
     if older:
-        settings.decisions.append(f"{path}: older or shorter names are read: {', '.join(older)}")
+        settings.decisions.append(f"{path}: read older or shorter names: {', '.join(older)}")
     lint(config, path)
     deepspeed_names.check_installed(config, path)
     config = _filled(config, path, settings)
-    _match(config, path, settings, settings.given)
-    _match_offload(config, path, settings, settings.given)
+    _match(config, path, settings, settings.explicit)
+    _match_offload(config, path, settings, settings.explicit)
     if settings.offload != "none" and not _offload_of(config):
         overlay = CONFIGS / offload.overlay(settings)
         config = merge_json(config, read_json(overlay))
@@ -328,17 +327,17 @@ def resolve(settings) -> None:
         )
     config = offload.with_path(config, path, settings)
     offload.check(config, path, settings)
-    config = _reducing_to_owners(_saving_whole_weights(config, path, settings), settings)
-    for way, size in groups.in_use(settings.values):  # what the ways to split the model add
-        overlay = read_json(CONFIGS / way.overlay) if way.overlay else {}
-        config = merge_json(merge_json(config, overlay), way.sections(size))
-        if way.splits_model:  # transformers would count the rows of a group once for each of its ranks
+    config = _with_reduction(_with_gathered_save(config, path, settings), settings)
+    for dim, size in parallel_dims.active(settings.values):
+        overlay = read_json(CONFIGS / dim.overlay) if dim.overlay else {}
+        config = merge_json(merge_json(config, overlay), dim.sections(size))
+        if dim.splits_model:  # transformers would count the rows of a group once per rank
             config = {key: value for key, value in config.items() if key != "train_batch_size"}
     settings.deepspeed = config
 
 
 def _filled(config: dict, path: Path, settings) -> dict:
-    """Return the configuration with "auto" for the keys of FILLED that it leaves out."""
+    """Return the configuration with "auto" for missing keys of FILLED."""
     other_precision = OTHER_PRECISION & config.keys()
     missing = [
         dotted for dotted in FILLED
@@ -348,51 +347,52 @@ def _filled(config: dict, path: Path, settings) -> dict:
         section, _, key = dotted.partition(".")
         config = merge_json(config, {section: {key: "auto"} if key else "auto"})
     if missing:
-        settings.decisions.append(f"{', '.join(missing)}: as the arguments say, {path} leaves them out")
+        settings.decisions.append(f"{', '.join(missing)}: set from the arguments, as {path} lacks them")
     return config
 
 
-def _reducing_to_owners(config: dict, settings) -> dict:
-    """Return the configuration with stages 1 and 2 sending each gradient to the rank that owns it, where that pays.
+def _with_reduction(config: dict, settings) -> dict:
+    """Return the configuration with the faster reduction of gradients at stages 1 and 2.
 
-    DeepSpeed's default all-reduces them: twice the bytes. With overlap_comm it would wait for the GPU at each bucket,
-    so that is chosen where gradients are all-reduced: on many ranks.
+    On few ranks send each gradient only to its owner; DeepSpeed's default all-reduces twice the bytes. On many ranks
+    keep the all-reduce and turn on overlap_comm, which would wait for the GPU at each bucket without it.
     """
     zero = config["zero_optimization"]
-    asked = "use_multi_rank_bucket_allreduce" in zero or zero.get("overlap_comm")
-    replicas = settings.world_size // settings.ranks_that_split("matrices", "layers")
-    if settings.zero not in (1, 2) or asked:
+    is_set = "use_multi_rank_bucket_allreduce" in zero or zero.get("overlap_comm")
+    replicas = settings.world_size // settings.parallel_size("matrices", "layers")
+    if settings.zero not in (1, 2) or is_set:
         return config
-    if replicas <= buffers.REDUCE_UP_TO:
+    if replicas <= limits.MAX_REDUCE_RANKS:
         return merge_json(config, {"zero_optimization": {"use_multi_rank_bucket_allreduce": False}})
     if "overlap_comm" in zero or settings.ranks_per_row > 1 or settings.offload != "none":
         return config
     settings.decisions.append(
-        f"zero_optimization.overlap_comm true: gradients of {replicas} ranks are all-reduced, a bucket while the next "
-        "one is computed; false in a --deepspeed JSON turns it off"
+        f"zero_optimization.overlap_comm true: overlap the all-reduce of gradients over {replicas} ranks with the "
+        "backward; set it to false in a --deepspeed JSON to turn it off"
     )
     return merge_json(config, {"zero_optimization": {"overlap_comm": True}})
 
 
-def _saving_whole_weights(config: dict, path: Path, settings) -> dict:
-    """Return the configuration with stage 3's gathering of weights for a save on (default: off).
+def _with_gathered_save(config: dict, path: Path, settings) -> dict:
+    """Return the configuration with stage 3's gathering of weights for a save turned on (default: off).
 
-    Raises: UserError if the file sets it to false: the trained model would not be saved.
+    Raises: UserError if the file sets it to false, as the trained model would not be saved.
     """
     key = "stage3_gather_16bit_weights_on_model_save"
     dotted = f"zero_optimization.{key}"
     if settings.zero != 3 or json_value(config, dotted):
         return config
     if json_value(config, dotted) is False:
-        raise UserError(f"{path}: {dotted} is false, so final/ would hold no weights; write true, or delete the line.")
-    settings.decisions.append(f"{dotted} true: {path} does not say, and without it no weights are saved")
+        raise UserError(f"{path}: {dotted} is false, so final/ would lack the weights; write true, or delete the line.")
+    settings.decisions.append(f"{dotted} true: required to save the weights, and not set in {path}")
     return merge_json(config, {"zero_optimization": {key: True}})
 
 
 def _match(config: dict, path: Path, settings, explicit: dict[str, Any]) -> None:
-    """Copy the file's literals into the arguments of the same meaning.
+    """Copy the file's literals into the arguments with the same meaning.
 
-    Raises: UserError if the user gave such an argument, or a scheduler beside the file's, another value."""
+    Raises: UserError if the user set such an argument, or the scheduler, to another value.
+    """
     names = {"zero_optimization.stage": "zero", **SAME_AS_ARGUMENT, **offload.SAME_AS_FLAG}
     literals = [(dotted, name, json_value(config, dotted)) for dotted, name in names.items()]
     if isinstance(betas := json_value(config, BETAS), list):
@@ -400,22 +400,22 @@ def _match(config: dict, path: Path, settings, explicit: dict[str, Any]) -> None
     for dotted, name, literal in literals:
         if literal is None or literal == "auto":
             continue
-        said = f"{path}: {dotted} = {json.dumps(json_value(config, dotted))}"
-        arguments.check_number(name, literal, said, arguments.kit_groups(settings.recipe))
+        as_json = json.dumps(json_value(config, dotted))
+        where = f"{path}: {dotted} = {as_json}"
+        arguments.check_number(name, literal, where, arguments.kit_groups(settings.recipe))
         if name in explicit and explicit[name] not in (literal, "auto"):
             fix = 'change one of them, or write "auto" in the file.' if dotted in AUTO_KEYS else "change one of them."
-            as_json = json.dumps(json_value(config, dotted))
-            raise UserError(f"{path} says {dotted} = {as_json}, but --{name} is {explicit[name]}: {fix}")
+            raise UserError(f"{path} sets {dotted} = {as_json}, but --{name} is {explicit[name]}: {fix}")
         if explicit.get(name) == literal:
             continue
         if name == "zero" and literal == settings.zero and not settings.values.get("deepspeed"):
-            continue  # the stage in our own zero2.json is no decision to print
-        decide(settings, name, literal, f"{path} says so ({dotted})", "deepspeed JSON")
+            continue  # do not print the stage of our zero2.json
+        decide(settings, name, literal, f"set in {path} ({dotted})", "deepspeed JSON")
     _match_scheduler(config, path, settings, explicit)
 
 
 def _match_scheduler(config: dict, path: Path, settings, explicit: dict[str, Any]) -> None:
-    """Let a "scheduler" section in the file replace --lr_scheduler_type. Raises: UserError if that was given too."""
+    """Let a "scheduler" section in the file replace --lr_scheduler_type. Raises: UserError if both are set."""
     if (scheduler := json_value(config, "scheduler.type")) is None:
         return
     if "lr_scheduler_type" in explicit:
@@ -423,17 +423,17 @@ def _match_scheduler(config: dict, path: Path, settings, explicit: dict[str, Any
             f'{path} has a "scheduler" section ({scheduler}), but --lr_scheduler_type is '
             f"{explicit['lr_scheduler_type']}: change one of them."
         )
-    settings.decisions.append(f"scheduler {scheduler}: {path} says so; --lr_scheduler_type is not used")
+    settings.decisions.append(f"scheduler {scheduler}: set in {path}; --lr_scheduler_type is not used")
 
 
 def _offload_of(config: dict) -> dict[str, str]:
-    """Return {"optimizer": device, "param": device} of the sections that offload."""
+    """Return {"optimizer": device, "param": device} for the sections that offload."""
     devices = {k: json_value(config, f"zero_optimization.offload_{k}.device", "none") for k in ("optimizer", "param")}
     return {k: v for k, v in devices.items() if v not in (None, "none")}
 
 
 def _match_offload(config: dict, path: Path, settings, explicit: dict[str, Any]) -> None:
-    """Set --offload from the file's offload sections. Raises: UserError if the user gave another value."""
+    """Set --offload from the file's offload sections. Raises: UserError if the user set another value."""
     devices = _offload_of(config)
     if not devices:
         return
@@ -442,11 +442,11 @@ def _match_offload(config: dict, path: Path, settings, explicit: dict[str, Any])
         where = " and ".join(f"zero_optimization.offload_{k} (device {v})" for k, v in devices.items())
         raise UserError(f"{path} has {where}, but --offload is {explicit['offload']}: change one of them.")
     if "offload" not in explicit:
-        decide(settings, "offload", word, f"{path} says so", "deepspeed JSON")
+        decide(settings, "offload", word, f"set in {path}", "deepspeed JSON")
 
 
 def _leaves(config: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
-    """Yield (dotted key, value) of all values that are no objects."""
+    """Yield (dotted key, value) for all values except objects."""
     for key, value in config.items():
         if isinstance(value, dict):
             yield from _leaves(value, f"{prefix}{key}.")
@@ -456,26 +456,26 @@ def _leaves(config: dict, prefix: str = "") -> Iterator[tuple[str, Any]]:
 
 @functools.cache
 def known_keys() -> frozenset[str]:
-    """Return the top-level keys that the installed DeepSpeed reads; it ignores all others without a word.
+    """Return the top-level keys that the installed DeepSpeed reads; it silently ignores all others.
 
-    DeepSpeedConfig is given a dictionary that records which keys are looked up.
+    Pass DeepSpeedConfig a dictionary that records its look-ups.
     """
     from deepspeed.runtime.config import DeepSpeedConfig
 
-    asked = set()
+    read = set()
 
     class Recorder(dict):
         def get(self, key, default=None):
-            asked.add(key)
+            read.add(key)
             return super().get(key, default)
 
         def __getitem__(self, key):
-            asked.add(key)
+            read.add(key)
             return super().__getitem__(key)
 
         def __contains__(self, key):
-            asked.add(key)
+            read.add(key)
             return super().__contains__(key)
 
     DeepSpeedConfig(Recorder(train_batch_size=1, train_micro_batch_size_per_gpu=1, gradient_accumulation_steps=1))
-    return (READ_ELSEWHERE | {key for key in asked if isinstance(key, str)}) - NOT_SUPPORTED
+    return (READ_ELSEWHERE | {key for key in read if isinstance(key, str)}) - NOT_SUPPORTED

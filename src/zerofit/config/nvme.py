@@ -1,4 +1,4 @@
-"""Check and reserve a folder on a local disk for offload."""
+"""Check and reserve a folder on a local disk for NVMe offload."""
 
 import atexit
 import os
@@ -29,7 +29,8 @@ def paths_of(config: dict | None) -> dict[str, str]:
 def check(config: dict, path: Path, settings) -> None:
     """Check the NVMe offload of a configuration: its folders, its aio section and libaio.
 
-    Raises: UserError for a folder, a key or a machine with which nothing would reach the disk."""
+    Raises: UserError for a folder, a key or a machine that prevents offload to the disk.
+    """
     paths = paths_of(config)
     for key, folder in paths.items():
         if not folder:
@@ -47,7 +48,7 @@ def check(config: dict, path: Path, settings) -> None:
             raise UserError(f"{path}: aio must be an object {{...}}.")
         unknown = set(aio) - set(_aio_keys())
         if unknown:
-            raise UserError(f"{path}: unknown key 'aio.{min(unknown)}'; there are {', '.join(_aio_keys())}.")
+            raise UserError(f"{path}: unknown key 'aio.{min(unknown)}'; use {', '.join(_aio_keys())}.")
         if settings.planned_gpu is None:
             check_libaio()
 
@@ -59,22 +60,22 @@ def _aio_keys() -> list[str]:
 
 
 def check_folder(where: str, folder: Path) -> None:
-    """Raise UserError unless files can be created in the folder and opened with O_DIRECT, as libaio does."""
+    """Raise UserError if files cannot be created in the folder or opened with O_DIRECT, as libaio does."""
     if not folder.exists():
-        raise UserError(f"{where}: no such folder; make it on a fast local disk (mkdir -p).")
+        raise UserError(f"{where}: folder not found; create it on a fast local disk (mkdir -p).")
     if not folder.is_dir():
-        raise UserError(f"{where}: is a file; name a folder.")
+        raise UserError(f"{where}: is a file; use a folder.")
     try:
         handle, name = tempfile.mkstemp(dir=folder)
     except OSError as error:
-        raise UserError(f"{where}: cannot be written to: {error.strerror}; name a folder that can.") from None
+        raise UserError(f"{where}: is not writable: {error.strerror}; use a writable folder.") from None
     os.close(handle)
     try:
         os.close(os.open(name, os.O_RDWR | os.O_DIRECT))
     except OSError:
         raise UserError(
-            f"{where}: its file system has no direct I/O (tmpfs is one), which DeepSpeed's reads and writes need; name "
-            "a folder on a local disk."
+            f"{where}: its file system (tmpfs?) does not support direct I/O, which DeepSpeed needs; use a folder on a "
+            "local disk."
         ) from None
     finally:
         Path(name).unlink()
@@ -90,33 +91,32 @@ def check_libaio() -> None:
             f"--offload_path: DeepSpeed's async_io cannot be built here: {' '.join(str(error).split())}."
         ) from None
     if not compatible:
-        raise UserError(f"--offload_path: libaio was not found, without which nothing reaches the disk; {LIBAIO}.")
+        raise UserError(f"--offload_path: libaio was not found, which DeepSpeed needs to write to the disk; {LIBAIO}.")
 
 
 def disk_bytes(config: dict, trainable: int, every: int, ranks: int, ranks_of_node: int) -> dict[str, int]:
     """Return the bytes that the ranks of one node write, {section: bytes}, for the sections of `paths_of`.
 
-    Per rank they are 16 trainable / ranks of the optimizer (fp32 master, two Adam moments and the gradient of each
-    trained parameter) and 2 or 4 every / ranks of the parameters. Args: trainable, every: parameters that are trained,
-    and all of them.
+    Each rank writes 16 trainable / ranks bytes of optimizer states (fp32 master weights, two Adam moments, gradients)
+    and 2 or 4 every / ranks bytes of parameters. Args: trainable, every: numbers of trained and of all parameters.
     """
     half = any(config.get(kind, {}).get("enabled") for kind in ("bf16", "fp16"))
-    of_all_ranks = {"offload_optimizer": 16 * trainable, "offload_param": (2 if half else 4) * every}
-    return {section: of_all_ranks[section] * ranks_of_node // ranks for section in paths_of(config)}
+    total_bytes = {"offload_optimizer": 16 * trainable, "offload_param": (2 if half else 4) * every}
+    return {section: total_bytes[section] * ranks_of_node // ranks for section in paths_of(config)}
 
 
 def fit_buffers(section: dict, net, ranks: int, settings) -> None:
-    """Set size and number of offload_param's host buffers from the model, where unset.
+    """Set size and number of offload_param's host buffers from the model, if unset.
 
-    A buffer holds the largest shard; there is one for each parameter of a layer and 4 more for prefetching. DeepSpeed's
-    defaults (5 of 1e8 elements) are too small for a large embedding, and too few when a checkpointed layer is
-    recomputed, for which all its parameters are gathered. Raises: UserError if the user's buffer_size is too small.
+    A buffer holds the largest shard; each parameter of a layer needs one, and prefetching 4 more. DeepSpeed's defaults
+    (5 of 1e8 elements) are too small for a large embedding, and too few when a checkpointed layer is recomputed, which
+    gathers all its parameters. Raises: UserError if the user's buffer_size is too small.
     """
     needed = -(-max(p.numel() for p in net.parameters()) // ranks)
     if section.get("buffer_size", needed) < needed:
         raise UserError(
             f"zero_optimization.offload_param.buffer_size is {section['buffer_size']}, but the shard of the largest "
-            f"parameter has {needed} elements: write that at least, or delete the key."
+            f"parameter has {needed} elements: increase it to that, or delete the key."
         )
     large = [name for name, p in net.named_parameters() if p.numel() >= ranks * 2**18]  # smaller ones need no buffer
     layers = Counter(prefix[0] for name in large if (prefix := re.match(r".*?\.\d+\.", name)))
@@ -125,11 +125,11 @@ def fit_buffers(section: dict, net, ranks: int, settings) -> None:
     if missing := {k: v for k, v in derived.items() if k not in section}:
         section.update(missing)
         changes = ", ".join(f"{k} {v:,}" for k, v in missing.items())
-        settings.decisions.append(f"offload_param {changes}: the largest shard, and the parameters of a layer + 4")
+        settings.decisions.append(f"offload_param {changes}: size of the largest shard; parameters of a layer + 4")
 
 
 def check_room(config: dict, trainable: int, every: int, ranks: int, ranks_of_node: int) -> None:
-    """Raise UserError if a disk is too small for what this node's ranks will write."""
+    """Raise UserError if a disk is too small for the files of this node's ranks."""
     paths, sizes = paths_of(config), disk_bytes(config, trainable, every, ranks, ranks_of_node)
     by_disk: dict[int, list[str]] = {}
     for section, folder in paths.items():
@@ -140,61 +140,63 @@ def check_room(config: dict, trainable: int, every: int, ranks: int, ranks_of_no
         if free < needed:
             raise UserError(
                 f"--offload_path {folder}: {free / 1e9:,.1f} GB are free, but {trainable / 1e9:.2f} B trained of "
-                f"{every / 1e9:.2f} B parameters need {needed / 1e9:,.1f} GB there; free some, or name a larger disk."
+                f"{every / 1e9:.2f} B parameters need {needed / 1e9:,.1f} GB; free space, or use a larger disk."
             )
 
 
 def reserve_folder(settings) -> None:
     """Create a folder of this run in each nvme_path, removed when the process exits; collective.
 
-    DeepSpeed names its files by rank only, so two runs would overwrite each other's, and it does not delete them.
+    DeepSpeed names its files by rank only, so two runs would overwrite each other's files, and it never deletes them.
     """
     paths = paths_of(settings.deepspeed)
     if not paths:
         return
     name = distributed.broadcast(f"zerofit-{uuid.uuid4().hex[:8]}")
-    own = {key: {"nvme_path": str(Path(folder) / name)} for key, folder in paths.items()}
-    settings.deepspeed = merge_json(settings.deepspeed, {"zero_optimization": own})
+    sections = {key: {"nvme_path": str(Path(folder) / name)} for key, folder in paths.items()}
+    settings.deepspeed = merge_json(settings.deepspeed, {"zero_optimization": sections})
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
         for folder in {Path(f) for f in paths.values()}:
-            _clear_left(folder)
-            _hold(folder / name)
-    distributed.broadcast(None)  # no rank writes before the folders are there
+            _remove_leftovers(folder)
+            _reserve(folder / name)
+    distributed.broadcast(None)  # no rank writes before the folders exist
 
 
-def _hold(own: Path) -> None:
-    own.mkdir(mode=0o700)
-    lock = filelock.FileLock(own / "in_use.lock")
+def _reserve(folder: Path) -> None:
+    folder.mkdir(mode=0o700)
+    lock = filelock.FileLock(folder / "in_use.lock")
     lock.acquire()
 
-    def give_back():
+    def remove():
         lock.release()
-        shutil.rmtree(own, ignore_errors=True)
+        shutil.rmtree(folder, ignore_errors=True)
 
-    atexit.register(give_back)
+    atexit.register(remove)
 
 
-def _clear_left(folder: Path) -> None:
-    """Remove the folders that killed runs of this user left behind: those whose lock no process holds."""
-    for left in folder.glob("zerofit-*"):
-        info = left.lstat()
-        lock = left / "in_use.lock"
+def _remove_leftovers(folder: Path) -> None:
+    """Remove the folders of this user's killed runs: folders with a lock that no process holds."""
+    for leftover in folder.glob("zerofit-*"):
+        info = leftover.lstat()
+        lock = leftover / "in_use.lock"
         if info.st_uid != os.geteuid() or not stat.S_ISDIR(info.st_mode) or lock.is_symlink() or not lock.exists():
             continue  # another user's, or not a run's
         try:
             with filelock.FileLock(lock, timeout=0):
-                shutil.rmtree(left, ignore_errors=True)
-            print(f"removed {left}: a run that was killed left it", flush=True)
+                shutil.rmtree(leftover, ignore_errors=True)
+            print(f"removed {leftover} of a killed run", flush=True)
         except filelock.Timeout:
             continue  # a running job's
 
 
 def swapped(config: dict | None) -> str | None:
-    """Return a sentence on what this node's ranks have swapped to disk so far; None without NVMe."""
+    """Return a sentence on the files that this node's ranks have swapped to disk; None without NVMe."""
     folders = {Path(f) for f in paths_of(config).values()}
     if not folders:
         return None
     files = [f for folder in folders for f in folder.rglob("*.swp")]
     size = sum(f.stat().st_size for f in files)
-    small = "" if files else ": DeepSpeed keeps shards below 1 MB in host memory, and this model has no larger one"
+    small = (
+        "" if files else ": DeepSpeed keeps shards below 1 MB in host memory, and all shards of this model are smaller"
+    )
     return f"offload_path: {size / 1e6:,.1f} MB in {len(files)} files{small}"

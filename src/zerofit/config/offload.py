@@ -1,6 +1,6 @@
 """Write --offload_path into the DeepSpeed JSON, and refuse keys of offload and ZeRO++ that cannot work.
 
-Statements about DeepSpeed were read in the source of deepspeed 0.19.8 and, where a CPU can run it, tried.
+Statements about DeepSpeed are from the source of deepspeed 0.19.8 and, if a CPU can run it, from experiments.
 """
 
 import copy
@@ -27,8 +27,8 @@ RATIO, SUPER_OFFLOAD = "offload_optimizer.ratio", "offload_optimizer.super_offlo
 
 HPZ = "zero_hpz_partition_size"
 
-# Keys of zero_optimization that have no flag -> DeepSpeed's default. It has them at stage 3 only.
-OF_STAGE_3 = {
+# Keys of zero_optimization without a flag -> DeepSpeed's default. DeepSpeed uses them at stage 3 only.
+STAGE_3_DEFAULTS = {
     RATIO: 1,
     SUPER_OFFLOAD: False,
     HPZ: 1,
@@ -38,22 +38,21 @@ OF_STAGE_3 = {
 }
 
 ZENFLOW = (
-    "deepspeed 0.19 computes another function with it (at stage 2 the loss before the first step is not the model's), "
-    "and accelerate overrides its choice of when to step; use --offload optimizer"
+    "deepspeed 0.19 computes wrong results with it (at stage 2 even the loss before the first step), and accelerate "
+    "overrides its choice of when to step; use --offload optimizer"
 )
 
-# The optimizers that accelerate replaces by DeepSpeed's CPU Adam with the same update rule; it silently replaces any
-# other one by Adam as well.
+# The optimizers with the update rule of DeepSpeed's CPU Adam; accelerate silently replaces all others by it as well.
 ADAMW = ("adamw_torch", "adamw_torch_fused")
 
 SUPERCHIPS = ("GH200", "GB200", "GB300")
 
 
-def asked(config: dict | None) -> dict[str, Any]:
-    """Return the keys of OF_STAGE_3 that differ from their defaults in a DeepSpeed configuration, with the values."""
+def enabled_keys(config: dict | None) -> dict[str, Any]:
+    """Return the keys of STAGE_3_DEFAULTS that a DeepSpeed configuration sets to other values, with these values."""
     zero = (config or {}).get("zero_optimization", {})
-    values = {key: json_value(zero, key, default) for key, default in OF_STAGE_3.items()}
-    return {key: value for key, value in values.items() if value not in (None, OF_STAGE_3[key])}
+    values = {key: json_value(zero, key, default) for key, default in STAGE_3_DEFAULTS.items()}
+    return {key: value for key, value in values.items() if value not in (None, STAGE_3_DEFAULTS[key])}
 
 
 def overlay(settings) -> str:
@@ -62,9 +61,9 @@ def overlay(settings) -> str:
 
 
 def with_path(config: dict, path: Path, settings) -> dict:
-    """Return a copy of `config` with --offload_path written into it, and what its keys depend on.
+    """Return a copy of `config` with --offload_path and the keys that it requires.
 
-    Raises: UserError naming both places if file and flag contradict each other, or if the flag would have no effect.
+    Raises: UserError if file and flag contradict each other, or if the flag would not have an effect.
     """
     zero = config["zero_optimization"]
     sections = {k: {**zero[k]} for k in ("offload_optimizer", "offload_param") if _device(zero, k) != "none"}
@@ -73,12 +72,12 @@ def with_path(config: dict, path: Path, settings) -> dict:
         where = (
             f"{path}: nvme_path = {settings.offload_path}" if from_file else f"--offload_path {settings.offload_path}"
         )
-        raise UserError(f"{where}: nothing is offloaded; add --offload optimizer (or all), or leave it out.")
+        raise UserError(f"{where}: offload is off; add --offload optimizer (or all), or leave it out.")
     for key, section in sections.items():
         if settings.offload_path and settings.source["offload_path"] != "deepspeed JSON":
             if section["device"] != "nvme":
                 raise UserError(
-                    f'{path} says zero_optimization.{key}.device = "{section["device"]}", but --offload_path is '
+                    f'{path} sets zero_optimization.{key}.device = "{section["device"]}", but --offload_path is '
                     f'{settings.offload_path}: write "nvme" in the file, or leave the flag out.'
                 )
             section.setdefault("nvme_path", str(Path(settings.offload_path).expanduser().resolve()))
@@ -86,23 +85,23 @@ def with_path(config: dict, path: Path, settings) -> dict:
 
 
 def _with_cpu_adam(config: dict, path: Path, settings) -> dict:
-    """Return the configuration with DeepSpeed's CPU Adam on for ratio and SuperOffload, which need it.
+    """Return the configuration with DeepSpeed's CPU Adam turned on for ratio and SuperOffload, which need it.
 
-    Raises: UserError if the user's file turns it off, and for an optimizer that it would silently replace.
+    Raises: UserError if the user's file turns it off, or for an optimizer that it would silently replace.
     """
     section = config["zero_optimization"].get("offload_optimizer") or {}
     if section.get("device", "none") == "none" or "optimizer" in config:
         return config
-    mode = next((key for key in (RATIO, SUPER_OFFLOAD) if key in asked(config)), None)
+    mode = next((key for key in (RATIO, SUPER_OFFLOAD) if key in enabled_keys(config)), None)
     forced = config.get("zero_force_ds_cpu_optimizer", True)
     if mode and not forced:
         if settings.values.get("deepspeed"):
             raise UserError(
-                f"{path} says zero_optimization.{mode} and zero_force_ds_cpu_optimizer = false, but that mode steps "
-                "only through DeepSpeed's CPU Adam: write true."
+                f"{path} sets zero_optimization.{mode} and zero_force_ds_cpu_optimizer = false, but the former needs "
+                "DeepSpeed's CPU Adam: write true."
             )
         config, forced = {**config, "zero_force_ds_cpu_optimizer": True}, True
-        settings.decisions.append(f"zero_force_ds_cpu_optimizer true: {mode} steps through DeepSpeed's CPU Adam")
+        settings.decisions.append(f"zero_force_ds_cpu_optimizer true: {mode} needs DeepSpeed's CPU Adam")
     if forced and settings.optim not in ADAMW:
         why = mode or "zero_force_ds_cpu_optimizer = true (DeepSpeed's default)"
         raise UserError(
@@ -113,7 +112,7 @@ def _with_cpu_adam(config: dict, path: Path, settings) -> dict:
 
 
 def needs_cpu_adam(config: dict | None) -> bool:
-    """Return whether the engine will build DeepSpeed's CPU Adam when it starts."""
+    """Return whether the engine builds DeepSpeed's CPU Adam when it starts."""
     if config is None or _device(config["zero_optimization"], "offload_optimizer") == "none":
         return False
     return config.get("zero_force_ds_cpu_optimizer", True)
@@ -124,47 +123,47 @@ def _device(zero: dict, key: str) -> str:
 
 
 def check(config: dict, path: Path, settings) -> None:
-    """Refuse what cannot work, set by a flag or in the file; needs no model and no process group.
+    """Refuse unsupported keys, set by a flag or in the file; works before a model or process group exists.
 
-    Raises: UserError naming flag or file and key, the cause and the fix.
+    Raises: UserError with flag or file and key, cause and fix.
     """
     zero = config["zero_optimization"]
-    for key, value in asked(config).items():
-        of_overlay = key.startswith("offload_") and not settings.values.get("deepspeed")
-        file = path.parent / overlay(settings) if of_overlay else path
+    for key, value in enabled_keys(config).items():
+        in_overlay = key.startswith("offload_") and not settings.values.get("deepspeed")
+        file = path.parent / overlay(settings) if in_overlay else path
         where = f"{file}: zero_optimization.{key} = {json.dumps(value)}"
         if settings.zero != 3:
             raise UserError(
-                f"{where} needs stage 3: DeepSpeed splits parameters, and only then has these keys, at no other; this "
-                f"run is stage {settings.zero}. Use --zero 3, or delete the key."
+                f"{where} needs stage 3, which shards parameters, not stage {settings.zero}; use --zero 3, or delete "
+                "the key."
             )
         _CHECKS[key](zero, where, settings)
     for key in nvme.paths_of(config) if settings.zero != 3 else ():
         raise UserError(
             f'{path}: zero_optimization.{key}.device = "nvme" needs stage 3: at stage {settings.zero} DeepSpeed '
-            "silently stays in host memory; use --zero 3, or another device."
+            "silently uses host memory; use --zero 3, or another device."
         )
     if nvme.paths_of(config):
         nvme.check(config, path, settings)
-        # Tried: the losses after a resume differ from those of the uninterrupted run.
-        _refuse_resume("--offload_path", "what it keeps beside the swapped tensors", settings)
+        # In an experiment the losses after a resume differed from the uninterrupted run.
+        _refuse_resume("--offload_path", "the states outside the swapped tensors", settings)
     if zero.get("zenflow") is not None:
         raise UserError(f"{path}: zero_optimization.zenflow: {ZENFLOW}, and delete the section.")
 
 
-# --- what depends on the size of the model ---
+# --- sizes that depend on the model ---
 
 
 def depends_on_size(config: dict | None) -> bool:
     """Return whether the configuration has settings that `check_sizes` checks."""
-    return bool(nvme.paths_of(config)) or RATIO in asked(config)
+    return bool(nvme.paths_of(config)) or RATIO in enabled_keys(config)
 
 
 def check_sizes(settings, net) -> None:
-    """Check the space on disk, and set the sizes of buffers and sub-groups that depend on the model.
+    """Check the disk space, and set the sizes of buffers and sub-groups that depend on the model.
 
-    Writes sub_group_size, buffer_size and buffer_count into settings.deepspeed where unset, and adds a decision.
-    Args: net: the model, on the meta device. Raises: UserError if the disk or a buffer of the user's is too small.
+    Set sub_group_size, buffer_size and buffer_count in settings.deepspeed if unset, and add a decision.
+    Args: net: the model, on the meta device. Raises: UserError if the disk or the user's buffer size is too small.
     """
     config, ranks = settings.deepspeed, settings.world_size
     if not depends_on_size(config):
@@ -177,26 +176,27 @@ def check_sizes(settings, net) -> None:
     zero = config["zero_optimization"]
     if "offload_param" in nvme.paths_of(config):
         nvme.fit_buffers(zero["offload_param"], net, ranks, settings)
-    if RATIO in asked(config):
+    if RATIO in enabled_keys(config):
         _fit_grain(zero, trainable, ranks, settings)
 
 
-SUB_GROUPS = 20  # the ratio is kept in steps of 1/20 of the optimizer
+SUB_GROUPS = 20  # the ratio is rounded to 1/20 of the optimizer
 
 
 def _fit_grain(zero: dict, trainable: int, ranks: int, settings) -> None:
     """Lower sub_group_size to 1/SUB_GROUPS of a rank's share, unless the user has set it.
 
-    DeepSpeed applies the ratio to whole sub-groups. With its default of 1e9 elements there may be only one, stepped
-    entirely on the CPU or entirely on the GPU."""
+    DeepSpeed applies the ratio to complete sub-groups. Its default of 1e9 elements may result in a single one, stepped
+    entirely on the CPU or entirely on the GPU.
+    """
     size = max(1, -(-trainable // (ranks * SUB_GROUPS)))
     if settings.values.get("deepspeed") and "sub_group_size" in zero:
-        return  # the user's own; `after_start` reports the resulting share
+        return  # `after_start` reports the resulting share
     if zero.get("sub_group_size", 10**9) > size:
         zero["sub_group_size"] = size
         settings.decisions.append(
-            f"sub_group_size {size:,}: 1/{SUB_GROUPS} of each rank's share, so that "
-            f"{zero['offload_optimizer']['ratio']} of the optimizer can be split off"
+            f"sub_group_size {size:,}: 1/{SUB_GROUPS} of each rank's share, so that the ratio "
+            f"{zero['offload_optimizer']['ratio']} can be met"
         )
 
 
@@ -206,16 +206,16 @@ def _fit_grain(zero: dict, trainable: int, ranks: int, settings) -> None:
 def _check_ratio(zero: dict, where: str, settings) -> None:
     section = _offloading(zero, where)
     if not 0 < section["ratio"] < 1:
-        raise UserError(f"{where}: the share of the optimizer that stays on the CPU must be above 0 and at most 1.")
+        raise UserError(f"{where}: the fraction of the optimizer on the CPU must be above 0 and at most 1.")
     if section["device"] != "cpu":
-        raise UserError(f"{where}: the other share would go to the GPU; with NVMe leave the ratio out.")
+        raise UserError(f"{where}: the rest would go to the GPU; with NVMe leave the ratio out.")
     _refuse_resume(where, "the Adam moments of the GPU's share", settings)
 
 
 def _offloading(zero: dict, where: str) -> dict:
     """Return the section of the optimizer's offload. Raises: UserError if it offloads nothing."""
     if _device(zero, "offload_optimizer") == "none":
-        raise UserError(f'{where}: nothing is offloaded; write "device": "cpu" beside it, or delete the key.')
+        raise UserError(f'{where}: offload is off; add "device": "cpu" to this section, or delete the key.')
     return zero["offload_optimizer"]
 
 
@@ -223,54 +223,53 @@ def _check_super_offload(zero: dict, where: str, settings) -> None:
     section = _offloading(zero, where)
     if settings.use_cpu:
         raise UserError(
-            f"{where} needs an NVIDIA GPU (it is made for {SUPERCHIPS[0]} and {SUPERCHIPS[1]}); there is none, so use "
+            f"{where} needs an NVIDIA GPU ({SUPERCHIPS[0]} or {SUPERCHIPS[1]}), but this run is on the CPU; use "
             "--offload optimizer alone."
         )
     if section["device"] != "cpu":
-        raise UserError(f"{where}: steps in host memory; leave --offload_path (NVMe) out.")
+        raise UserError(f"{where}: updates in host memory; leave --offload_path (NVMe) out.")
     if settings.fp16:
-        raise UserError(f"{where}: steps before fp16's loss scale is taken out of the gradients; use --bf16 true.")
+        raise UserError(f"{where}: updates before the gradients are divided by fp16's loss scale; use --bf16 true.")
     _refuse_resume(where, "the Adam moments of its separate process", settings)
     gpu = settings.planned_gpu.device_name if settings.planned_gpu else torch.cuda.get_device_name()
     if not any(chip in gpu for chip in SUPERCHIPS):
         settings.decisions.append(
-            f"super_offload on {gpu}: it pays where CPU and GPU share one fast link "
-            f"({', '.join(SUPERCHIPS)}); measure it against --offload optimizer"
+            f"super_offload on {gpu}: made for CPUs and GPUs with a fast link ({', '.join(SUPERCHIPS)}); compare its "
+            "speed with --offload optimizer"
         )
 
 
 def unsaved(settings) -> str:
-    """Return the flag or key with which DeepSpeed's checkpoints lack optimizer states; "" if none is on."""
+    """Return the flag or key due to which DeepSpeed's checkpoints lack optimizer states, or ""."""
     if settings.offload_path:
         return "--offload_path"
-    return next((key for key in (RATIO, SUPER_OFFLOAD) if key in asked(settings.deepspeed)), "")
+    return next((key for key in (RATIO, SUPER_OFFLOAD) if key in enabled_keys(settings.deepspeed)), "")
 
 
 def _refuse_resume(where: str, what: str, settings) -> None:
     if (settings.resume_from_checkpoint or "false").lower() != "false":
         raise UserError(
-            f"{where} with --resume_from_checkpoint: DeepSpeed does not save {what}: a resumed run "
-            "would silently restart them from zero. Remove one of the two."
+            f"{where} with --resume_from_checkpoint: DeepSpeed does not save {what}, so a resumed run would silently "
+            "reset them to zero. Remove one of the two."
         )
     settings.decisions.append(f"{where}: checkpoints cannot be resumed (DeepSpeed does not save {what.rstrip(',')})")
 
 
 def after_start(trainer) -> str | None:
-    """Make the GPU's share follow the learning rate; return a sentence on ratio or NVMe files.
+    """Make the GPU's share follow the learning rate; return a sentence on ratio or NVMe files, or None.
 
-    Call it once the engine exists; None without either. DeepSpeed steps the GPU's share with a second AdamW whose first
-    parameter group keeps its initial learning rate and ignores the schedule; it is replaced by the group of the real
-    optimizer.
+    The engine must exist. DeepSpeed steps the GPU's share with a second AdamW whose first parameter group keeps its
+    initial learning rate and ignores the schedule; replace this group by the group of the real optimizer.
     """
     optimizer = getattr(trainer.model_wrapped, "optimizer", None)
     backup = getattr(optimizer, "backup_optimizer", None)
     if backup is None:
         return nvme.swapped(trainer.settings.deepspeed)
-    own = optimizer.optimizer.param_groups[0]
-    if backup.param_groups[0] is not own:
+    group = optimizer.optimizer.param_groups[0]
+    if backup.param_groups[0] is not group:
         for name, default in backup.defaults.items():
-            own.setdefault(name, default)
-        backup.param_groups[0] = own
+            group.setdefault(name, default)
+        backup.param_groups[0] = group
     sizes = list(zip(optimizer.fp16_partitioned_groups_flat_numel, optimizer.subgroup_to_device.values(), strict=True))
     share = sum(n for n, device in sizes if device == "cpu") / sum(n for n, _ in sizes)
     return f"offload_ratio: {share:.0%} of rank 0's optimizer is stepped on the CPU, in {len(sizes)} sub-groups"
@@ -280,13 +279,13 @@ def after_start(trainer) -> str | None:
 
 
 def ranks_of_node(settings) -> int:
-    """Return the number of ranks on this node; before they are started, of the whole job."""
+    """Return the number of ranks on this node or, before they are started, of the job."""
     return int(os.environ.get("LOCAL_WORLD_SIZE") or os.environ.get("LOCAL_SIZE") or settings.world_size)
 
 
 def hpz(settings) -> int:
-    """Return how many ranks share ZeRO++'s second copy of the parameters; 1: there is none."""
-    return asked(settings.deepspeed).get(HPZ, 1)
+    """Return the number of ranks that share ZeRO++'s second copy of the parameters; 1 without a copy."""
+    return enabled_keys(settings.deepspeed).get(HPZ, 1)
 
 
 def _check_hpz(zero: dict, where: str, settings) -> None:
@@ -297,25 +296,25 @@ def _check_hpz(zero: dict, where: str, settings) -> None:
         raise UserError(f"{where}: must divide the {ranks} rank{'s' * (ranks > 1)} of this job.")
     if local % size:
         raise UserError(
-            f"{where}: its copies are gathered inside a node, so it must divide the {local} ranks of this node (best: "
+            f"{where}: its copies are gathered within a node, so it must divide the {local} ranks of this node (best: "
             f"{local})."
         )
     if size == ranks:
         settings.decisions.append(
-            f"{where}: all ranks are on one node, where hpZ costs memory and saves no communication"
+            f"{where}: all ranks are on one node, so hpZ costs memory without saving communication"
         )
 
 
 def _check_quantized(zero: dict, where: str, settings) -> None:
     if settings.use_cpu:
-        raise UserError(f"{where}: DeepSpeed's quantizer is CUDA code and there is no GPU; leave it out.")
+        raise UserError(f"{where}: DeepSpeed's quantizer needs a GPU; leave it out.")
     from deepspeed.ops.op_builder.builder import assert_no_cuda_mismatch
 
     try:
         assert_no_cuda_mismatch("quantizer")
     except Exception as error:
         raise UserError(
-            f"{where}: the quantizer is compiled at start and cannot be: {first_line(error)}; install the CUDA "
+            f"{where}: DeepSpeed's quantizer cannot be compiled: {first_line(error)}; install the CUDA "
             "toolkit of PyTorch's version and set CUDA_HOME, or leave it out."
         ) from None
 
@@ -323,7 +322,7 @@ def _check_quantized(zero: dict, where: str, settings) -> None:
 def _check_quantized_gradients(zero: dict, where: str, settings) -> None:
     _check_quantized(zero, where, settings)
     if settings.world_size == ranks_of_node(settings):
-        raise UserError(f"{where}: DeepSpeed quantizes between nodes only, and silently ignores it on one.")
+        raise UserError(f"{where}: DeepSpeed ignores it on one node, as it quantizes only between nodes; delete it.")
     if zero.get("reduce_scatter") is False:
         raise UserError(f"{where}: needs zero_optimization.reduce_scatter = true.")
 
@@ -342,14 +341,14 @@ _CHECKS = {
 
 
 def _resolve_sizes(settings, config) -> None:
-    """Set the sizes in the DeepSpeed configuration that depend on the number of parameters; the model is counted."""
+    """Set the sizes in the DeepSpeed configuration that depend on the number of parameters."""
     if depends_on_size(settings.deepspeed):
         check_sizes(settings, load.check_model(settings, copy.deepcopy(config)))
 
 
 TECHNIQUES = (
     Technique(
-        name="offload of the optimizer",
+        name="optimizer offload",
         flag="offload",
         values=("optimizer",),
         example="--offload optimizer",
@@ -357,7 +356,7 @@ TECHNIQUES = (
         resolve_for_model=_resolve_sizes,
     ),
     Technique(
-        name="offload of optimizer and parameters",
+        name="optimizer and parameter offload",
         flag="offload",
         values=("all",),
         example="--offload all",
@@ -366,7 +365,7 @@ TECHNIQUES = (
             Conflict(
                 "zero",
                 (1, 2),
-                "it keeps whole parameters on each GPU, and DeepSpeed would silently ignore the flag",
+                "each GPU keeps all parameters at this stage, and DeepSpeed would silently ignore the flag",
                 "use --zero 3, or --offload optimizer",
             ),
         ),
@@ -376,11 +375,11 @@ TECHNIQUES = (
         flag="offload_path",
         example="--offload all --offload_path FOLDER",
         conflicts=(
-            Conflict("zero", (0, 1, 2), "DeepSpeed has it at stage 3 only", "use --zero 3, or leave it out"),
+            Conflict("zero", (0, 1, 2), "DeepSpeed supports it at stage 3 only", "use --zero 3, or leave it out"),
             Conflict(
                 "optim",
                 AllBut(*ADAMW),
-                "DeepSpeed's swapping to NVMe is proven here for AdamW's states only",
+                "only AdamW's states are tested with DeepSpeed's swapping to NVMe",
                 f"use --optim {ADAMW[1]}",
             ),
         ),

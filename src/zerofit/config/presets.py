@@ -4,8 +4,8 @@ from typing import Any
 
 from zerofit.base.errors import UserError
 
-# A --config file and explicit flags override them. The effective batch is unchanged (default 32): the micro batch
-# decides the accumulation. Precision is left to its default: bf16 where the GPU has it, else fp16 with loss scaling.
+# A --config file and explicit flags override them. They do not change the effective batch (default 32), as accumulation
+# follows from the micro batch, or the precision (default bf16, or fp16 with loss scaling on GPUs without bf16).
 _CHECKPOINTED = {"gradient_checkpointing": True, "fused_loss": True}
 
 _SELECTIVE = _CHECKPOINTED | {"gradient_checkpointing_policy": "selective"}
@@ -26,5 +26,5 @@ def values(name: str) -> dict[str, Any]:
     Raises: UserError for an unknown name.
     """
     if name not in PRESETS:
-        raise UserError(f"--preset {name}: there are {', '.join(PRESETS)}.")
+        raise UserError(f"--preset {name}: must be one of {', '.join(PRESETS)}.")
     return dict(PRESETS[name])

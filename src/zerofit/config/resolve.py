@@ -1,4 +1,4 @@
-"""Resolve the arguments of a job: what they are one by one, then the ordered list of techniques."""
+"""Resolve the arguments of a job: single arguments first, then the techniques in their order."""
 
 import os
 import shutil
@@ -12,7 +12,7 @@ from zerofit.config import accelerate_env, deepspeed_json, defaults, offload, pa
 from zerofit.data import streaming
 from zerofit.job import job
 from zerofit.job.request import Request
-from zerofit.job.settings import Settings, decide
+from zerofit.job.settings import Decision, Settings, decide
 from zerofit.job.technique import Conflict, Technique, refuse_conflicts
 from zerofit.model import (
     adapters,
@@ -26,15 +26,15 @@ from zerofit.model import (
     initial_adapter,
     load,
     quantization,
+    tested_models,
     tiled_mlp,
 )
 from zerofit.model.experimental import compiled, flash_3, flex, fp8
 from zerofit.model.image_text import towers
 from zerofit.model.kernels import liger, linear_attention
-from zerofit.model.tried import classes
 from zerofit.objective import preference_losses
 from zerofit.optim import learning_rates, registry
-from zerofit.parallel import ways, whole_layers
+from zerofit.parallel import dims, whole_layers
 
 
 def resolve_settings(
@@ -42,32 +42,31 @@ def resolve_settings(
 ) -> Settings:
     """Return the settings of a command line, resolved, checked and frozen.
 
-    Args: argv, world_size: of a job to be started; default: this process's own. gpu: see `config.parse.settings_of`.
-        arguments_only: leave the techniques out: what arguments exclude of each other is not checked.
+    Args: argv, world_size: of a job to be started; default: this process's. gpu: see `config.parse.settings_of`.
+        arguments_only: skip the techniques, and with them the checks for conflicting arguments.
     Raises: UserError for the user's mistakes, before a GPU or a process group is used.
     """
 
     def resolved(words: list[str]) -> Settings:
         return resolve(parse.request(recipe, words), world_size or distributed.size(), gpu, arguments_only)
 
-    return of_this_process(lambda: resolved(sys.argv[1:])) if argv is None else resolved(argv)
+    return settings_for_process(lambda: resolved(sys.argv[1:])) if argv is None else resolved(argv)
 
 
-def of_this_process(make: Callable[[], Settings]) -> Settings:
-    """Return the settings that `make` resolves or reads, for this process to train with, and prepare it for them.
+def settings_for_process(make: Callable[[], Settings]) -> Settings:
+    """Return the settings from `make` and prepare this process to train with them.
 
-    Raises: UserError as `make`, and if accelerate started fewer processes than it was asked for.
+    Raises: UserError as `make`, and if accelerate started fewer processes than requested.
     """
     dropped, other_size = accelerate_env.drop_accelerate_env(), accelerate_env.check_size()
     settings = make()
     if other_size:
         settings.decisions.append(other_size)
-    if not job.named(sys.argv[1:]):  # accelerate as the launcher of `zerofit launch` has been asked for nothing
+    if not job.file_argument(sys.argv[1:]):  # `zerofit launch` sets no options of accelerate
         settings.decisions.extend(accelerate_env.compare(settings) or _dropped(dropped))
     if settings.use_cpu and os.environ.get("OMP_WAIT_POLICY") == "passive":
-        settings.decisions.append(
-            "OMP_WAIT_POLICY passive: idle threads sleep, so that other work slows the run down less"
-        )
+        sentence = "OMP_WAIT_POLICY passive: idle threads sleep, so that other processes slow the run down less"
+        settings.decisions.append(Decision(sentence, "OMP_WAIT_POLICY"))
     if settings.use_cpu:
         os.environ["CUDA_VISIBLE_DEVICES"] = ""  # also for libraries that search for GPUs later
     return settings
@@ -76,13 +75,13 @@ def of_this_process(make: Callable[[], Settings]) -> Settings:
 def _dropped(variables: list[str]) -> list[str]:
     if not variables:
         return []
-    return [f"accelerate's own settings are not used ({', '.join(variables)}): the recipe decides; see --zero, --bf16"]
+    return [f"accelerate's settings are not used ({', '.join(variables)}): the recipe decides; use --zero, --bf16 ..."]
 
 
-def resolve(asked: Request, world_size: int, gpu=None, arguments_only: bool = False) -> Settings:
-    """Return the settings of a request, resolved, checked and frozen. Args and errors: as `resolve_settings`."""
+def resolve(request: Request, world_size: int, gpu=None, arguments_only: bool = False) -> Settings:
+    """Return the settings of a request, resolved, checked and frozen. Args and errors as for `resolve_settings`."""
     dropped = accelerate_env.drop_accelerate_env()
-    settings = parse.settings_of(asked, world_size, gpu)
+    settings = parse.settings_of(request, world_size, gpu)
     for step in ARGUMENTS:
         step(settings)
     for technique in () if arguments_only else techniques_of(settings):
@@ -94,9 +93,9 @@ def resolve(asked: Request, world_size: int, gpu=None, arguments_only: bool = Fa
 
 
 def resolve_for_model(settings: Settings, config=None) -> None:
-    """Resolve the arguments that depend on the model's config.json; only the first call does anything.
+    """Resolve the arguments that depend on the model's config.json; later calls have no effect.
 
-    Args: config: the model's, of a simulation with fewer layers; default: its config.json.
+    Args: config: the model's configuration, e.g. with fewer layers for a simulation; default: its config.json.
     Raises: UserError for a model that cannot be trained with these arguments.
     """
     if settings.knows_model:
@@ -110,64 +109,64 @@ def resolve_for_model(settings: Settings, config=None) -> None:
     settings.seal()
 
 
-def change(settings: Settings, asked: Request) -> None:
-    """Resolve the settings of a process again for a changed request; what was set and said since then stays.
+def change(settings: Settings, request: Request) -> None:
+    """Resolve the settings of a process again for a changed request; keep later changes and decisions.
 
-    Args: asked: the request of the settings with other arguments.
+    Args: request: the request of the settings with other arguments.
     """
-    if asked == settings.request:
+    if request == settings.request:
         return
-    before, after = (resolve(one, settings.world_size, settings.planned_gpu) for one in (settings.request, asked))
-    for one in (before, after):
-        resolve_for_model(one)
+    before, after = (resolve(r, settings.world_size, settings.planned_gpu) for r in (settings.request, request))
+    for version in (before, after):
+        resolve_for_model(version)
     added = [sentence for sentence in settings.decisions if sentence not in before.decisions]
     settings.unseal()
     for name, value in after.values.items():
         if (value, after.source[name]) != (before.values[name], before.source[name]):
             decide(settings, name, value, source=after.source[name])
-    settings.deepspeed, settings.request, settings.decisions = after.deepspeed, asked, [*after.decisions, *added]
+    settings.deepspeed, settings.request, settings.decisions = after.deepspeed, request, [*after.decisions, *added]
     settings.seal()
 
 
-# --- hooks that are too short for a module of their own ---
+# --- hooks that are too short for a separate module ---
 
 
 def _node_local_storage(settings) -> None:
-    """Turn DeepSpeed's use_node_local_storage on for --node_local_storage."""
+    """Turn on DeepSpeed's use_node_local_storage for --node_local_storage."""
     if settings.node_local_storage:
         settings.deepspeed.setdefault("checkpoint", {})["use_node_local_storage"] = True
 
 
-SHARED_MEMORY = 2**30  # bytes free in /dev/shm below which no workers are started: containers often have 64 MiB
+MIN_SHARED_MEMORY = 2**30  # bytes in /dev/shm that data workers need; containers often have 64 MiB
 
 
 def _data_workers(settings) -> None:
-    """Make batches in up to two processes beside each rank of a GPU, as far as there are cores for them."""
+    """Use up to two data workers per GPU rank if the node has enough cores."""
     if settings.use_cpu or settings.source["dataloader_num_workers"] != "transformers default":
         return
     workers = max(0, min(2, distributed.cores() // offload.ranks_of_node(settings) - 1))
     shared = Path("/dev/shm")
     if not workers:
-        settings.decisions.append("dataloader_num_workers 0: each rank has one core")
-    elif shared.is_dir() and shutil.disk_usage(shared).free < SHARED_MEMORY:
+        settings.decisions.append("dataloader_num_workers 0: only one core per rank")
+    elif shared.is_dir() and shutil.disk_usage(shared).free < MIN_SHARED_MEMORY:
         settings.decisions.append("dataloader_num_workers 0: /dev/shm has less than 1 GiB free (docker: --shm-size 8g)")
     else:
-        decide(settings, "dataloader_num_workers", workers, "batches are made while the GPU computes (off: 0)")
+        decide(settings, "dataloader_num_workers", workers, "prepare batches while the GPU computes (off: 0)")
         if settings.source["dataloader_persistent_workers"] == "transformers default":
-            decide(settings, "dataloader_persistent_workers", True)  # started once, not once an epoch
+            decide(settings, "dataloader_persistent_workers", True)  # start once, not each epoch
 
 
 def _memory_report(settings: Settings) -> None:
-    """Add the decision for --memory_report, which slows the first steps down."""
+    """Add the decision for --memory_report, which slows down the first steps."""
     if settings.memory_report:
-        settings.decisions.append("memory_report: the first 3 steps, save and evaluation are slower, being followed")
+        settings.decisions.append("memory_report: recording slows down the first 3 steps, save and evaluation")
 
 
 def _ddp_static_graph(settings, config) -> None:
-    """Decide --ddp_static_graph: on if every step has the same autograd graph.
+    """Set --ddp_static_graph if every step has the same autograd graph.
 
-    Off with gradient accumulation (torch 2.13 fails an internal assert of no_sync), for mixtures of experts (a step
-    uses the experts that its tokens select) and for Sophia (its estimate is a second backward).
+    Not with gradient accumulation (an internal assert of no_sync fails in torch 2.13), mixtures of experts (each step
+    uses other experts) or Sophia (its estimate is a second backward).
     Raises: UserError for --ddp_static_graph true with gradient accumulation.
     """
     uses_ddp = settings.deepspeed is None and settings.world_size > 1
@@ -175,34 +174,34 @@ def _ddp_static_graph(settings, config) -> None:
     if settings.ddp_static_graph and uses_ddp and accumulates:
         raise UserError(
             f"--ddp_static_graph true with {settings.gradient_accumulation_steps} accumulation steps: PyTorch's static "
-            "graph does not work with steps that do not synchronise; leave it out."
+            "graph does not support micro batches without synchronization; leave it out."
         )
     if settings.ddp_static_graph is not None or not uses_ddp:
         return
     has_experts = any("expert" in key for key in config.to_dict())
     if not accumulates and not has_experts and settings.optim != "sophia":
-        decide(settings, "ddp_static_graph", True, "one micro batch a step through a dense model")
+        decide(settings, "ddp_static_graph", True, "dense model, one micro batch per step")
 
 
-# --- the order: each may read what an earlier one has decided ---
+# --- the order: each entry may read the decisions of earlier ones ---
 
-# What the arguments are, one by one; `zerofit data` needs no more.
+# Single arguments; `zerofit data` needs only these.
 ARGUMENTS = (
-    defaults.check_ranges,  # what the user has set, before anything is derived from it
+    defaults.check_ranges,  # before anything is derived from the user's values
     defaults.one_shuffle_seed,
     defaults.hang_before_collectives,
-    defaults.fill_defaults,  # model, data, stage, device, evaluation: the others read them
+    defaults.fill_defaults,  # model, data, stage, device, evaluation: read by the others
     transformers_flags.resolve,  # reads use_cpu and whether there are eval rows
-    deepspeed_json.resolve,  # reads stage and offload; the file's literals then replace arguments
-    defaults.choose_precision,  # after the JSON, whose bf16 and fp16 sections decide
-    defaults.solve_batch,  # after the JSON, which may hold batch sizes
-    defaults.scale_learning_rate,  # by the solved batch
+    deepspeed_json.resolve,  # reads stage and offload; the file's values replace arguments
+    defaults.choose_precision,  # after the JSON, which may set bf16 and fp16
+    defaults.solve_batch,  # after the JSON, which may set batch sizes
+    defaults.scale_learning_rate,  # reads the effective batch
 )
 
-# What they exclude and require of each other: of each its conflicts, then its `resolve`. When the model is known, the
-# `resolve_for_model` of all follow, and on a rank their `install`, in the same order.
+# For each technique: refuse its conflicts, then call `resolve`. When the model is known: call `resolve_for_model` of
+# each, and on a rank `install`.
 TECHNIQUES = (
-    classes.TECHNIQUE,  # says what of the model's class was tried
+    tested_models.TECHNIQUE,  # reports whether the model's class is tested
     *gradient_checkpointing.TECHNIQUES,
     *defaults.PRECISION,
     *registry.TECHNIQUES,  # may add to the DeepSpeed configuration
@@ -213,85 +212,85 @@ TECHNIQUES = (
         resolve_for_model=_ddp_static_graph,
     ),
     Technique(
-        name="loss without the start of answers",
+        name="loss without the generation prompt",
         flag="mask_generation_prompt",
         example="--mask_generation_prompt true",
         conflicts=(
             Conflict(
                 "train_on",
                 ("all", "prompt"),
-                "it leaves out the start of answers, which alone are not what is trained on",
+                "it masks the start of answers, which needs a loss on answers only",
                 "leave one of the two out",
             ),
         ),
     ),
-    initial_adapter.TECHNIQUE,  # decides flags that the next ones read
+    initial_adapter.TECHNIQUE,  # sets flags that the next ones read
     preference_losses.TECHNIQUE,
-    towers.TECHNIQUE,  # which class the model is of, before others build it
+    towers.TECHNIQUE,  # selects the model's class before others build it
     *adapters.TECHNIQUES,  # turn padding_free off for prompts, so before attention's
     Technique(
         name="node-local checkpoints",
         flag="node_local_storage",
         example="--node_local_storage true",
-        conflicts=(Conflict("zero", (0,), "every rank reads the same files", "use --zero 1, 2 or 3"),),
+        conflicts=(Conflict("zero", (0,), "without ZeRO all ranks read the same files", "use --zero 1, 2 or 3"),),
         resolve=_node_local_storage,
     ),
     Technique(
-        name="saving in the background",
+        name="background saving",
         flag="save_in_background",
         example="--save_in_background true",
-        conflicts=(Conflict("zero", (0,), "only DeepSpeed's states are written by a thread", "use --zero 1, 2 or 3"),),
+        conflicts=(Conflict("zero", (0,), "it writes DeepSpeed's states only", "use --zero 1, 2 or 3"),),
     ),
     generation.TECHNIQUE,
     *freezing.TECHNIQUES,
     *learning_rates.TECHNIQUES,
     *quantization.TECHNIQUES,
-    *attention.TECHNIQUES,  # decide the attention too
+    *attention.TECHNIQUES,  # select the attention
     flash_3.TECHNIQUE,
     flex.TECHNIQUE,
-    # may wrap or replace that attention
-    Technique(name="shared rows", resolve=ways.resolve, resolve_for_model=ways.resolve_for_model),
+    # may wrap or replace this attention
+    Technique(name="parallelism", resolve=dims.resolve, resolve_for_model=dims.resolve_for_model),
     streaming.TECHNIQUE,
     Technique(name="data workers", resolve=_data_workers),  # a stream has one
     fp8.TECHNIQUE,
     fused_lora.TECHNIQUE,
     fused_loss.TECHNIQUE,
     tiled_mlp.TECHNIQUE,
-    liger.TECHNIQUE,  # reads what fused_loss and tiled_mlp have decided
+    liger.TECHNIQUE,  # reads the decisions of fused_loss and tiled_mlp
     Technique(
         name="memory report",
         flag="memory_report",
         example="--memory_report true",
-        conflicts=(Conflict("torch_compile", (True,), "compiled code cannot be followed", "leave one of the two out"),),
+        conflicts=(Conflict("torch_compile", (True,), "it cannot record compiled code", "leave one of the two out"),),
         resolve=_memory_report,
     ),
     linear_attention.TECHNIQUE,  # changes functions that compiled layers call
     compiled.TECHNIQUE,
-    whole_layers.TECHNIQUE,  # reads compile_layers; it too builds the model
-    experts.TECHNIQUE,  # this and offload build the model, with the attention, the loss and the tiles decided above
+    whole_layers.TECHNIQUE,  # reads compile_layers and builds the model
+    experts.TECHNIQUE,  # this and offload build the model, with the decisions above
     *offload.TECHNIQUES,
 )
 
 
 def techniques_of(settings: Settings) -> tuple[Technique, ...]:
-    """Return the techniques of a job in their order: the kit's, then those of the recipe."""
-    own = (registry.technique(name, spec) for name, spec in settings.recipe.optimizers.items())
-    return (*TECHNIQUES, *own, *settings.recipe.techniques)
+    """Return the techniques of a job in their order: first the kit's, then the recipe's."""
+    optimizers = (registry.technique(name, spec) for name, spec in settings.recipe.optimizers.items())
+    return (*TECHNIQUES, *optimizers, *settings.recipe.techniques)
 
 
 def self_test(settings: Settings, config) -> None:
-    """Compare the techniques' kernels with what they replace. Collective. config: the model's config.json.
+    """Compare the techniques' kernels with the code that they replace. Collective. Args: config: the model's.
 
-    Raises: UserError for one that was asked for and computes something else.
+    Raises: UserError if a requested kernel computes other results.
     """
     for technique in techniques_of(settings):
         technique.self_test(settings, config)
 
 
 def install(settings: Settings, model) -> None:
-    """Change a loaded model as the techniques of the job ask for, on every rank alike.
+    """Apply the techniques of the job to a loaded model; the same on every rank.
 
-    Raises: UserError for a model that cannot be changed so.
+    Raises: UserError for an unsupported model.
     """
     for technique in techniques_of(settings):
         technique.install(settings, model)

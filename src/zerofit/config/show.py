@@ -1,4 +1,4 @@
-"""Format what --show prints: every argument that is not transformers' default, with its source."""
+"""Format the output of --show: all arguments that differ from transformers' defaults, with their sources."""
 
 from dataclasses import fields
 
@@ -11,11 +11,11 @@ from zerofit.job.settings import Settings
 
 def summary(settings: Settings) -> str:
     """Return the arguments with their sources, and the decisions, as text."""
-    rows = [(name, run_folder.shown(name, value), source) for name, value, source in settings.rows()]
+    rows = [(name, run_folder.format_value(name, value), source) for name, value, source in settings.rows()]
     widths = [min(60, max(len(row[i]) for row in rows)) for i in (0, 1)]
     group_of = {f.name: title_of(group) for group in kit_groups(settings.recipe) for f in fields(group)}
     lines, previous = [], None
-    for name, value, source in sorted(rows, key=lambda row: row[0] not in group_of):  # transformers' own last
+    for name, value, source in sorted(rows, key=lambda row: row[0] not in group_of):  # transformers' last
         if (group := group_of.get(name, "transformers")) != previous:
             lines.append(f" {group}")
             previous = group
@@ -23,6 +23,6 @@ def summary(settings: Settings) -> str:
     for entry in [*(settings.data or []), *(settings.eval_data or [])]:
         try:
             sources.find_local(entry, settings.data_split)
-        except UserError as error:  # of a missing file, with which a run would be refused
+        except UserError as error:  # a missing file; a run would be refused
             lines.append(f"  note: {error}")
     return "\n".join(["arguments", *lines, "decisions", *(f"  - {sentence}" for sentence in settings.decisions)])

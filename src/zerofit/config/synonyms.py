@@ -6,10 +6,10 @@ import re
 from zerofit.job import program
 from zerofit.job.recipe import Recipe
 
-# The flag of zerofit, with a remark in parentheses if it differs -> the arguments elsewhere. Names that are spelled
-# alike (max_seq_length, gradient_accumulation) are found by difflib.
+# Our flag, with a remark in parentheses if its meaning differs -> names in other kits. difflib finds similar names
+# (max_seq_length, gradient_accumulation).
 _ELSEWHERE = {
-    # Hugging Face's, and names of earlier versions
+    # Hugging Face, and earlier versions
     "--warmup_steps (a value below 1 is a ratio)": "warmup_ratio",
     "--dtype": "torch_dtype",
     "--use_cpu": "no_cuda",
@@ -23,8 +23,8 @@ _ELSEWHERE = {
     "--ignore_resume_mismatch": "resume_anyway",
     "--zero": "zero_stage",
     "recipes/sft.py or recipes/dpo.py (--zero is the ZeRO stage)": "stage",
-    "launchers/ray (docs/ray.md)": "use_ray",
-    "--offload optimizer (deepspeed 0.19's ZenFlow trains another function)": "zenflow",
+    "launchers/ray (docs/multinode.md)": "use_ray",
+    "--offload optimizer (deepspeed 0.19's ZenFlow computes wrong results)": "zenflow",
     # keys of the DeepSpeed JSON
     '"ratio" in deepspeed_configs/offload_optimizer.json': "offload_ratio",
     '"super_offload" in deepspeed_configs/offload_optimizer.json': "super_offload",
@@ -43,17 +43,17 @@ _ELSEWHERE = {
     "--eval_fraction": "val_size val_set_size",
     "--max_length": "max_seq_len cutoff_len sequence_len seq_length",
     "--packing": "sample_packing neat_packing",
-    "--packing (rows are packed whole)": "packing_strategy",
+    "--packing (does not split rows)": "packing_strategy",
     "--eval_strategy no": "no_eval",
-    "--chat_template (the end tokens that it writes are trained)": "eot_tokens",
+    "--chat_template (trains its end tokens)": "eot_tokens",
     "--sp_size": "sequence_parallel_size sequence_parallel_degree ulysses_sequence_parallel_size",
-    "--sp_size (by heads, not a ring)": "context_parallel_size",
+    "--sp_size (splits heads, no ring)": "context_parallel_size",
     "--tp_size": "tensor_parallel_size tensor_parallel_degree tensor_model_parallel_size deepspeed_autotp_size",
     "--pp_size with recipes/pipeline.py": "pipeline_parallel_size pipeline_model_parallel_size",
     "--zero 3 (shards the experts; DeepSpeed's expert parallelism fails here)": "expert_parallel_size ep_size",
     "--train_on all": "train_on_prompt train_on_inputs",
     "--train_on assistant": "assistant_only_loss completion_only_loss",
-    "--mask_generation_prompt (as ms-swift's ignore_empty_think; no other scale is there)": "loss_scale",
+    "--mask_generation_prompt (as ms-swift's ignore_empty_think; other scales are unsupported)": "loss_scale",
     # preference pairs
     "--beta": "pref_beta",
     "--loss_type": "pref_loss",
@@ -77,7 +77,7 @@ _ELSEWHERE = {
     "recipes/lora.py": "use_peft",
     "recipes/lora.py, or recipes/sft.py for all weights": "finetuning_type",
     "--lora_r": "lora_rank",
-    "`zerofit eval RUN/checkpoint-N --tasks ...` beside the run (plans reserve no memory for tasks)": "eval_tasks",
+    "`zerofit eval RUN/checkpoint-N --tasks ...` during the run (plans reserve no memory for tasks)": "eval_tasks",
     "--initial_adapter": "adapter_name_or_path lora_model_dir",
     "--lora_target_modules": "lora_target target_modules",
     "--lora_target_modules all-linear": "lora_target_linear",
@@ -88,9 +88,9 @@ _ELSEWHERE = {
 
 RENAMED = {name: flag for flag, names in _ELSEWHERE.items() for name in names.split()}
 
-NO_GUESS = ("train", "training", "lora_query", "rdzv_backend")  # the closest name here is of something else
+NO_GUESS = ("train", "training", "lora_query", "rdzv_backend")  # the closest name has another meaning
 
-# Argument -> value elsewhere -> the flag of zerofit.
+# Argument -> value in other kits -> our flag.
 VALUES = {
     "offload": {
         "cpu": "--offload optimizer", "optim": "--offload optimizer", "nvme": "--offload optimizer with --offload_path",
@@ -105,13 +105,13 @@ _STAGE = re.compile(
 
 
 def stage(word: str) -> str | None:
-    """Return the ZeRO stage in a word like zero3, stage-2 or ds_z3_config.json; None if it has none."""
+    """Return the ZeRO stage in a word like zero3, stage-2 or ds_z3_config.json, or None."""
     match = _STAGE.fullmatch(word)
     return match and match[1]
 
 
-def of_value(message: str) -> str | None:
-    """Return argparse's message on a wrong value as "name value: what it must be."; None for any other message."""
+def explain_value(message: str) -> str | None:
+    """Return argparse's message on a wrong value as "name value: must be ...", or None for other messages."""
     if missing := re.fullmatch(r"argument --(\w+)\S*: expected (one|at least one) argument", message):
         return f"{missing[1]}: its value is missing."
     if flag := re.match(r"argument --(\w+)\S*: Truthy value expected: got (.*) but expected", message):
@@ -121,16 +121,17 @@ def of_value(message: str) -> str | None:
         return None
     name, kind, value, choices = match.groups()
     if kind != "choice":
-        return f"{name} {value}: must be a {'whole ' * (kind == 'int')}number." if kind in ("int", "float") else None
-    choices = choices.replace("'", "").replace("True, False", "true, false")  # argparse prints values, not their words
-    meant = f"--zero {stage(value)}" if name == "zero" and stage(value) else VALUES.get(name, {}).get(value.lower())
-    return f"{name} {value}: must be one of {choices}{f'; did you mean {meant}?' if meant else '.'}"
+        required = {"int": "an integer", "float": "a number"}.get(kind)
+        return required and f"{name} {value}: must be {required}."
+    choices = choices.replace("'", "").replace("True, False", "true, false")  # argparse prints Python values
+    guess = f"--zero {stage(value)}" if name == "zero" and stage(value) else VALUES.get(name, {}).get(value.lower())
+    return f"{name} {value}: must be one of {choices}{f'; did you mean {guess}?' if guess else '.'}"
 
 
-def of_unknown(unknown: list[str], recipe: Recipe, names: list[str], origin: str) -> str:
+def explain_unknown(unknown: list[str], recipe: Recipe, names: list[str], origin: str) -> str:
     """Return a sentence for each unknown flag; the words after a flag are its values.
 
-    Args: unknown: the words left over by argparse; names: all arguments of the recipe; origin: "command line" or file.
+    Args: unknown: words left over by argparse; names: all arguments of the recipe; origin: "command line" or file.
     """
     sentences, inside = [], False
     for word in unknown:
@@ -150,11 +151,11 @@ def of_unknown(unknown: list[str], recipe: Recipe, names: list[str], origin: str
 
 
 def hint(name: str, recipe: Recipe, names: list[str]) -> str | None:
-    """Return the flag or recipe to use instead of an unknown argument; None if there is no guess."""
+    """Return the likely flag or recipe for an unknown argument, or None."""
     close = difflib.get_close_matches(name, names, 1, 0.75) if name not in NO_GUESS else []
     guess = f"--{name}" if name in names else RENAMED.get(name) or (f"--{close[0]}" if close else None)
     for other in sorted(program.kit().values(), key=lambda other: len(other.arguments)):
-        of_other = {*other.own_arguments} - {*names}
-        if name in of_other or (guess or "").split()[:1] in [[f"--{n}"] for n in of_other]:
-            return f"recipes/{other}.py (make {other}){f' with {guess}' if guess and name not in of_other else ''}"
+        other_names = {*other.own_arguments} - {*names}
+        if name in other_names or (guess or "").split()[:1] in [[f"--{n}"] for n in other_names]:
+            return f"recipes/{other}.py (make {other}){f' with {guess}' if guess and name not in other_names else ''}"
     return guess

@@ -1,6 +1,6 @@
-"""Convert the values of another kit's file by the kit's table; account for each of its keys.
+"""Convert the values of another kit's file with that kit's table, and account for each key.
 
-A key is named by a line of the converted file, or listed: as without a counterpart, or as saying the kit's own default.
+Each key appears in a line of the converted file, or is listed as unsupported or as set to its default.
 """
 
 import contextlib
@@ -13,58 +13,58 @@ from typing import Any
 
 from zerofit.base.errors import UserError, first_line, one_line
 from zerofit.job.settings import MODULE_NAME
-from zerofit.job.settings_file import DEEPEST, RepeatedKey, without_repeated_keys
+from zerofit.job.settings_file import MAX_DEPTH, RepeatedKey, without_repeated_keys
 
 
 @dataclass(frozen=True)
 class Key:
-    """A key of a kit that has one argument here."""
+    """A key of a kit that maps to one zerofit argument."""
 
-    ours: str  # the argument
-    default: Any = None  # the kit's, or a function of the Conversion that returns it; None: nothing is written
-    page: str = ""  # what the page says of a default that is a function
-    values: Mapping = field(default_factory=dict)  # their value -> ours, where the names differ; None: no line
-    note: str = ""  # what differs in meaning, said where the file has the key
-    unsaid: str = ""  # the same, said where the file does not have it
-    other: str = ""  # the setting's further names, separated by spaces: the first that the file has is taken
-    only: str = ""  # one of Conversion.trained, without which the key has no effect
-    asked: bool = False  # whether a value that asks for nothing (OFF, or empty) is no line
-    read: Callable[[Any], Any] | None = None  # makes ours of their value; of an empty one the default is taken
-    on_gpu: bool = False  # whether a machine without a GPU would refuse the line, which true and `values` make
+    ours: str  # the zerofit argument
+    default: Any = None  # the kit's default, or a function of the Conversion that returns it; None: write no line
+    page: str = ""  # description of a default that is a function, for the docs
+    values: Mapping = field(default_factory=dict)  # their value -> ours, if the names differ; None: write no line
+    note: str = ""  # difference in meaning, reported if the file sets the key
+    default_note: str = ""  # difference in meaning, reported if the file does not set the key
+    other: str = ""  # aliases, separated by spaces; the first one in the file wins
+    only: str = ""  # the key only has an effect if this is in Conversion.trained
+    skip_off: bool = False  # write no line for a disabled (OFF) or empty value
+    read: Callable[[Any], Any] | None = None  # converts their value to ours; an empty value falls back to the default
+    on_gpu: bool = False  # the line needs a GPU; it is written for true and for the keys of `values`
 
 
 @dataclass(frozen=True)
 class Rule:
     """Keys of a kit that are converted together."""
 
-    keys: str  # their names, separated by spaces, for the page
-    ours: str  # what they become, for the page
-    apply: Callable[..., None] | None = None  # takes the Conversion; None: another rule converts them too
-    note: str = ""  # what differs, for the page
+    keys: str  # their names, separated by spaces, for the docs
+    ours: str  # the resulting arguments, for the docs
+    apply: Callable[..., None] | None = None  # takes the Conversion; None: another rule converts these keys
+    note: str = ""  # difference in meaning, for the docs
 
 
 class Shared(Rule):
-    """Keys that a function of several kits converts: it takes the names that they have in this one."""
+    """Keys converted by a function shared between kits, which receives their names in this kit."""
 
 
 @dataclass(frozen=True)
 class Kit:
-    """What is known of a kit's configuration files."""
+    """The configuration files of a kit."""
 
     name: str
-    version: str  # from which the table was read
-    marks: tuple[str, ...]  # keys by which its files are known; names that no other kit has come first
+    version: str  # the version that the table describes
+    marks: tuple[str, ...]  # keys that identify its files; keys unique to the kit come first
     keys: Mapping[str, Key]
     rules: tuple[Rule, ...]
-    lost: Mapping[str, str]  # reason -> their keys without a counterpart, separated by spaces; `*` ends a prefix
-    refused: Mapping[str, str] = field(default_factory=dict)  # the same of keys without which another thing is trained
-    meaning: tuple[str, ...] = ()  # what differs in every file of the kit
-    defaults: Mapping[str, Any] = field(default_factory=dict)  # of keys without a Key: those that are not off
-    null_is_absent: bool = False  # its reader drops a null; elsewhere null replaces the default
-    same_names: bool = False  # it takes transformers' TrainingArguments under their own names
-    nested: bool = False  # its keys stand in sections: {"optimizer": {"lr": 1}} is read as optimizer.lr
-    whole: str = ""  # the section that stays one: a list of data sets, or one of them
-    like: "Kit | None" = None  # a kit whose table it shares, for the page
+    lost: Mapping[str, str]  # reason -> unsupported keys, separated by spaces; a trailing `*` matches a prefix
+    refused: Mapping[str, str] = field(default_factory=dict)  # reason -> keys that cannot be ignored, written like lost
+    meaning: tuple[str, ...] = ()  # differences that apply to every file of the kit
+    defaults: Mapping[str, Any] = field(default_factory=dict)  # defaults that are not off, of keys without a Key
+    null_is_absent: bool = False  # null means the default; in other kits null replaces the default
+    same_names: bool = False  # it uses the names of transformers' TrainingArguments
+    nested: bool = False  # its keys are in sections: {"optimizer": {"lr": 1}} is read as optimizer.lr
+    list_section: str = ""  # the section that is not flattened: one data set or a list of them
+    like: "Kit | None" = None  # the kit whose table it shares, for the docs
 
 
 @dataclass(frozen=True)
@@ -72,34 +72,34 @@ class Line:
     """A line of the converted file."""
 
     value: Any
-    origin: str  # their key, or whose default it is
+    origin: str  # the original key, or "<kit>'s default"
 
 
 @dataclass(frozen=True)
 class Names:
-    """The arguments of the recipes, known to config/ only."""
+    """The recipes' arguments, which only config/ can list."""
 
     accepted: frozenset[str] = frozenset()
-    refused: Mapping[str, str] = field(default_factory=dict)  # transformers' argument -> why it has no effect here
+    refused: Mapping[str, str] = field(default_factory=dict)  # transformers argument -> why it has no effect here
 
 
 TEXTS = frozenset(
     "model model_revision output_dir run_name data eval_data data_config data_split columns chat_template "
     "initial_adapter new_tokens lora_target_modules lora_target_parameters modules_to_save hub_model_id "
     "hub_revision metric_for_best_model attn_implementation".split()
-)  # not numbers
+)  # arguments whose values are never converted to numbers
 
-MODULES = ("lora_target_modules", "lora_target_parameters", "modules_to_save")  # names, of which peft looks for each
+MODULES = ("lora_target_modules", "lora_target_parameters", "modules_to_save")  # lists of names, not patterns
 
-OFF = (None, False, "", "none", "None", "no", "false", "False")  # values that ask for nothing
+OFF = (None, False, "", "none", "None", "no", "false", "False")  # values that disable a setting
 
-UNKNOWN = "unknown to this table"
+UNKNOWN = "unknown key"
 
-GPU_ONLY = "the same training, faster or with less memory on a GPU; take the # away there"
+GPU_ONLY = "Same training, faster or with less memory on a GPU; uncomment it there"
 
 
 class Section(dict):
-    """A mapping below a key of the file, which knows the keys that have been read."""
+    """A mapping below a key of the file that records which of its keys were read."""
 
     def __init__(self, values: dict):
         super().__init__(values)
@@ -119,14 +119,14 @@ class Section(dict):
 
 
 def sectioned(value: Any) -> Any:
-    """Return a value whose mappings are Sections."""
+    """Return a value with its mappings replaced by Sections."""
     if isinstance(value, dict):
         return Section({key: sectioned(inner) for key, inner in value.items()})
     return [sectioned(inner) for inner in value] if isinstance(value, list) else value
 
 
 def _read_all(value: Any) -> None:
-    """Take each key below a value as read."""
+    """Mark each key below a value as read."""
     if isinstance(value, dict):
         for inner in value.values():
             _read_all(inner)
@@ -138,7 +138,7 @@ def _read_all(value: Any) -> None:
 
 
 def _read(value: Any, prefix: str = "") -> Iterable[str]:
-    """Yield the dotted name of each key below a value that has been read."""
+    """Yield the dotted name of each key below a value that was read."""
     if isinstance(value, Section):
         for name, inner in dict.items(value):
             if name in value.read:
@@ -149,7 +149,7 @@ def _read(value: Any, prefix: str = "") -> Iterable[str]:
 
 
 def _unread(value: Any, place: str, key: str) -> Iterable[tuple[str, str, Any]]:
-    """Yield (place, dotted key, value) of each key below a value that has not been read."""
+    """Yield (place, dotted key, value) of each key below a value that was not read."""
     if isinstance(value, Section):
         for name, inner in dict.items(value):
             if name in value.read:
@@ -157,68 +157,67 @@ def _unread(value: Any, place: str, key: str) -> Iterable[tuple[str, str, Any]]:
             else:
                 yield f"{place}: {name}", f"{key}.{name}", inner
     elif isinstance(value, list):
-        for number_of, inner in enumerate(value, 1):
+        for index, inner in enumerate(value, 1):
             if isinstance(inner, Section):
                 names = (dict.get(inner, name) for name in ("path", "id", "source"))
-                yield from _unread(inner, f"{place}: {next(filter(None, names), number_of)}", key)
+                yield from _unread(inner, f"{place}: {next(filter(None, names), index)}", key)
 
 
 class Conversion:
-    """A file of another kit while it is converted: what it says, and what that becomes."""
+    """A file of another kit during its conversion: its values and the resulting lines."""
 
-    def __init__(self, kit: Kit, given: dict[str, Any], file: Path, gpus: int | None = None, recipe: str = ""):
+    def __init__(self, kit: Kit, values: dict[str, Any], file: Path, gpus: int | None = None, recipe: str = ""):
         self.kit, self.file, self.gpus = kit, file, gpus
-        self.given: dict[str, Any] = sectioned(sections(given, whole=kit.whole) if kit.nested else dict(given))
-        self.given = dict(self.given)
-        for key, value in self.given.items():
+        self.values: dict[str, Any] = dict(sectioned(sections(values, kit.list_section) if kit.nested else values))
+        for key, value in self.values.items():
             try:
-                if isinstance(held := as_object(value), dict) and held is not value:
-                    self.given[key] = sectioned(held)
+                if isinstance(parsed := as_object(value), dict) and parsed is not value:
+                    self.values[key] = sectioned(parsed)
             except (RepeatedKey, RecursionError) as error:
-                self.refuse(key, f"is JSON that cannot be read ({first_line(error)})")
+                self.refuse(key, f"invalid JSON ({first_line(error)})")
         self.recipe = recipe  # "": not known yet
         self.trained: set[str] = set()  # "sft or lora", "preference" and its loss, "adapter" and "lora adapter"
-        self.chosen_by: list[str] = []  # the keys that say the recipe
+        self.chosen_by: list[str] = []  # the keys that determine the recipe
         self.lines: dict[str, Line] = {}
-        self.on_gpus: dict[str, Line] = {}  # what a machine without a GPU would refuse
+        self.on_gpus: dict[str, Line] = {}  # lines that need a GPU
         self.lost: dict[str, str] = {}
-        self.same: list[str] = []  # keys that say the kit's own default
-        self.differs: list[str] = []
-        self.held: dict[str, Section] = {}  # mappings of other files that the file names, by their place
-        self.texts: dict[str, tuple[str, str]] = {}  # argument -> (their key, the text of a file that it names)
-        self.unread = set(self.given)
+        self.same: list[str] = []  # keys that are set to their default
+        self.differences: list[str] = []
+        self.linked_files: dict[str, Section] = {}  # place -> mapping read from a file that this one names
+        self.texts: dict[str, tuple[str, str]] = {}  # argument -> (their key, text to write to a separate file)
+        self.unread = set(self.values)
         self.latest = ""  # the key that was read last
         self.defaults = {
-            key: one.default for key, one in kit.keys.items() if not (one.default is None or one.only or one.page)
+            name: key.default for name, key in kit.keys.items() if not (key.default is None or key.only or key.page)
         } | kit.defaults
 
     def take(self, key: str, default: Any = None) -> Any:
-        """Return the value of a key, which counts as read; `default` where the file has none or null.
+        """Return the value of a key and mark it as read; return `default` if it is missing or null.
 
-        Args: key: a name, or `name: inner` of a key in the mapping below it.
+        Args: key: a name, or `name: inner` for a key in the mapping below it.
         """
         name, _, inner = key.partition(": ")
         self.latest = key
         self.unread.discard(name)
         if default is not None:
             self.defaults.setdefault(key, default)
-        value = self.given.get(name)
+        value = self.values.get(name)
         if inner:
             value = value.get(inner) if isinstance(value, dict) else None
         return default if value is None else value
 
     def first(self, *keys: str) -> tuple[str | None, Any]:
-        """Return (key, value) of the first of several keys that the file has, and list the others."""
-        had = [(key, value) for key in keys if (value := self.take(key)) is not None]
-        for key, value in had[1:]:
-            if number(value) == number(had[0][1]):
+        """Return (key, value) of the first of several keys that the file sets, and list the others."""
+        pairs = [(key, value) for key in keys if (value := self.take(key)) is not None]
+        for key, value in pairs[1:]:
+            if number(value) == number(pairs[0][1]):
                 self.keep(key)
             else:
-                self.lose(key, f"{had[0][0]} is there too, and is taken")
-        return had[0] if had else (None, None)
+                self.lose(key, f"{pairs[0][0]} is also set and takes precedence")
+        return pairs[0] if pairs else (None, None)
 
     def put(self, name: str, value: Any, origin: str | None = None) -> None:
-        """Write a line. origin: their key, or several with commas; None: it is the kit's default."""
+        """Write a line. origin: their key, or several separated by commas; None: the kit's default."""
         if name in TEXTS:
             value = self._text(value, origin)
         alone = name == "lora_target_modules" and len(value) == 1
@@ -226,25 +225,25 @@ class Conversion:
             name in MODULES and not alone and next((word for word in value if not MODULE_NAME.fullmatch(word)), None)
         )
         if pattern:
-            self.refuse(f"{origin}: {pattern}", "is a regular expression; name the modules, in a list")
+            self.refuse(f"{origin}: {pattern}", "is a regular expression in a list; list module names instead")
         _read_all(value)
-        is_text = name in (*TEXTS, "chat_template_kwargs")  # whose values are as they are, too
+        is_text = name in (*TEXTS, "chat_template_kwargs")
         self.lines[name] = Line(plain(value) if is_text else number(value), origin or f"{self.kit.name}'s default")
 
     def _text(self, value: Any, origin: str | None) -> Any:
-        """Return a text, or texts below it, as the file has it: YAML reads 3.10 as the number 3.1, and no as false."""
+        """Return the texts in a value as written: YAML reads 3.10 as the number 3.1, and no as false."""
         if isinstance(value, list):
             return [self._text(inner, origin) for inner in value]
-        if isinstance(value, dict):  # a data set, whose weight is a number
+        if isinstance(value, dict):  # a data set; its weight is a number
             return {key: inner if key == "weight" else self._text(inner, origin) for key, inner in value.items()}
         if isinstance(value, bool | None):
-            self.refuse(str(origin), f"is {json.dumps(value)} in YAML; write its text in quotes")
+            self.refuse(str(origin), f"YAML reads it as {json.dumps(value)}; put the text in quotes")
         return str(value)
 
     def choose(self, recipe: str, *keys: str, adapter: str = "", origin: str | None = None) -> None:
-        """Set the recipe, unless the user has, and write the adapter that it does not say.
+        """Set the recipe if the user has not, and write the adapter kind if the recipe does not imply it.
 
-        Args: keys: those that say the recipe; adapter: its kind; origin: the key of that, where keys do not have it.
+        Args: keys: the keys that determine the recipe; adapter: its kind; origin: the key that sets that kind.
         """
         self.recipe = self.recipe or recipe
         self.chosen_by = [key for key in keys if self.take(key) is not None]
@@ -254,34 +253,34 @@ class Conversion:
             self.put("adapter", adapter, origin)
 
     def keep(self, *keys: str) -> None:
-        """List keys that mean what happens without them."""
-        self.same += [key for key in keys if key in self.given and key not in self.same]
+        """List keys that match the default behavior."""
+        self.same += [key for key in keys if key in self.values and key not in self.same]
 
     def lose(self, key: str, why: str) -> None:
-        """List a key without a counterpart."""
+        """List an unsupported key with the reason."""
         self.unread.discard(key)
         self.lost[key] = why
 
     def differ(self, sentence: str) -> None:
         """List a difference in meaning."""
-        if sentence not in self.differs:
-            self.differs.append(sentence)
+        if sentence not in self.differences:
+            self.differences.append(sentence)
 
     def refuse(self, key: str, why: str) -> None:
-        """Raise UserError: nothing here trains what the file asks for."""
+        """Raise UserError: zerofit cannot run this training."""
         raise UserError(one_line(f"{self.file}: {key}: {why}."))
 
 
 def convert(
-    kit: Kit, given: dict[str, Any], file: Path, gpus: int | None = None, recipe: str = "", names: Names | None = None
+    kit: Kit, values: dict[str, Any], file: Path, gpus: int | None = None, recipe: str = "", names: Names | None = None
 ) -> Conversion:
-    """Return a kit's file in our names.
+    """Convert the values of a kit's file.
 
-    Args: gpus: number of GPUs of the original job, None: not known; recipe: "sft", "lora" or "dpo" to decide it; names:
-        our arguments, for the kits that take transformers' under their own names.
-    Raises: UserError where nothing here trains what the file asks for.
+    Args: gpus: number of GPUs of the original job, None if unknown; recipe: "sft", "lora" or "dpo" to override it;
+        names: zerofit's arguments, for kits that use transformers' names.
+    Raises: UserError if zerofit cannot run this training.
     """
-    done = Conversion(kit, given, file, gpus, recipe)
+    done = Conversion(kit, values, file, gpus, recipe)
     try:
         for rule in kit.rules:
             if rule.apply:
@@ -289,7 +288,7 @@ def convert(
         for theirs, key in kit.keys.items():
             _direct(done, theirs, key)
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
-        done.refuse(done.latest, f"has a value that {kit.name} does not take here ({first_line(error)})")
+        done.refuse(done.latest, f"invalid value for {kit.name} ({first_line(error)})")
     for theirs in sorted(done.unread):
         _leftover(done, theirs, names or Names())
     account(done)
@@ -299,21 +298,21 @@ def convert(
 
 
 def _direct(done: Conversion, theirs: str, key: Key) -> None:
-    """Write the line of a key, or its kit's default."""
+    """Write the line of a key, or of its default."""
     if key.only and key.only not in done.trained:
         return
     origin, value = done.first(theirs, *key.other.split())
     if key.read and not value:
         origin = None
-    if origin is None and theirs in done.given and None in key.values:
+    if origin is None and theirs in done.values and None in key.values:
         origin = theirs
     elif origin is None:
         value = key.default(done) if key.page else key.default
         if not key.read:
             done.defaults.setdefault(theirs, value)
-    if key.unsaid and origin is None:
-        done.differ(f"{theirs}: {key.unsaid}.")
-    if key.ours in done.lines or (value is None and not origin) or (key.asked and _is_off(value)):
+    if key.default_note and origin is None:
+        done.differ(f"{theirs}: {key.default_note}.")
+    if key.ours in done.lines or (value is None and not origin) or (key.skip_off and _is_off(value)):
         return
     if isinstance(value, str | bool | int | None) and value in key.values:
         value = key.values[value]
@@ -332,44 +331,44 @@ def _direct(done: Conversion, theirs: str, key: Key) -> None:
 
 
 def _leftover(done: Conversion, theirs: str, names: Names) -> None:
-    """Write a key of transformers that no rule has read; list it where transformers' argument has no effect here."""
-    if done.kit.same_names and theirs not in done.lines and done.given[theirs] is not None:
+    """Write a transformers argument that no rule has read, or list it if it has no effect here."""
+    if done.kit.same_names and theirs not in done.lines and done.values[theirs] is not None:
         if theirs in names.accepted and not any(_reason(table, theirs) for table in (done.kit.lost, done.kit.refused)):
-            done.put(theirs, done.given[theirs], theirs)
-        elif theirs in names.refused and not _is_default(done, theirs, done.given[theirs]):
+            done.put(theirs, done.values[theirs], theirs)
+        elif theirs in names.refused and not _is_default(done, theirs, done.values[theirs]):
             done.lose(theirs, names.refused[theirs])
 
 
 def account(done: Conversion) -> None:
-    """List each key that no line names: as saying the kit's default, else as without a counterpart.
+    """List each key that no line names, as a default or as unsupported.
 
-    Raises: UserError for a null in place of a default that is a value.
+    Raises: UserError for a null where the default is a value.
     """
     origins = [line.origin for line in (*done.lines.values(), *done.on_gpus.values())]
-    origins += [*(key for key, _ in done.texts.values()), *done.differs]
+    origins += [*(key for key, _ in done.texts.values()), *done.differences]
     named = {key for origin in origins for key in re.split(r", | x ", origin.partition(": ")[0])}
     named |= {*done.lost, *done.same, *done.chosen_by}
-    for key, value in done.given.items():
+    for key, value in done.values.items():
         if key not in named:
             _list(done, key, key, value)
         elif key not in done.lost:
-            for place, inner, of in _unread(value, key, key):
+            for place, name, inner in _unread(value, key, key):
                 if place not in done.lost:
-                    _list(done, place, inner, of)
+                    _list(done, place, name, inner)
             _name_read(done, key)
-    for of_file, value in done.held.items():
-        for place, inner, of in _unread(value, of_file, of_file.rpartition(" in ")[2].partition(".")[0]):
-            _list(done, place, inner, of)
+    for source, value in done.linked_files.items():
+        for place, name, inner in _unread(value, source, source.rpartition(" in ")[2].partition(".")[0]):
+            _list(done, place, name, inner)
 
 
 def _name_read(done: Conversion, key: str) -> None:
-    """Add the keys that have been read below a key to the first line that comes from it."""
+    """Add the keys read below a key to the origin of the first line that comes from it."""
     for lines in (done.lines, done.on_gpus):
         for name, line in lines.items():
             first, colon, rest = line.origin.partition(": ")
             if key in first.split(", "):
-                said = f"{line.value} {rest}"
-                inner = [of for of in dict.fromkeys(_read(done.given[key])) if of.rpartition(".")[2] not in said]
+                text = f"{line.value} {rest}"
+                inner = [k for k in dict.fromkeys(_read(done.values[key])) if k.rpartition(".")[2] not in text]
                 if inner:
                     lines[name] = Line(line.value, f"{first}: {', '.join([rest] * bool(colon) + inner)}")
                 return
@@ -378,29 +377,27 @@ def _name_read(done: Conversion, key: str) -> None:
 def _list(done: Conversion, place: str, key: str, value: Any) -> None:
     default = done.defaults.get(key)
     if value is None and not (_is_off(default) or default == -1 or done.kit.null_is_absent):
-        done.refuse(
-            place, f"null is no value; write one, or leave the line out for {done.kit.name}'s default {default}"
-        )
+        done.refuse(place, f"null is not allowed; set a value, or remove the line to use the default {default}")
     if value is None or _is_default(done, key, value):
         done.same.append(place)
     elif why := _reason(done.kit.refused, key):
         done.refuse(f"{place}: {value}", why)
     else:
-        one = next((one for theirs, one in done.kit.keys.items() if key in (theirs, *one.other.split())), None)
-        unknown = f"{UNKNOWN} ({done.kit.name} {done.kit.version})"
-        if key in done.given and key not in done.unread:
-            unknown = "has no effect here with this value"
-        elif one and one.only.endswith("adapter") and "adapter" not in done.trained:
-            unknown = "the file has no adapter, so all weights train"
-        elif one or any(key in rule.keys.split() for rule in done.kit.rules):
-            unknown = f"has no effect in what the file trains (recipe {done.recipe})"
-        done.lose(place, _reason(done.kit.lost, key) or unknown)
+        entry = next((entry for name, entry in done.kit.keys.items() if key in (name, *entry.other.split())), None)
+        reason = f"{UNKNOWN} ({done.kit.name} {done.kit.version})"
+        if key in done.values and key not in done.unread:
+            reason = "zerofit ignores this value"
+        elif entry and entry.only.endswith("adapter") and "adapter" not in done.trained:
+            reason = "only for adapters; this file trains all weights"
+        elif entry or any(key in rule.keys.split() for rule in done.kit.rules):
+            reason = f"has no effect in this training (recipe {done.recipe})"
+        done.lose(place, _reason(done.kit.lost, key) or reason)
 
 
 def _is_default(done: Conversion, key: str, value: Any) -> bool:
-    """Return whether a value is what the kit takes where the file has no such key."""
-    one = done.kit.keys.get(key)
-    if one and isinstance(value, str | bool | int) and value in one.values and one.values[value] is None:
+    """Return whether a value is the kit's default."""
+    entry = done.kit.keys.get(key)
+    if entry and isinstance(value, str | bool | int) and value in entry.values and entry.values[value] is None:
         return True
     default = done.defaults.get(key)
     return number(value) == default if not _is_off(default) else _is_off(value)
@@ -411,7 +408,7 @@ def _is_off(value: Any) -> bool:
 
 
 def _reason(table: Mapping[str, str], theirs: str) -> str | None:
-    """Return why a key has no counterpart; None where the table (Kit.lost, Kit.refused) does not have it."""
+    """Return the reason for a key in a table (Kit.lost, Kit.refused); None if the table does not list it."""
     for reason, keys in table.items():
         for key in keys.split():
             if theirs == key or theirs.startswith(f"{key}.") or (key.endswith("*") and theirs.startswith(key[:-1])):
@@ -419,28 +416,28 @@ def _reason(table: Mapping[str, str], theirs: str) -> str | None:
     return None
 
 
-def sections(given: dict[str, Any], prefix: str = "", whole: str = "") -> dict[str, Any]:
-    """Return nested sections as one level: {"a": {"b": 1}} is {"a.b": 1}. whole: one that stays as it is."""
+def sections(values: dict[str, Any], excluded: str = "", prefix: str = "") -> dict[str, Any]:
+    """Flatten nested sections: {"a": {"b": 1}} becomes {"a.b": 1}. excluded: a section to leave as it is."""
     flat = {}
-    for key, value in given.items():
-        if isinstance(value, dict) and value and f"{prefix}{key}" != whole:
-            flat |= sections(value, f"{prefix}{key}.")
+    for key, value in values.items():
+        if isinstance(value, dict) and value and f"{prefix}{key}" != excluded:
+            flat |= sections(value, prefix=f"{prefix}{key}.")
         else:
             flat[f"{prefix}{key}"] = value
     return flat
 
 
 def plain(value: Any, texts: bool = False) -> Any:
-    """Return a value without the classes of this module and of the loader.
+    """Return a value in built-in types.
 
-    Args: texts: also make numbers of texts: YAML reads 2e-5 as a text.
+    Args: texts: also convert texts to numbers, since YAML reads 2e-5 as a text.
     """
     if isinstance(value, dict):
         return {key: plain(inner, texts) for key, inner in dict.items(value)}
     if isinstance(value, list):
         return [plain(inner, texts) for inner in value]
     if texts and isinstance(value, str) and re.fullmatch(r"[-+]?(\d+(\.\d*)?|\.\d+)(e[-+]?\d+)?", value, re.I | re.A):
-        with contextlib.suppress(ValueError):  # more digits than Python reads
+        with contextlib.suppress(ValueError):  # more digits than Python converts
             return int(value) if value.isdecimal() else float(value)
     if isinstance(value, bool) or not isinstance(value, int | float):
         return value
@@ -448,20 +445,20 @@ def plain(value: Any, texts: bool = False) -> Any:
 
 
 def number(value: Any) -> Any:
-    """Return a text that is a number as a number; also below lists and objects."""
+    """Convert texts to numbers where possible, also in lists and objects."""
     return plain(value, texts=True)
 
 
 def words(value: Any) -> list[str]:
-    """Return a list of names that stands as a list or as a text with commas."""
+    """Return the names in a list or in a text separated by commas."""
     parts = value if isinstance(value, Iterable) and not isinstance(value, str) else str(value).split(",")
     return [str(part).strip() for part in parts if str(part).strip()]
 
 
 def as_object(value: Any) -> Any:
-    """Return a JSON text as what it says; anything else as it is.
+    """Parse a JSON text; return anything else as it is.
 
-    Raises: RepeatedKey for an object with a key twice; RecursionError for one that is nested too deeply.
+    Raises: RepeatedKey for an object that repeats a key; RecursionError for one that is nested too deeply.
     """
     if isinstance(value, str) and value.strip().startswith(("{", "[")):
         try:
@@ -469,8 +466,8 @@ def as_object(value: Any) -> Any:
         except RepeatedKey:
             raise
         except ValueError as error:
-            read = value[: getattr(error, "pos", 0)]  # is JSON so far; Python 3.13 reads any depth of it
-            if sum(map(read.count, "{[")) - sum(map(read.count, "}]")) > DEEPEST:
-                raise RecursionError(f"more than {DEEPEST} levels of nesting") from None
+            read = value[: getattr(error, "pos", 0)]  # valid up to here; Python 3.13 reads any depth
+            if sum(map(read.count, "{[")) - sum(map(read.count, "}]")) > MAX_DEPTH:
+                raise RecursionError(f"more than {MAX_DEPTH} levels of nesting") from None
             return value
     return value

@@ -1,4 +1,4 @@
-"""Format a conversion: the YAML file in our names, and what is said of it in the terminal."""
+"""Format a conversion: the zerofit YAML file and the summary in the terminal."""
 
 import re
 from typing import Any
@@ -8,7 +8,7 @@ import yaml
 from zerofit.base.errors import one_line
 from zerofit.convert.conversion import GPU_ONLY, Conversion, Line
 
-# The order of the lines; others follow by name.
+# The order of the lines; other arguments follow alphabetically.
 ORDER = (
     "model model_revision trust_remote_code random_init adapter load_in_4bit load_in_8bit lora_r lora_alpha "
     "lora_dropout lora_target_modules use_rslora use_dora init_lora_weights modules_to_save loss_type beta "
@@ -19,11 +19,11 @@ ORDER = (
     "bf16 fp16 pure_bf16 gpus zero offload sp_size tp_size"
 ).split()
 
-WIDTH = 44  # of a line before its comment
+WIDTH = 44  # width of a line before its comment
 
 
 def text(done: Conversion, command: str) -> str:
-    """Return the converted file: lines with their origin, then what a GPU can add, what is lost and what differs."""
+    """Return the converted file: lines with their origin, then GPU options, unsupported keys and differences."""
     names = sorted(done.lines, key=lambda name: (ORDER.index(name) if name in ORDER else len(ORDER), name))
     parts = [f"# From {one_line(done.file.name)} of {done.kit.name}, read as version {done.kit.version}."]
     parts += [f"# {one_line(command)}"]
@@ -38,9 +38,9 @@ def text(done: Conversion, command: str) -> str:
         parts += [f"# - {line}" for line in _losses(done)]
     if done.same:
         parts += ["", f"# {_same(done)}"]
-    if done.differs:
-        parts += ["", "# What differs in meaning:"]
-        parts += [f"# - {one_line(sentence)}" for sentence in done.differs]
+    if done.differences:
+        parts += ["", "# Differences in meaning:"]
+        parts += [f"# - {one_line(sentence)}" for sentence in done.differences]
     return "\n".join(parts) + "\n"
 
 
@@ -49,7 +49,7 @@ def _line(name: str, line: Line) -> str:
 
 
 class _Dumper(yaml.SafeDumper):
-    """A SafeDumper that escapes the ends of lines in a text."""
+    """A SafeDumper that escapes line breaks in texts."""
 
 
 def _text_node(dumper: _Dumper, value: str) -> yaml.ScalarNode:
@@ -67,7 +67,7 @@ def written(value: Any) -> str:
 
 
 def _losses(done: Conversion) -> list[str]:
-    """Return a line for each key without a counterpart; keys of a section with the same reason share one."""
+    """Return a line for each unsupported key; keys of a section with the same reason share a line."""
     groups: dict[tuple[str, str], list[str]] = {}
     for key, why in done.lost.items():
         group = key.partition(".")[0] if done.kit.nested else key
@@ -81,28 +81,26 @@ def _losses(done: Conversion) -> list[str]:
 
 
 def _lost(done: Conversion, key: str, why: str) -> str:
-    value = done.given.get(key)
+    value = done.values.get(key)
     shown = "" if value is None or isinstance(value, list | dict) else f": {' '.join(str(value).split())}"
     return one_line(f"{key}{shown[:42]} -- {why}")
 
 
 def _same(done: Conversion) -> str:
-    """Return the sentence on the keys that change nothing."""
-    return one_line(f"The same as without the line: {', '.join(done.same)}")
+    """Return the sentence about keys that match the default."""
+    return one_line(f"Set to the default: {', '.join(done.same)}")
 
 
 def summary(done: Conversion, path: str, command: str) -> str:
-    """Return what the terminal says of a conversion."""
-    lines = [
-        f"{done.file} is a file of {done.kit.name}; {path}: {len(done.lines)} arguments of the recipe {done.recipe}"
-    ]
+    """Return the summary of a conversion for the terminal."""
+    lines = [f"converted {done.file} ({done.kit.name}) to {path}: recipe {done.recipe}, {len(done.lines)} arguments"]
     if done.lost:
         lines += ["without a counterpart"]
         lines += [f"  - {line}" for line in _losses(done)]
     if done.same:
         lines += [_same(done)]
-    if done.differs:
-        lines += ["what differs in meaning"]
-        lines += [f"  - {one_line(sentence)}" for sentence in done.differs]
-    lines += [f"next: {command}"] * ("model" in done.lines)  # else the bundled model would be trained
+    if done.differences:
+        lines += ["differences in meaning"]
+        lines += [f"  - {one_line(sentence)}" for sentence in done.differences]
+    lines += [f"next: {command}"] * ("model" in done.lines)  # the bundled model would be trained otherwise
     return "\n".join(lines)

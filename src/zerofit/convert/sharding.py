@@ -8,44 +8,44 @@ from typing import Any
 from zerofit.convert.conversion import Conversion, Key, Kit, Line, Rule, Section, number, plain, sectioned
 from zerofit.job import settings_file
 
-DEEPSPEED_FILE = "what the file says is what runs with `--deepspeed FILE`, instead of zero and offload"
+DEEPSPEED_FILE = "use `--deepspeed FILE` instead of zero and offload to run the complete file"
 
 
 def deepspeed(done: Conversion, key: str) -> None:
-    """Convert a key that names a DeepSpeed file, or holds its JSON."""
+    """Convert a key with a DeepSpeed file or its JSON."""
     value = done.take(key)
     if value is None or value == "":
         return
     if isinstance(value, dict):
-        of_json(done, value, key)
-    elif file := _found(done.file, value):
-        held = done.held[f"{Path(value).name} in deepspeed"] = sectioned(settings_file.load(str(file))[0])
-        of_json(done, held, f"{key}: {value}")
+        convert_json(done, value, key)
+    elif file := _json_file(done.file, value):
+        config = done.linked_files[f"{Path(value).name} in deepspeed"] = sectioned(settings_file.load(str(file))[0])
+        convert_json(done, config, f"{key}: {value}")
     else:
         _by_name(done, key, str(value))
 
 
-def _found(beside: Path, value: Any) -> Path | None:
-    """Return the DeepSpeed file that a value names, in this folder or beside the converted file."""
-    for file in (Path(str(value)).expanduser(), beside.parent / str(value)):
+def _json_file(converted: Path, value: Any) -> Path | None:
+    """Return the DeepSpeed file that a value names, in this folder or next to the converted file."""
+    for file in (Path(str(value)).expanduser(), converted.parent / str(value)):
         if file.is_file() and file.suffix == ".json":
             return file
     return None
 
 
 def _by_name(done: Conversion, key: str, name: str) -> None:
-    """Take stage and offload from a name such as zero3_bf16_cpuoffload_all.json or ds_z2_offload_config.json."""
+    """Derive stage and offload from a name such as zero3_bf16_cpuoffload_all.json or ds_z2_offload_config.json."""
     stage = re.search(r"z(?:ero)?[-_]?(?:stage)?[-_]?([0-3])", Path(name).name, re.IGNORECASE)
     if not stage:
-        done.lose(key, f"no such file here, and its name has no stage; {DEEPSPEED_FILE}")
+        done.lose(key, f"the file does not exist here and its name does not contain a stage; {DEEPSPEED_FILE}")
         return
     done.put("zero", int(stage[1]), f"{key}: {name}")
     if "offload" in name.lower() and stage[1] != "0":
         done.put("offload", "all" if stage[1] == "3" else "optimizer", f"{key}: {name}")
-    done.differ(f"{key}: stage and offload are taken from the file's name, it is not here; {DEEPSPEED_FILE}.")
+    done.differ(f"{key}: the file does not exist here; its name determined stage and offload; {DEEPSPEED_FILE}.")
 
 
-def of_json(done: Conversion, config: dict, key: str) -> None:
+def convert_json(done: Conversion, config: dict, key: str) -> None:
     """Convert the stage and the offload of a DeepSpeed configuration."""
     _read_autos(config)
     zero = config.get("zero_optimization") or {}
@@ -62,16 +62,14 @@ def of_json(done: Conversion, config: dict, key: str) -> None:
     elif stage and (zero.get("cpu_offload") or offload[0] not in ("none", "None")):
         done.put("offload", "optimizer", f"{key}: offload_optimizer")
     if "nvme" in offload:
-        done.differ(f"{key}: offload to NVMe; name the disk's folder with offload_path.")
+        done.differ(f"{key}: offload to NVMe; set offload_path to a folder on that disk.")
     tuned = {"overlap_comm", "reduce_bucket_size", "stage3_prefetch_bucket_size", "allgather_bucket_size"}
     if (len(tuned & zero.keys())) or config.get("optimizer") or config.get("scheduler"):
-        done.differ(
-            f"{key}: sizes of its buckets, and an optimizer or scheduler in it, are not taken; {DEEPSPEED_FILE}."
-        )
+        done.differ(f"{key}: its bucket sizes, optimizer and scheduler are not converted; {DEEPSPEED_FILE}.")
 
 
 def _read_autos(config: dict) -> None:
-    """Take the keys that say auto as read: the job's own arguments fill them."""
+    """Mark the keys set to auto as read: the job's arguments fill them."""
     for key, value in list(dict.items(config)):
         if value == "auto":
             config.get(key)
@@ -81,18 +79,18 @@ def _read_autos(config: dict) -> None:
                 config.get(key)
 
 
-FSDP_NOTE = "FSDP has no counterpart, ZeRO shards as much"
+FSDP_NOTE = "FSDP is replaced by the equivalent ZeRO stage"
 
 
 def fsdp(done: Conversion, *keys: str) -> None:
-    """Convert keys that turn FSDP on: `fsdp: full_shard auto_wrap`, a list of such words, `fsdp_config`."""
+    """Convert keys that enable FSDP: `fsdp: full_shard auto_wrap`, a list of such words, `fsdp_config`."""
     values = {key: done.take(key) for key in keys}
-    on = [key for key, value in values.items() if value not in (None, "", False, [], {})]
-    if not on:
+    enabled = [key for key, value in values.items() if value not in (None, "", False, [], {})]
+    if not enabled:
         return
     text = json.dumps(plain(list(values.values()))).lower()
     zero = 2 if "shard_grad_op" in text else 3
-    keys = ", ".join([*on, *["distributed_type"] * ("distributed_type" in done.given)])
+    keys = ", ".join([*enabled, *["distributed_type"] * ("distributed_type" in done.values)])
     done.put("zero", zero, keys)
     for value in values.values():
         for name in value if isinstance(value, Section) else ():
@@ -100,18 +98,18 @@ def fsdp(done: Conversion, *keys: str) -> None:
     offload = '"fsdp_offload_params": true' in text or '"offload_params": true' in text or '"cpu_offload": true' in text
     if offload or re.search(r'"offload"|\boffload\b(?!_)', json.dumps(plain(values.get("fsdp") or ""))):
         done.put("offload", "all" if zero == 3 else "optimizer", keys)
-    done.differ(f"{on[0]}: {FSDP_NOTE} (zero: {zero}).")
+    done.differ(f"{enabled[0]}: {FSDP_NOTE} (zero: {zero}).")
 
 
 def split_rows(done: Conversion, key: str | None, size: int | None) -> None:
-    """Write over how many GPUs a row is split."""
+    """Write the number of GPUs that share a row."""
     if size and size > 1:
         done.put("sp_size", size, key)
-        done.differ(f"{key}: heads are exchanged (Ulysses), not a ring: it must divide the model's attention heads.")
+        done.differ(f"{key}: rows are split by Ulysses, not a ring; sp_size must divide the number of attention heads.")
 
 
 def split_layers(done: Conversion, key: str) -> None:
-    """Write over how many GPUs a layer is split; one is no line."""
+    """Write the number of GPUs that share a layer if it is more than 1."""
     if (size := done.take(key, 1)) > 1:
         done.put("tp_size", size, key)
 
@@ -125,7 +123,9 @@ def _accelerate(done: Conversion) -> None:
     machines = done.take("num_machines", 1)
     done.put("gpus", count, "num_processes")
     if machines > 1:
-        done.differ(f"num_machines: {machines}: on each node `make sft NODES={machines} GPUS={count // machines} ...`.")
+        done.differ(
+            f"num_machines: {machines}: run `make sft NODES={machines} GPUS={count // machines} ...` on each node."
+        )
     if kind == "DEEPSPEED":
         _accelerate_deepspeed(done)
     elif "FSDP" in kind:
@@ -133,7 +133,7 @@ def _accelerate(done: Conversion) -> None:
     elif kind in ("MULTI_GPU", "MULTI_CPU", "NO"):
         done.put("zero", 0, "distributed_type")
     else:
-        done.lose("distributed_type", f"there is no {kind} here; zero: 3 shards the model")
+        done.lose("distributed_type", f"{kind} is not supported; zero: 3 shards the model")
     for theirs in ("cp_size", "sp_size"):
         key = f"parallelism_config: parallelism_config_{theirs}"
         split_rows(done, key, number(done.take(key)))
@@ -145,23 +145,23 @@ def _accelerate(done: Conversion) -> None:
         done.on_gpus["fp16"] = Line(True, "mixed_precision")
     elif precision.lower() in ("no", "false"):
         done.differ(
-            "mixed_precision: no: bf16 or fp16 of the job's file decides, here bf16 on GPUs without one of them; bf16: "
-            "false computes in fp32."
+            "mixed_precision: no: bf16 or fp16 in the job's file takes precedence; zerofit defaults to bf16 on GPUs, "
+            "and bf16: false computes in fp32."
         )
     elif precision == "fp8":
-        done.lose("mixed_precision", "fp8: true computes the decoder layers' matrices in 8 bits, on GPUs that can")
+        done.lose("mixed_precision", "fp8: true computes the decoder layers' matrices in FP8 on GPUs that support it")
 
 
 def _accelerate_deepspeed(done: Conversion) -> None:
     section = done.take("deepspeed_config", {})
     if "deepspeed_config_file" in section:
-        done.given["deepspeed_config.deepspeed_config_file"] = section["deepspeed_config_file"]
+        done.values["deepspeed_config.deepspeed_config_file"] = section["deepspeed_config_file"]
         deepspeed(done, "deepspeed_config.deepspeed_config_file")
         done.keep("deepspeed_config", "distributed_type")
         return
     stage = section.get("zero_stage", 2)
     done.put("zero", stage, "distributed_type, deepspeed_config: zero_stage")
-    offload = [section.get(f"offload_{what}_device", "none") for what in ("param", "optimizer")]
+    offload = [section.get(f"offload_{name}_device", "none") for name in ("param", "optimizer")]
     if stage == 3 and offload[0] not in ("none", None):
         done.put("offload", "all", "deepspeed_config: offload_param_device")
     elif stage and offload[1] not in ("none", None):
@@ -178,36 +178,36 @@ ACCELERATE = Kit(
            "num_machines", "num_processes", "mixed_precision", "deepspeed_config", "same_network"),
     keys={"use_cpu": Key("use_cpu", values={False: None})},
     rules=(
-        Rule("num_processes num_machines", "gpus", _accelerate, "NODES= for several machines"),
+        Rule("num_processes num_machines", "gpus", _accelerate, "use NODES= for several machines"),
         Rule("distributed_type deepspeed_config fsdp_config", "zero, offload", note=FSDP_NOTE),
         Rule("mixed_precision", "bf16 or fp16"),
     ),
     lost={
-        "the launcher finds and starts the processes itself (docs/multinode.md)": "compute_environment machine_rank "
+        "zerofit launch starts and connects the processes (docs/multinode.md)": "compute_environment machine_rank "
         "main_training_function main_process_ip main_process_port rdzv_backend same_network gpu_ids "
         "enable_cpu_affinity debug tpu_* downcast_bf16 command_file commands",
         "compile_layers: true compiles the decoder layers": "dynamo_config dynamo_backend",
         DEEPSPEED_FILE: "deepspeed_config.* deepspeed_config_file",
         FSDP_NOTE: "fsdp_config.*",
-        "sp_size, tp_size and pp_size split rows, layers' matrices and layers": "parallelism_config* "
+        "use sp_size, tp_size or pp_size for model parallelism": "parallelism_config* "
         "megatron_lm_config",
     },
-    meaning=("A configuration of the launcher holds no training: give it together with the job's file "
-             "(`zerofit convert job.yaml accelerate.yaml`), or write model and data into this one.",),
+    meaning=("A launcher configuration does not describe a training: convert it together with the job's file "
+             "(`zerofit convert job.yaml accelerate.yaml`), or add model and data to the converted file.",),
 )  # fmt: skip
 
 
-# --- DeepSpeed's own JSON ---
+# --- DeepSpeed's JSON ---
 
 
-def _own_json(done: Conversion) -> None:
-    of_json(done, done.given, "zero_optimization")
+def _deepspeed_json(done: Conversion) -> None:
+    convert_json(done, done.values, "zero_optimization")
     micro, accumulation = done.take("train_micro_batch_size_per_gpu"), done.take("gradient_accumulation_steps")
-    whole = done.take("train_batch_size")
+    effective = done.take("train_batch_size")
     for theirs, ours, value in (
         ("train_micro_batch_size_per_gpu", "per_device_train_batch_size", micro),
         ("gradient_accumulation_steps", "gradient_accumulation_steps", accumulation),
-        ("train_batch_size", "effective_batch_size", None if isinstance(micro, int) and accumulation else whole),
+        ("train_batch_size", "effective_batch_size", None if isinstance(micro, int) and accumulation else effective),
         ("gradient_clipping", "max_grad_norm", done.take("gradient_clipping")),
     ):
         if value not in (None, "auto"):
@@ -219,7 +219,7 @@ def _own_json(done: Conversion) -> None:
         done.on_gpus["fp16"] = Line(True, "fp16: enabled")
     elif enabled["bf16"] is False:
         done.put("bf16", False, "bf16: enabled")
-    done.keep(*(name for name in done.given if name in enabled or done.given[name] == "auto"))
+    done.keep(*(name for name in done.values if name in enabled or done.values[name] == "auto"))
     _optimizer(done)
     _scheduler(done)
 
@@ -231,7 +231,7 @@ def _optimizer(done: Conversion) -> None:
     if kind in names:
         done.put("optim", names[kind], "optimizer: type")
     elif kind:
-        done.lose("optimizer", "optim has other names (docs/optimizers.md)")
+        done.lose("optimizer", "unsupported optimizer (docs/optimizers.md lists the values of optim)")
     for theirs, ours in (("lr", "learning_rate"), ("weight_decay", "weight_decay"), ("eps", "adam_epsilon")):
         if (section.get("params") or {}).get(theirs) not in (None, "auto"):
             done.put(ours, section["params"][theirs], f"optimizer: {theirs}")
@@ -247,7 +247,7 @@ def _scheduler(done: Conversion) -> None:
     if section.get("type") in kinds:
         done.put("lr_scheduler_type", kinds[section["type"]], "scheduler: type")
     elif section:
-        done.lose("scheduler", "lr_scheduler_type has transformers' names")
+        done.lose("scheduler", "unsupported schedule; lr_scheduler_type uses transformers' names")
     steps = (section.get("params") or {}).get("warmup_num_steps")
     if steps not in (None, "auto"):
         done.put("warmup_steps", steps, "scheduler: warmup_num_steps")
@@ -260,7 +260,7 @@ DEEPSPEED = Kit(
            "steps_per_print", "wall_clock_breakdown", "zero_allow_untested_optimizer"),
     keys={},
     rules=(
-        Rule("zero_optimization", "zero, offload", _own_json, DEEPSPEED_FILE),
+        Rule("zero_optimization", "zero, offload", _deepspeed_json, DEEPSPEED_FILE),
         Rule("train_micro_batch_size_per_gpu", "per_device_train_batch_size"),
         Rule("train_batch_size", "effective_batch_size"),
         Rule("gradient_clipping", "max_grad_norm"),
@@ -273,5 +273,5 @@ DEEPSPEED = Kit(
         "flops_profiler gradient_predivide_factor compile sparse_attention compression_training zero_optimization.* "
         "optimizer.* scheduler.* bf16.* fp16.*",
     },
-    meaning=("The file itself can be used as it is, with --deepspeed FILE.",),
+    meaning=("The file can also be used directly with --deepspeed FILE.",),
 )  # fmt: skip

@@ -8,7 +8,7 @@ from zerofit.convert.templates import template
 
 PREFERENCE = {"dpo": "sigmoid", "orpo": "orpo", "simpo": "simpo", "kto": "kto"}
 
-OTHER_JOBS = "zerofit trains SFT, LoRA and preferences (dpo, orpo, simpo, kto)"
+OTHER_JOBS = "not supported; zerofit trains SFT, LoRA and preferences (dpo, orpo, simpo, kto)"
 
 TRUNCATIONS = {"delete": "drop", "left": "truncate_left", "right": "truncate_right", "split": "truncate_right"}
 
@@ -16,26 +16,26 @@ ADAPTERS = ("lora", "ia3", "oft", "vera")
 
 
 def _recipe(done: Conversion) -> None:
-    """Choose the recipe from `tuner_type` and `rlhf_type`, and write the preference loss and the adapter."""
+    """Choose recipe, preference loss and adapter from `tuner_type` and `rlhf_type`."""
     key, kind = done.first("tuner_type", "train_type", "sft_type")
     kind = kind or "lora"
     rl = done.take("rlhf_type")
     if rl and rl not in PREFERENCE:
-        done.refuse(f"rlhf_type: {rl}", f"has no counterpart: {OTHER_JOBS}")
+        done.refuse(f"rlhf_type: {rl}", OTHER_JOBS)
     if done.take("task_type", "causal_lm") != "causal_lm":
-        done.refuse("task_type", f"has no counterpart: {OTHER_JOBS}")
+        done.refuse("task_type", OTHER_JOBS)
     if kind != "full" and kind not in ADAPTERS:
-        done.refuse(f"tuner_type: {kind}", f"is no adapter of zerofit's: {', '.join(ADAPTERS)} (docs/adapters.md)")
+        done.refuse(f"tuner_type: {kind}", f"not supported; use one of {', '.join(ADAPTERS)} (docs/adapters.md)")
     if "dpo" in done.file.stem and not rl and not done.recipe:
-        done.differ("rlhf_type: not in the file; `swift rlhf` takes dpo: convert with --recipe dpo.")
+        done.differ("rlhf_type: not set; `swift rlhf` defaults to dpo: convert it with --recipe dpo.")
     recipe, adapter = ("sft", "") if kind == "full" else ("lora", kind)
     done.choose("dpo" if rl else recipe, "rlhf_type", key or "tuner_type", adapter=adapter, origin="tuner_type")
     if done.recipe == "dpo":
-        given = words(done.take("loss_type", []))
-        if len(given) > 1:
-            done.refuse("loss_type", "zerofit has one loss at a time")
-        loss = given[0] if given else PREFERENCE[rl or "dpo"]
-        shared.preference(done, loss, "loss_type" if given else "rlhf_type")
+        losses = words(done.take("loss_type", []))
+        if len(losses) > 1:
+            done.refuse("loss_type", "zerofit supports one loss at a time")
+        loss = losses[0] if losses else PREFERENCE[rl or "dpo"]
+        shared.preference(done, loss, "loss_type" if losses else "rlhf_type")
     if not adapter:
         return
     shared.quantized(done, "quant_method", "quant_bits", "quantization_bit")
@@ -50,13 +50,13 @@ def _data(done: Conversion) -> None:
     """Convert data sets, written as id:subset#count, and the mask."""
     for key, ours in (("dataset", "data"), ("val_dataset", "eval_data")):
         value = done.take(key, [])
-        listed = [str(one) for one in value] if isinstance(value, list) else str(value).split() if value else []
-        sources = [_source(done, key, one, alone=len(listed) == 1) for one in listed]
+        texts = [str(text) for text in value] if isinstance(value, list) else str(value).split() if value else []
+        sources = [_source(done, key, text, alone=len(texts) == 1) for text in texts]
         shared.data(done, sources, key, ours)
         if any("/" in source.path and "." not in source.path for source in sources):
-            done.differ(f"{key}: ids are looked up on the Hugging Face Hub here, on ModelScope there (unless use_hf).")
+            done.differ(f"{key}: zerofit resolves ids on the Hugging Face Hub, ms-swift on ModelScope (unless use_hf).")
     shuffled = [done.take(key, True) for key in ("dataset_shuffle", "train_dataloader_shuffle")]
-    if shuffled == [False, False] or (done.given.get("streaming") is True and not shuffled[0]):
+    if shuffled == [False, False] or (done.values.get("streaming") is True and not shuffled[0]):
         done.put("train_sampling_strategy", "sequential", "dataset_shuffle, train_dataloader_shuffle")
     if isinstance(columns := done.take("columns"), dict):  # {name in the file: standard name}
         names = {"query": "prompt", "response": "completion", "rejected_response": "rejected"}
@@ -67,11 +67,11 @@ def _data(done: Conversion) -> None:
     meaning = {"default": "assistant", "last_round": "last_turn", "all": "all", "ignore_empty_think": "assistant"}
     parts = scale.split("+")
     done.put("train_on", next((meaning[part] for part in parts if part in meaning), "assistant"),
-             "loss_scale" if "loss_scale" in done.given else None)  # fmt: skip
+             "loss_scale" if "loss_scale" in done.values else None)  # fmt: skip
     if "ignore_empty_think" in parts:
         done.put("mask_generation_prompt", True, "loss_scale")
     for part in set(parts) - meaning.keys():
-        done.lose("loss_scale", f"{part}: tokens are in the loss or not (marks of turns, docs/data.md)")
+        done.lose("loss_scale", f"{part}: tokens are either trained or not (loss marks of turns, docs/data.md)")
 
 
 def _source(done: Conversion, key: str, text: str, alone: bool) -> shared.Source:
@@ -80,19 +80,19 @@ def _source(done: Conversion, key: str, text: str, alone: bool) -> shared.Source
     path, _, subset = path.removeprefix(prefix).partition(":")
     if count and alone:
         done.put("max_samples", int(count), f"{key}: #{count}")
-        done.differ(f"{key}: #{count} draws rows at random there; max_samples takes the first ones.")
+        done.differ(f"{key}: #{count} samples rows at random; max_samples takes the first rows.")
     elif count:
-        done.lose(f"{key}: {text}", f"{count} rows of one set: cut the file, or weigh it as a.jsonl:0.5")
+        done.lose(f"{key}: {text}", f"shorten the file to {count} rows, or set a weight: a.jsonl:0.5")
     return shared.Source(path, None, subset or None)
 
 
 def _modules(value: Any) -> list[str]:
-    """Return the modules that get an adapter, of which ALL is all that are linear."""
+    """Return the modules that get an adapter; ALL means all linear layers."""
     return ["all-linear"] if str(value).upper() in ("ALL", "['ALL']") else shared.modules(value)
 
 
 def _training(done: Conversion) -> None:
-    """Convert what shares a row, batch, optimizer and evaluation."""
+    """Convert parallelism, batch, optimizer and evaluation."""
     if (size := done.take("sequence_parallel_size", 1)) > 1:
         done.put("sp_size", size, "sequence_parallel_size")
     sharding.split_layers(done, "deepspeed_autotp_size")
@@ -103,60 +103,60 @@ def _training(done: Conversion) -> None:
         ranks = done.gpus or 1
         rows = micro * ranks * max(1, -(-16 // (micro * ranks)))
         done.put("effective_batch_size", rows)
-        done.differ(f"effective batch: ms-swift accumulates up to 16 rows or more, here {rows}.")
+        done.differ(f"effective batch: ms-swift accumulates at least 16 rows, here {rows}.")
     else:
         shared.batch(done, "per_device_train_batch_size", "gradient_accumulation_steps")
-    if own := done.take("optimizer"):
-        if own in ("muon", "muonclip"):
+    if name := done.take("optimizer"):
+        if name in ("muon", "muonclip"):
             done.put("optim", "muon", "optimizer")
         else:
-            done.lose("optimizer", "optim has other names (docs/optimizers.md)")
+            done.lose("optimizer", "unsupported optimizer (docs/optimizers.md lists the values of optim)")
     if share := number(done.take("split_dataset_ratio", 0)):
         done.put("eval_fraction", share, "split_dataset_ratio")
     has_rows = bool(share) or "eval_data" in done.lines
-    if has_rows and done.given.get("eval_strategy") is None:  # as often as is saved
+    if has_rows and done.values.get("eval_strategy") is None:  # evaluates as often as it saves
         steps = done.take("eval_steps")
         done.put("eval_strategy", "steps", "eval_steps" if steps else None)
-        done.put("eval_steps", steps or done.given.get("save_steps") or 500, "eval_steps" if steps else None)
+        done.put("eval_steps", steps or done.values.get("save_steps") or 500, "eval_steps" if steps else None)
         done.unread.discard("eval_strategy")
     else:
         shared.evaluation(done, has_rows)
 
 
 def _adapters(done: Conversion) -> None:
-    """Convert the adapter that the training continues."""
+    """Convert the adapter to continue from."""
     folders = words(done.take("adapters") or [])
     if len(folders) == 1:
         done.put("initial_adapter", folders[0], "adapters")
     elif folders:
-        done.lose("adapters", "one adapter is continued; merge those before it (swift export --merge_lora)")
+        done.lose("adapters", "only one adapter can be continued; merge the earlier ones (swift export --merge_lora)")
 
 
 def _length(done: Conversion) -> None:
     length = number(done.take("max_length"))
-    whole = done.take("packing_length")
-    on = done.take("packing", False)
-    done.put("packing", on, "packing" if "packing" in done.given else None)
-    if on and whole:
-        done.put("max_length", whole, "packing_length")
+    pack_length = done.take("packing_length")
+    packing = done.take("packing", False)
+    done.put("packing", packing, "packing" if "packing" in done.values else None)
+    if packing and pack_length:
+        done.put("max_length", pack_length, "packing_length")
     elif length:
         done.put("max_length", length, "max_length")
-    elif on:
-        done.lose("max_length", "ms-swift packs up to the model's own limit; here to 2048 unless the file says more")
-    if not length and not on:
-        shared.uncut(done, "ms-swift takes the model's own limit")
+    elif packing:
+        done.lose("max_length", "ms-swift packs up to the model's limit; the default here is 2048")
+    if not length and not packing:
+        shared.error_on_long_rows(done, "ms-swift uses the model's limit")
     if done.take("truncation_strategy") == "split":
-        done.differ("truncation_strategy: split cuts a text into several rows there; here the rest is cut off.")
+        done.differ("truncation_strategy: split cuts a text into several rows; here the rest is truncated.")
 
 
 def _template(done: Conversion) -> None:
-    """Convert the type of the weights and the template."""
+    """Convert the weights' dtype and the template."""
     key, dtype = done.first("torch_dtype", "dtype")
-    if dtype in ("float32", "fp32") and not {"fp16", "bf16"} & done.given.keys():
-        shared.single(done, key)
-    elif dtype in ("float16", "fp16") and "fp16" not in done.given:
-        shared.half(done, "fp16", key)
-    elif dtype in ("bfloat16", "bf16") and "bf16" not in done.given:
+    if dtype in ("float32", "fp32") and not {"fp16", "bf16"} & done.values.keys():
+        shared.write_fp32(done, key)
+    elif dtype in ("float16", "fp16") and "fp16" not in done.values:
+        shared.write_half(done, "fp16", key)
+    elif dtype in ("bfloat16", "bf16") and "bf16" not in done.values:
         done.put("bf16", True, key)
     if (value := done.take("template")) and value not in ("default", "dummy"):
         template(done, "template", value)
@@ -177,7 +177,7 @@ KIT = Kit(
         "model_revision": Key("model_revision"),
         "output_dir": Key("output_dir"),
         "learning_rate": Key("learning_rate", default=lambda done: 1e-4 if "adapter" in done.trained else 1e-5,
-                             page="1e-4, of all weights 1e-5"),
+                             page="1e-4, full fine-tuning 1e-5"),
         "lora_rank": Key("lora_r", default=8, only="lora adapter"),
         "lora_alpha": Key("lora_alpha", default=32, only="lora adapter"),
         "lora_dropout_p": Key("lora_dropout", default=0.05, other="lora_dropout", only="lora adapter"),
@@ -185,13 +185,13 @@ KIT = Kit(
                             only="adapter", read=_modules),
         "target_parameters": Key("lora_target_parameters", only="adapter", read=words),
         "modules_to_save": Key("modules_to_save", only="adapter", read=words),
-        "beta": Key("beta", default=lambda done: 2.0 if done.given.get("rlhf_type") == "simpo" else 0.1,
-                    page="0.1, of simpo 2", only="preference"),
-        "rpo_alpha": Key("rpo_alpha", only="preference", asked=True),
-        "label_smoothing": Key("label_smoothing", only="preference", asked=True),
+        "beta": Key("beta", default=lambda done: 2.0 if done.values.get("rlhf_type") == "simpo" else 0.1,
+                    page="0.1, simpo 2", only="preference"),
+        "rpo_alpha": Key("rpo_alpha", only="preference", skip_off=True),
+        "label_smoothing": Key("label_smoothing", only="preference", skip_off=True),
         "cpo_alpha": Key("rpo_alpha", default=1.0, only="simpo"),
         "simpo_gamma": Key("simpo_gamma", default=1, only="simpo"),
-        "padding_free": Key("padding_free", asked=True),
+        "padding_free": Key("padding_free", skip_off=True),
         "truncation_strategy": Key("truncation", default="delete", values=TRUNCATIONS),
         "gradient_checkpointing": Key("gradient_checkpointing", values={True: None}),
         "lr_scheduler_type": Key("lr_scheduler_type", default="cosine"),
@@ -199,11 +199,11 @@ KIT = Kit(
         "adam_beta2": Key("adam_beta2", default=0.95),
         "data_seed": Key("data_seed"),
         "dataset_num_proc": Key("preprocessing_num_workers"),
-        "streaming": Key("streaming", asked=True),
+        "streaming": Key("streaming", skip_off=True),
         "shuffle_buffer_size": Key("shuffle_buffer_size"),
         "new_special_tokens": Key("new_tokens"),
-        "use_dora": Key("use_dora", asked=True),
-        "use_rslora": Key("use_rslora", asked=True),
+        "use_dora": Key("use_dora", skip_off=True),
+        "use_rslora": Key("use_rslora", skip_off=True),
         "lorap_lr_ratio": Key("loraplus_lr_ratio"),
         "experts_impl": Key("experts_implementation"),
     },
@@ -211,32 +211,32 @@ KIT = Kit(
         Rule("tuner_type train_type sft_type rlhf_type loss_type quant_bits init_weights",
              "recipe sft, lora or dpo; adapter, loss_type, load_in_4bit, init_lora_weights", _recipe),
         Rule("dataset val_dataset columns loss_scale", "data, eval_data, columns, max_samples, train_on", _data,
-             "ids of the Hugging Face Hub, not of ModelScope"),
+             "ids are resolved on the Hugging Face Hub, not on ModelScope"),
         Rule("max_length packing packing_length", "max_length, packing", _length,
-             "longer rows are dropped there by default"),
+             "ms-swift drops longer rows by default"),
         Rule("per_device_train_batch_size gradient_accumulation_steps split_dataset_ratio sequence_parallel_size "
              "deepspeed_autotp_size optimizer",
              "the same, effective_batch_size, eval_fraction, sp_size, tp_size, optim", _training,
-             "default: 16 rows a step, or more"),
+             "default: at least 16 rows per step"),
         Rule("torch_dtype template", "bf16, chat_template", _template),
-        Rule("adapters", "initial_adapter", _adapters, "one; several are merged first (swift export --merge_lora)"),
+        Rule("adapters", "initial_adapter", _adapters, "merge several first (swift export --merge_lora)"),
         *shared.RULES,
         Shared("attn_impl", "attn_implementation", shared.attention),
         Rule(shared.SAME, "the same"),
     ),
     lost=shared.NO_COUNTERPART | {
-        "rows of swift/self-cognition have these names as {{NAME}}: write them into the file": (
+        "replace {{NAME}} in the rows of swift/self-cognition by these names": (
             "model_name model_author"
         ),
-        "the reference is the model before training; zerofit resume continues a run": (
+        "the reference is the initial model; continue a run with zerofit resume": (
             "resume_only_model ref_model ref_adapters"
         ),
-        "images, videos and audios are not trained": (
+        "images, videos and audio are not trained": (
             "freeze_vit freeze_aligner freeze_llm max_pixels vit_* aligner_lr"
         ),
-        "rows are in another order in each epoch, unless both are false": "dataset_shuffle train_dataloader_shuffle",
-        "conversations go through the chat template": "use_chat_template",
-        "the chat template alone decides how thinking is written (mask_generation_prompt)": (
+        "rows are reshuffled each epoch unless both are false": "dataset_shuffle train_dataloader_shuffle",
+        "conversations always use the chat template": "use_chat_template",
+        "the chat template controls the format of thinking (mask_generation_prompt)": (
             "enable_thinking add_non_thinking_prefix disable_ignore_empty_think preserve_thinking response_prefix "
             "agent_template"
         ),
@@ -248,12 +248,12 @@ KIT = Kit(
             "safe_serialization max_shard_size strict disable_auto_column_mapping template_backend "
             "val_dataset_shuffle logging_first_step lora_bias"
         ),
-        "no method of this kind": (
+        "unsupported method": (
             "lisa_* use_galore galore_* external_plugins custom_* "
             "callbacks acc_strategy router_aux_loss_coef lora_ga_* reft_* adalora_* interleave_prob "
             "stopping_strategy"
         ),
-        "what a generation does is said to zerofit chat": (
+        "set generation options in zerofit chat": (
             "max_new_tokens temperature top_k top_p repetition_penalty predict_with_generate eval_* metric"
         ),
     },
@@ -261,7 +261,7 @@ KIT = Kit(
         shared.OTHER_LOSS: "enable_dft_loss loss_type",
         shared.SOME_WEIGHTS: "freeze_parameters* trainable_parameters*",
     },
-    meaning=("loss: mean over the trained tokens of the whole step on all GPUs, as in ms-swift.",),
+    meaning=("loss: mean over the trained tokens of a step on all GPUs, as in ms-swift.",),
     same_names=True,
     defaults=shared.DEFAULTS | {
         "loss_type": "cross_entropy", "per_device_train_batch_size": 1,

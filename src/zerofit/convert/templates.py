@@ -1,10 +1,10 @@
-"""Map the names of other kits' chat templates to the built-in ones of this kit."""
+"""Map the chat template names of other kits to zerofit's built-in templates."""
 
 from zerofit.convert.conversion import Conversion
 from zerofit.data.chat_templates import arguments as chat_templates
 from zerofit.data.chat_templates import built_in
 
-# Ours -> the names elsewhere, of templates that write the same turns.
+# Our name -> names in other kits of templates with the same turns.
 BUILT_IN = {
     "chatml": "chatml chatml_de",
     "qwen2.5": "qwen_25 qwen qwen2_5 qwen2.5",
@@ -31,37 +31,37 @@ BUILT_IN = {
 
 OURS = {theirs: ours for ours, names in BUILT_IN.items() for theirs in names.split()}
 
-TOKENIZER = "the template of the model's tokenizer is used: a Jinja file as chat_template makes it another"
+TOKENIZER = "the tokenizer's template is used; set chat_template to a Jinja file to replace it"
 
 ARGUMENTS = "chat_template_kwargs"
 
 
-def arguments(done: Conversion, key: str, given: dict | None) -> None:
-    """Write the arguments of the chat template; those that a built-in template never reads are listed as lost."""
+def arguments(done: Conversion, key: str, values: dict | None) -> None:
+    """Write the chat template arguments, and list those that a built-in template never reads."""
     name = done.lines["chat_template"].value if "chat_template" in done.lines else ""
-    read = chat_templates.names_in(built_in.TEMPLATES[name]) if name in built_in.TEMPLATES else given or {}
-    if unread := sorted((given or {}).keys() - set(read)):
-        done.lose(key, f"the built-in template {name} reads no {', '.join(unread)}")
-    if known := {argument: value for argument, value in (given or {}).items() if argument in read}:
+    read = chat_templates.names_in(built_in.TEMPLATES[name]) if name in built_in.TEMPLATES else values or {}
+    if unread := sorted((values or {}).keys() - set(read)):
+        done.lose(key, f"the built-in template {name} does not read {', '.join(unread)}")
+    if known := {argument: value for argument, value in (values or {}).items() if argument in read}:
         done.put(ARGUMENTS, known, key)
 
 
 def template(done: Conversion, key: str, value: str | None) -> None:
-    """Write the built-in template of a name; without one the tokenizer's is used, and that is said."""
+    """Write the built-in template for a name, or report that the tokenizer's template is used."""
     if value in (None, "", "tokenizer_default", "default_template"):
         return
     if value in OURS:
         done.put("chat_template", OURS[value], key)
         done.differ(
-            f"{key}: {value} is the built-in {OURS[value]}, which writes as the family's own template; look at a row "
-            "with `zerofit data`."
+            f"{key}: {value} is replaced by the built-in {OURS[value]}, which follows the model family's template; "
+            "check a row with `zerofit data`."
         )
     else:
-        done.lose(key, f"no built-in {str(value)[:30]!r}; {TOKENIZER}")
+        done.lose(key, f"no built-in template {str(value)[:30]!r}; {TOKENIZER}")
 
 
 def file_or_text(done: Conversion, key: str) -> None:
-    """Write the chat template of a key: the file that it names, or the text that it is, for a file of its own."""
+    """Write the chat template of a key: a file that it names, or its text for a separate file."""
     value = done.take(key)
     if value and str(value).endswith((".jinja", ".j2")):
         done.put("chat_template", value, key)

@@ -18,15 +18,15 @@ class Share(NamedTuple):
     """How often rows of a data set are used in an epoch."""
 
     weight: float
-    number: int = 0  # of the set: the rows of each are drawn by themselves
+    number: int = 0  # entry of --data; the rows of each entry are sampled separately
 
 
 def rows_of_epoch(shares: list[Share], epoch: int) -> list[int]:
-    """Return the row indices of an epoch, sorted and repeated by weight. shares: of each row.
+    """Return the row indices of an epoch, sorted and repeated by weight. shares: one per row.
 
-    The rows of a set are shuffled once, the same way for every seed, and each epoch takes the next len x weight of
-    them, cyclically: at 0.5 the second epoch takes the half that the first left out. All epochs have the same number
-    of rows, of each set too.
+    The rows of a set are shuffled once, independent of the seed, and each epoch takes the next len x weight of them,
+    cyclically: with weight 0.5, the second epoch uses the half that the first one skipped. All epochs have the same
+    number of rows of each set.
     """
     groups: dict[Share, list[int]] = {}
     for row, share in enumerate(shares):
@@ -45,7 +45,7 @@ def tables(rows, columns: list[str]) -> Iterator:
 
 
 def lengths_of(rows) -> np.ndarray:
-    """Return the number of tokens of each row, of a datasets.Dataset without making Python numbers of its tokens."""
+    """Return the number of tokens of each row, without converting a datasets.Dataset to Python lists."""
     if not hasattr(rows, "with_format"):
         return np.array([len(row["input_ids"]) for row in rows])
     import pyarrow.compute as pc
@@ -54,24 +54,24 @@ def lengths_of(rows) -> np.ndarray:
 
 
 def without_labels(pad_token_id: int, length: int) -> dict:
-    """Return a document that adds nothing to the loss.
+    """Return a document that does not contribute to the loss.
 
-    It is not of the padding token, whose embedding is often zeros: the gradient of a norm of zeros can be NaN, as in
-    Gemma-3n.
+    It does not use the padding token: its embedding is often zero, and the gradient of a norm of zeros can be NaN, as
+    in Gemma-3n.
     """
     return {"input_ids": [int(pad_token_id == 0)] * length, "labels": [conversations.IGNORE] * length}
 
 
 def filler(pad_token_id: int, documents: int = 1) -> dict:
-    """Return a row without labels: it adds nothing to the loss."""
+    """Return a row without labels, which does not contribute to the loss."""
     row = without_labels(pad_token_id, 2 * documents)
     return row if documents == 1 else row | {"lengths": [2] * documents}
 
 
 class DatasetWithFiller(torch.utils.data.Dataset):
-    """A dataset with a filler row at index len(dataset), with which samplers complete the last batch.
+    """A dataset with a filler row at index len(dataset), which samplers use to complete the last batch.
 
-    reference: log-probabilities of the reference model, (pairs, 2), which go along with the rows of a preference set.
+    reference: the reference model's log-probabilities (pairs, 2), which are added to the rows of a preference set.
     """
 
     def __init__(self, sequences, pad_token_id: int, documents: int = 1):
@@ -84,8 +84,8 @@ class DatasetWithFiller(torch.utils.data.Dataset):
         row = self.filler if index == len(self.sequences) else self.sequences[index]
         if self.reference is None:
             return row
-        of_row = self.reference[index] if index < len(self.sequences) else torch.zeros(2)
-        return row | {"reference": of_row}
+        reference = self.reference[index] if index < len(self.sequences) else torch.zeros(2)
+        return row | {"reference": reference}
 
 
 class EpochSampler(torch.utils.data.Sampler):
@@ -96,7 +96,7 @@ class EpochSampler(torch.utils.data.Sampler):
     """
 
     def __init__(self, length: int, multiple: int, seed: int | None, order=None, weights: list[Share] | None = None):
-        """Args: order: (indices of the epoch, torch.Generator) -> indices in another than a uniform order;
+        """Args: order: (indices of the epoch, torch.Generator) -> ordered indices; default: a uniform shuffle;
         weights: how often each index is used in an epoch (default: once), see rows_of_epoch.
         """
         self.length, self.multiple, self.seed, self.order, self.epoch = length, multiple, seed, order, 0
@@ -126,9 +126,9 @@ class EpochSampler(torch.utils.data.Sampler):
 
 
 def training_sampler(dataset: DatasetWithFiller, args, weights: list[Share] | None, data_ranks: int) -> EpochSampler:
-    """Return the sampler of a training set: an optimizer step has the same rows for every rank count.
+    """Return the sampler of a training set. Optimizer steps have the same rows for any number of ranks.
 
-    Args: args: TrainingArguments; weights: of rows; packs have their own. data_ranks: of Settings.
+    Args: args: TrainingArguments. weights: one share per row; packs have theirs. data_ranks: Settings.data_ranks.
     Raises: UserError for a --train_sampling_strategy that depends on the number of ranks.
     """
     effective, order = args.per_device_train_batch_size * args.gradient_accumulation_steps * data_ranks, None
@@ -153,7 +153,7 @@ class Collator:
     """Pad rows on the right to (rows, longest rounded up); padding has mask 0 and label IGNORE.
 
     The documents of a row with `lengths` (the two sides of a pair) become separate rows. transformers'
-    DataCollatorForSeq2Seq pads as the tokenizer does, some on the left, and takes twice the time.
+    DataCollatorForSeq2Seq pads on the tokenizer's side, sometimes the left, and takes twice as long.
     """
 
     def __init__(self, pad_token_id: int, multiple_of: int = 8):
@@ -175,7 +175,7 @@ class Collator:
 
 
 def documents(row: dict) -> list[dict]:
-    """Return the documents of a row as separate rows; without `lengths` the row itself."""
+    """Split a row into its documents; a row without `lengths` is one document."""
     if "lengths" not in row:
         return [row]
     ends = list(itertools.accumulate(row["lengths"], initial=0))
@@ -197,7 +197,7 @@ def document_of_each_token(inputs: dict) -> tuple[torch.Tensor, int]:
 
 
 def join(documents: list[dict]) -> dict:
-    """Concatenate documents into a pack: {"input_ids", "labels", "lengths": of the documents}."""
+    """Concatenate documents into a pack: {"input_ids", "labels", "lengths": tokens per document}."""
     return {
         "input_ids": [token for document in documents for token in document["input_ids"]],
         "labels": [token for document in documents for token in document["labels"]],
@@ -206,10 +206,10 @@ def join(documents: list[dict]) -> dict:
 
 
 class Packs(Sequence):
-    """Lists of indices in two arrays, 16 bytes an index: lists of Python numbers would take four times as much."""
+    """Lists of indices in two arrays, 16 bytes per index: a quarter of lists of Python numbers."""
 
     def __init__(self, indices: np.ndarray, ends: np.ndarray):
-        """Args: indices: those of all packs, one pack after another; ends: where each pack ends among them."""
+        """Args: indices: the concatenated indices of all packs; ends: the end of each pack in `indices`."""
         self.indices, self.ends = indices, ends
 
     def __len__(self) -> int:
@@ -222,18 +222,18 @@ class Packs(Sequence):
 
 
 def best_fit_decreasing(lengths: Sequence[int], capacity: int) -> Packs:
-    """Group indices into packs of at most `capacity`: longest first, each into the fullest that fits.
+    """Group indices into packs of at most `capacity`: longest first, each into the fullest pack that fits.
 
-    A bit mask of the free room in all packs finds that pack in a few machine words: 500,000 rows take seconds.
+    A bit mask of the free room in all packs finds this pack quickly: 500,000 rows take seconds.
     """
     lengths = np.asarray(lengths, dtype=np.int64)
     order = np.argsort(-lengths, kind="stable")
-    open_packs: dict[int, array.array] = {}  # free room -> numbers of packs
+    open_packs: dict[int, array.array] = {}  # free room -> pack numbers
     pack_of, packs, mask = array.array("q"), 0, 0  # bit r of mask: some pack has free room r
-    for length in memoryview(lengths[order]):  # makes one Python number at a time
+    for length in memoryview(lengths[order]):  # converts one number at a time
         fitting = mask >> length
         if fitting:
-            room = length + (fitting & -fitting).bit_length() - 1  # the lowest bit: least free room that is enough
+            room = length + (fitting & -fitting).bit_length() - 1  # lowest bit: the least sufficient free room
             pack = open_packs[room].pop()
             if not open_packs[room]:
                 mask ^= 1 << room
@@ -251,8 +251,8 @@ class PackedCollator:
     """Concatenate packs or rows into a single row with document boundaries, without padding.
 
     input_ids, labels, position_ids: (1, tokens); cu_seq_lens_q/k: int32 (documents + 1); max_length_q/k: the longest.
-    seq_idx, if asked for: int32 (1, tokens), the number of each token's document.
-    A last document of padding makes the number of tokens a multiple of `multiple_of`.
+    seq_idx (optional): int32 (1, tokens), the number of each token's document.
+    A final document of padding makes the number of tokens a multiple of `multiple_of`.
     """
 
     def __init__(self, pad_token_id: int = 0, multiple_of: int = 1, seq_idx: bool = False):
@@ -272,7 +272,7 @@ LABEL_COUNT = "label_count"
 
 
 class CountingCollator:
-    """Collate with `collate`, and add LABEL_COUNT: how many labels are in the loss, which a GPU would be asked for."""
+    """Collate with `collate` and add LABEL_COUNT, the number of labels in the loss, before they are on the GPU."""
 
     def __init__(self, collate):
         self.collate = collate
@@ -285,7 +285,7 @@ class CountingCollator:
 class TrainCollator:
     """Collate training batches: concatenated if `packed`, else padded.
 
-    Their number of tokens is a multiple of `slices`, the ranks that they are split over. seq_idx: see PackedCollator.
+    The number of tokens is a multiple of `slices`, the ranks that share a row. seq_idx: see PackedCollator.
     """
 
     def __init__(self, pad_token_id: int, packed: bool, slices: int = 1, seq_idx: bool = False):

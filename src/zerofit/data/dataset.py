@@ -1,4 +1,4 @@
-"""Tokenize rows into an Arrow file that every rank maps, cached by a fingerprint."""
+"""Tokenize rows into an Arrow file that every rank memory-maps, cached by a fingerprint."""
 
 import contextlib
 import gc
@@ -22,11 +22,11 @@ from zerofit.base.errors import UserError
 from zerofit.base.paths import cache_root, hash_file, locked, private_folder, write_text
 from zerofit.data import conversations, encoding, formats, reading, template_text
 from zerofit.data.batches import Share, lengths_of, rows_of_epoch, tables
-from zerofit.data.sources import Source, of_revision, suffix
+from zerofit.data.sources import Source, revision_arguments, suffix
 from zerofit.data.tokens import CHUNK, TokenizedDataset
 from zerofit.job import program
 
-CACHE_VERSION = 12  # raise it when the tokens of a row change
+CACHE_VERSION = 12  # increment it when the tokens of a row change
 
 
 def columns_of(settings) -> tuple[str, ...]:
@@ -41,19 +41,19 @@ def _fingerprint(sources: list[Source], settings, tokenizer, limit: int | None) 
         if source.hub:
             from datasets import load_dataset_builder
 
-            revision = of_revision(source.entry.revision)
+            revision = revision_arguments(source.entry.revision)
             built = load_dataset_builder(*source.hub[:2], **revision)
             digest.update(repr((source.hub, *revision.values(), built.hash)).encode())
             continue
         try:
             files = [source.path] if source.path.is_file() else sorted(f for f in source.path.iterdir() if f.is_file())
             for file in files:
-                # Size and format first: moving rows between files, or reading the same bytes as another format, must
+                # Size and format first: moving rows between files or reading the same bytes as another format must
                 # change the hash.
-                form = [suffix(file), file.suffix.lower(), file.stat().st_size]
-                digest.update((json.dumps(form) + "\n").encode())
+                header = [suffix(file), file.suffix.lower(), file.stat().st_size]
+                digest.update((json.dumps(header) + "\n").encode())
                 with file.open("rb") as opened:
-                    hashlib.file_digest(opened, lambda: digest)  # adds to this digest
+                    hashlib.file_digest(opened, lambda: digest)  # updates this digest
         except OSError as error:
             raise UserError(f"{error.filename or source}: cannot be read: {error.strerror}.") from None
     hash_options(digest, sources, settings, tokenizer, limit)
@@ -61,14 +61,14 @@ def _fingerprint(sources: list[Source], settings, tokenizer, limit: int | None) 
 
 
 def hash_options(digest, sources: list[Source], settings, tokenizer, limit: int | None) -> None:
-    """Add to a hash what the tokens depend on besides the data: tokenizer, template, options, CACHE_VERSION."""
+    """Add everything but the data to a hash: tokenizer, template, options, CACHE_VERSION."""
     options = [
         CACHE_VERSION, [(s.weight, s.number, s.entry.columns) for s in sources], settings.max_length, limit,
         settings.data_format, settings.columns,
         settings.train_on, settings.mask_generation_prompt, settings.truncation, tokenizer.chat_template,
         tokenizer.eos_token_id, tokenizer.special_tokens_map,
         *([settings.objective.format] if settings.objective.format else []),
-        *([program.current().sha256] if formats.known_to(settings.recipe) != formats.FORMATS else []),
+        *([program.current().sha256] if formats.formats_of(settings.recipe) != formats.FORMATS else []),
     ]  # fmt: skip
     digest.update(json.dumps(options, default=str).encode())
     digest.update(tokenizer.backend_tokenizer.to_str().encode())
@@ -77,26 +77,26 @@ def hash_options(digest, sources: list[Source], settings, tokenizer, limit: int 
 def cache_folder() -> Path:
     """Return the cache folder of tokenized datasets, created if it is missing.
 
-    $ZEROFIT_CACHE or ~/.cache/zerofit, else a temporary folder.
-    Raises: UserError when $ZEROFIT_CACHE is not writable.
+    It is below $ZEROFIT_CACHE or ~/.cache/zerofit, else in a temporary folder.
+    Raises: UserError if $ZEROFIT_CACHE is not writable.
     """
     folder = cache_root() / "data"
     try:
         folder.mkdir(parents=True, exist_ok=True)
         if os.access(folder, os.W_OK):
             return folder
-        reason = "no permission to write"
+        reason = "no write permission"
     except OSError as error:
         reason = error.strerror
     if os.environ.get("ZEROFIT_CACHE"):
-        raise UserError(f"ZEROFIT_CACHE={os.environ['ZEROFIT_CACHE']}: {reason}; name a folder that can be written.")
+        raise UserError(f"ZEROFIT_CACHE={os.environ['ZEROFIT_CACHE']}: {reason}; set it to a writable folder.")
     fallback = private_folder()
     if fallback is None:
         fallback = Path(tempfile.mkdtemp(prefix="zerofit-"))
         os.environ["ZEROFIT_CACHE"] = str(fallback)  # inherited by the ranks
         print(
-            f"note: {tempfile.gettempdir()}/zerofit-{os.getuid()} is not this user's alone; tokenized rows are in "
-            f"{fallback}",
+            f"note: {tempfile.gettempdir()}/zerofit-{os.getuid()} is not private to this user; tokenized rows are "
+            f"in {fallback}",
             flush=True,
         )
     (fallback / "data").mkdir(exist_ok=True)
@@ -104,14 +104,14 @@ def cache_folder() -> Path:
 
 
 def prepare(sources: list[Source], settings, encoder: encoding.Encoder, limit: int | None) -> TokenizedDataset:
-    # Tokenize the sources, at most `limit` rows, or map the cached table; safe on several ranks at once.
+    """Tokenize the sources, at most `limit` rows, or map the cached table; ranks may call it in parallel."""
     from datasets import Dataset
 
     fingerprint = _fingerprint(sources, settings, encoder.tokenizer, limit)
     folder = cache_folder()
     table, facts = folder / f"{fingerprint}.arrow", folder / f"{fingerprint}.json"
-    # Checked without the lock, so that all ranks do it at the same time.
-    before, statistics = _stamp(facts), _verified(table, facts, settings)
+    # Verify the checksum outside the lock, so that all ranks do it in parallel.
+    before, statistics = _stamp(facts), _verified_statistics(table, facts, settings)
     if statistics is None:
         # One process tokenizes; the others wait on the lock, not in a collective, which could time out.
         with locked(folder / f"{table.name}.lock"):
@@ -120,8 +120,8 @@ def prepare(sources: list[Source], settings, encoder: encoding.Encoder, limit: i
             if statistics is None:
                 statistics = _write(table, sources, settings, encoder, limit)
                 statistics["checksum"] = hash_file(table)
-                write_text(facts, json.dumps(statistics))  # last: an incomplete table is never used
-    statistics["source"] = ", ".join(map(str, sources))  # the cache may be of a copy in another folder
+                write_text(facts, json.dumps(statistics))  # last, so that an incomplete table is never used
+    statistics["source"] = ", ".join(map(str, sources))  # the cached table may come from a copy of the data
     kept = [count for count, _ in statistics["sources"]]
     statistics["entries"] = {source.number: (source.entry.path, source.weight) for source in sources}
     numbers = np.repeat(np.array([source.number for source in sources], dtype=np.uint16), kept)
@@ -135,7 +135,7 @@ def prepare(sources: list[Source], settings, encoder: encoding.Encoder, limit: i
 
 
 def _stamp(file: Path) -> tuple | None:
-    """Return inode, time and size of the file, which change when it is replaced; None without it."""
+    """Return inode, time and size of the file, which change when it is replaced; None if it is missing."""
     try:
         stat = file.stat()
     except FileNotFoundError:
@@ -143,8 +143,8 @@ def _stamp(file: Path) -> tuple | None:
     return stat.st_ino, stat.st_mtime_ns, stat.st_size
 
 
-def _verified(table: Path, facts: Path, settings) -> dict | None:
-    """Return the statistics of a cached table whose checksum is right; None if it is missing or damaged."""
+def _verified_statistics(table: Path, facts: Path, settings) -> dict | None:
+    """Return the statistics of a cached table whose checksum matches; None if it is missing or damaged."""
     statistics = _read_facts(facts, settings)
     try:
         return statistics if statistics and hash_file(table) == statistics["checksum"] else None
@@ -155,7 +155,7 @@ def _verified(table: Path, facts: Path, settings) -> dict | None:
 def _read_facts(facts: Path, settings) -> dict | None:
     """Return the statistics of a cached table; None when the file is missing or damaged.
 
-    Also None if rows were dropped and --bad_rows is error: reading the data again raises the error of the first one.
+    Also None if rows were dropped and --bad_rows is error: reading the data again raises the first row's error.
     """
     try:
         statistics = json.loads(facts.read_text())
@@ -166,13 +166,13 @@ def _read_facts(facts: Path, settings) -> dict | None:
     return None if statistics["bad_rows"] and settings.bad_rows == "error" else statistics
 
 
-def repeated(tokens: TokenizedDataset) -> TokenizedDataset:
+def repeat_by_weight(tokens: TokenizedDataset) -> TokenizedDataset:
     """Repeat rows by the weight of their source; with fractional weights the rows differ between epochs.
 
-    The statistics get the rows and tokens that an epoch has of each entry of --data, where there are several.
+    If --data has several entries, the statistics get the rows and tokens of each in an epoch.
     """
     if tokens.weights is None:
-        tokens.statistics |= _of_sets(tokens, slice(None))
+        tokens.statistics |= _set_sizes(tokens, slice(None))
         return tokens
     chosen = rows_of_epoch(tokens.weights, 0)
     repeats = Counter(chosen)
@@ -181,16 +181,16 @@ def repeated(tokens: TokenizedDataset) -> TokenizedDataset:
         "tokens_an_epoch": int(lengths_of(tokens.dataset)[chosen].sum()),
         "repeated_by_weight": len(chosen) - len(repeats),
         "left_out_by_weight": len(tokens) - len(repeats),
-        **_of_sets(tokens, chosen),
+        **_set_sizes(tokens, chosen),
     }
     first_epoch = TokenizedDataset(tokens.dataset.select(chosen), statistics, tokens.fingerprint)
     if any(share.weight % 1 for share in set(tokens.weights)):
-        first_epoch.weights, first_epoch.whole = tokens.weights, tokens.dataset
+        first_epoch.weights, first_epoch.full_dataset = tokens.weights, tokens.dataset
     return first_epoch
 
 
-def _of_sets(tokens: TokenizedDataset, chosen: Sequence[int] | slice) -> dict:
-    """Return {"sets": of each entry of --data its name, weight, rows and tokens among the chosen rows}, if several."""
+def _set_sizes(tokens: TokenizedDataset, chosen: Sequence[int] | slice) -> dict:
+    """Return {"sets": [name, weight, rows and tokens of each entry of --data]} for chosen rows; {} for one entry."""
     if tokens.numbers is None:
         return {}
     numbers, lengths = tokens.numbers[chosen], lengths_of(tokens.dataset)[chosen]
@@ -210,15 +210,15 @@ def _chunks(read: Iterator) -> Iterator[list]:
         yield chunk
 
 
-_work: tuple = ()  # (encoder, settings), inherited by forked workers: else every chunk would pickle a tokenizer
+_work: tuple = ()  # (encoder, settings); forked workers inherit it, so chunks do not pickle the tokenizer
 
 
-def _encode(chunk: list, form: reading.Form) -> tuple[reading.ReadingReport, object]:
+def _encode(chunk: list, row_format: reading.RowFormat) -> tuple[reading.ReadingReport, object]:
     """Encode rows; return (report, Arrow batch of the kept rows or None)."""
     import pyarrow as pa
 
     (encoder, settings), report = _work, reading.ReadingReport()
-    encoded = reading.tokenized([(*row, form) for row in chunk], settings, encoder, report, as_arrays=True)
+    encoded = reading.tokenize_rows([(*row, row_format) for row in chunk], settings, encoder, report, as_arrays=True)
     kept = [row for row in encoded if row is not None]
     if not kept:
         return report, None
@@ -227,43 +227,43 @@ def _encode(chunk: list, form: reading.Form) -> tuple[reading.ReadingReport, obj
 
 
 def _list_array(rows: Sequence[list[int] | np.ndarray]):
-    """Return the rows as an Arrow array of lists, in less time than pa.array takes for lists of Python numbers."""
+    """Return the rows as an Arrow array of lists, faster than pa.array does for lists of Python numbers."""
     import pyarrow as pa
 
     offsets = np.cumsum([0, *map(len, rows)], dtype=np.int32)
     return pa.ListArray.from_arrays(offsets, np.concatenate([np.asarray(row, dtype=np.int32) for row in rows]))
 
 
-def _encoded(
-    chunks: Iterator[list], form: reading.Form, pool, workers: int
+def _encode_chunks(
+    chunks: Iterator[list], row_format: reading.RowFormat, pool, workers: int
 ) -> Iterator[tuple[reading.ReadingReport, object]]:
-    """Yield each chunk encoded, in order; at most two chunks per worker are in memory.
+    """Encode chunks in order, with at most two chunks per worker in memory.
 
-    Raises: UserError from a row, or when a worker was killed (most likely by the OOM killer).
+    Raises: UserError for an unusable row, or if a worker was killed (most likely by the OOM killer).
     """
     if pool is None:
-        yield from (_encode(chunk, form) for chunk in chunks)
+        yield from (_encode(chunk, row_format) for chunk in chunks)
         return
     waiting: deque = deque()
     try:
         for chunk in chunks:
-            waiting.append(pool.submit(_encode, chunk, form))
+            waiting.append(pool.submit(_encode, chunk, row_format))
             if len(waiting) >= 2 * workers:
                 yield waiting.popleft().result()
         while waiting:
             yield waiting.popleft().result()
     except BrokenProcessPool:
         raise UserError(
-            "a process that tokenizes was killed, most likely for its memory; use --preprocessing_num_workers 1."
+            "a tokenizing process was killed, likely out of memory; set --preprocessing_num_workers 1."
         ) from None
 
 
 @contextlib.contextmanager
 def _pool(encoder: encoding.Encoder, settings, workers: int):
-    """Context with a pool of forked processes that share the encoder; None for one worker."""
+    """Provide a pool of forked processes that share the encoder; None for one worker."""
     global _work
     _work = encoder, settings
-    gc.freeze()  # keeps the garbage collector of each worker from touching, and so copying, the parent's pages
+    gc.freeze()  # keeps garbage collection in the workers from copying the parent's pages
     pool = None
     if workers > 1:
         pool = ProcessPoolExecutor(workers, mp_context=multiprocessing.get_context("fork"))
@@ -300,11 +300,12 @@ def _write(table: Path, sources: list[Source], settings, encoder: encoding.Encod
     ):
         for source in sources:
             before, to_read = report.kept, None if limit is None else max(0, limit - report.rows)
-            form, result = reading.form_of(reading.read(source, settings), settings, source)
+            row_format, result = reading.detect_format(reading.read(source, settings), settings, source)
             result = itertools.islice(result, to_read)
-            sample = list(itertools.islice(result, template_text.SAMPLED))
-            for of_chunk, batch in _encoded(_chunks(itertools.chain(sample, result)), form, pool, workers):
-                report.add(of_chunk)
+            sample = list(itertools.islice(result, template_text.SAMPLE_ROWS))
+            chunks = _chunks(itertools.chain(sample, result))
+            for chunk_report, batch in _encode_chunks(chunks, row_format, pool, workers):
+                report.add(chunk_report)
                 if batch is not None:
                     writer.write_batch(batch)
                     lengths = (
@@ -315,8 +316,9 @@ def _write(table: Path, sources: list[Source], settings, encoder: encoding.Encod
                     last_printed = time.monotonic()
                     print(f"tokenizing: {report.rows:,} rows, {report.tokens:,} tokens", flush=True)
             per_source.append((report.kept - before, source.weight))
-            if report.template_text["rows"] < template_text.MOST_ROWS:
-                report.template_text += reading.template_tokens([(*row, form) for row in sample], settings, encoder)
+            if report.template_text["rows"] < template_text.MAX_ROWS:
+                rows = [(*row, row_format) for row in sample]
+                report.template_text += reading.template_tokens(rows, settings, encoder)
     result = reading.summarize(sources, report, settings)
     os.replace(tmp_path, table)
     return result | {"longest": longest, "sources": per_source, "seconds": round(time.monotonic() - started, 3)}
@@ -326,7 +328,7 @@ def split(tokens: TokenizedDataset, settings) -> tuple[TokenizedDataset, Tokeniz
     """Split off --eval_fraction of the rows for evaluation, the same ones for the same --seed."""
     eval_rows = round(len(tokens) * settings.eval_fraction)
     if eval_rows < 1 or eval_rows == len(tokens):
-        raise UserError(f"--eval_fraction {settings.eval_fraction} of {len(tokens)} rows leaves one side empty.")
+        raise UserError(f"--eval_fraction {settings.eval_fraction}: a part of {len(tokens)} rows is empty; change it.")
     order = torch.randperm(len(tokens), generator=torch.Generator().manual_seed(settings.seed)).numpy()
     parts = []
     for chosen in (np.sort(order[eval_rows:]), np.sort(order[:eval_rows])):
@@ -341,7 +343,7 @@ def split(tokens: TokenizedDataset, settings) -> tuple[TokenizedDataset, Tokeniz
 
 
 def _supervised(labels) -> int:
-    """Return how many labels of an Arrow list column are trained on: not the first of a row, which is not predicted."""
+    """Count the labels of an Arrow list column in the loss, without first tokens, which are not predicted."""
     import pyarrow.compute as pc
 
     every, first = pc.list_flatten(labels), pc.list_element(labels, 0)
@@ -350,18 +352,17 @@ def _supervised(labels) -> int:
 
 
 def describe(name: str, tokens: TokenizedDataset, unit: str = "rows") -> str:
-    """Return one line about a dataset that counts its truncated and dropped rows. unit: of the job's objective."""
+    """Return one line with the row counts of a dataset. unit: the objective's word for rows."""
     stats = tokens.statistics
-    rows_of = (
-        f"a stream; of the first {stats['rows']:,} rows" if tokens.stream is not None else f"{len(tokens):,} {unit}"
-    )
-    text = f"{name}: {rows_of} ({stats['format']}) from {stats['source']}"
+    is_stream = tokens.stream is not None
+    size = f"a stream; in the first {stats['rows']:,} rows" if is_stream else f"{len(tokens):,} {unit}"
+    text = f"{name}: {size} ({stats['format']}) from {stats['source']}"
     if stats["truncated"]:
-        text += f", {stats['truncated']:,} cut at max_length"
-    for name, why in reading.DROPPED.items():
+        text += f", {stats['truncated']:,} truncated to max_length"
+    for name, reason in reading.DROPPED.items():
         if stats.get(name):
-            text += f", {stats[name]:,} dropped ({why})"
-    return text + f"; {stats['supervised_tokens']:,} of {stats['tokens']:,} tokens are trained on"
+            text += f", {stats[name]:,} dropped ({reason})"
+    return text + f"; {stats['supervised_tokens']:,} of {stats['tokens']:,} tokens are in the loss"
 
 
 def notes(sets: dict[str, TokenizedDataset]) -> list[str]:
@@ -370,16 +371,15 @@ def notes(sets: dict[str, TokenizedDataset]) -> list[str]:
     for name, tokens in sets.items():
         columns = list(tokens.statistics["columns_not_used"])
         if columns:
-            and_more = f" and {len(columns) - reading.MOST_COLUMNS} more" if len(columns) > reading.MOST_COLUMNS else ""
-            lines.append(f"{name}: columns not used: {', '.join(columns[: reading.MOST_COLUMNS])}{and_more}")
+            more = len(columns) - reading.MAX_PRINTED_COLUMNS
+            printed = ", ".join(columns[: reading.MAX_PRINTED_COLUMNS]) + (f" and {more} more" if more > 0 else "")
+            lines.append(f"{name}: columns not used: {printed}")
         lines += [f"{name}: {note}" for note in tokens.statistics["notes"]]
         bad = list(tokens.statistics["bad_rows"].items())
-        for reason, entry in bad[: reading.MOST_REASONS]:
-            places = ", ".join(entry["first"])
-            rows_of = f"{entry['rows']:,} row{'s' * (entry['rows'] > 1)}"
-            said = entry.get("exact") or reason
-            lines.append(f"{name}: {rows_of} cannot be used: {said.rstrip('.')} (first: {places})")
-        if len(bad) > reading.MOST_REASONS:
-            rows = sum(entry["rows"] for _, entry in bad[reading.MOST_REASONS :])
-            lines.append(f"{name}: {rows:,} rows cannot be used for {len(bad) - reading.MOST_REASONS} more reasons")
+        for reason, entry in bad[: reading.MAX_PRINTED_REASONS]:
+            count, reason = f"{entry['rows']:,} row{'s' * (entry['rows'] > 1)}", entry.get("exact") or reason
+            lines.append(f"{name}: {count} unusable: {reason.rstrip('.')} (first: {', '.join(entry['first'])})")
+        if others := bad[reading.MAX_PRINTED_REASONS :]:
+            rows = sum(entry["rows"] for _, entry in others)
+            lines.append(f"{name}: {rows:,} rows unusable for {len(others)} more reasons")
     return lines

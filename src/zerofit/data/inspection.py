@@ -1,4 +1,4 @@
-"""Count and show what a run would train on: lengths, loss spans, repeated rows, fractions and their limits.
+"""Report the data of a run: lengths, loss spans, repeated rows, fractions and their limits.
 
 Every number is computed from the tokens, a thousand rows at a time; only a few machine words per row stay in memory.
 """
@@ -23,17 +23,17 @@ from zerofit.data.conversations import IGNORE
 from zerofit.data.dataset import notes
 from zerofit.job.settings import order_seed, subject
 
-LETTERS = "[as letters]"  # behind a control word in a shown row that is no token
+LETTERS = "[as letters]"  # follows a control word that is encoded as letters in a printed row
 
-FEW = 2  # supervised tokens: a one-token answer and its end token
+MAX_SHORT_ANSWER = 2  # supervised tokens: a one-token answer and its end token
 
 BARS = " ▏▎▍▌▋▊▉█"
 
-# flag -> (what was measured, what to do about it)
+# flag -> (measured fraction, fix)
 LIMITS = {
-    "min_supervised_fraction": ("of the training tokens are in the loss", "look at the rows with `make data`"),
+    "min_supervised_fraction": ("of the training tokens are in the loss", "inspect the rows with `make data`"),
     "max_truncated_fraction": ("of the training rows are longer than --max_length", "raise --max_length"),
-    "max_duplicate_fraction": ("of the training rows repeat another", "remove the repeated rows"),
+    "max_duplicate_fraction": ("of the training rows are duplicates", "remove the repeated rows"),
     "max_eval_overlap_fraction": ("of the eval rows are also training rows", "remove them from one of the two sets"),
 }
 
@@ -48,39 +48,38 @@ def enforce(settings, fractions: dict[str, float]) -> None:
             raise UserError(f"--{flag} {limit:g}: {100 * fraction:.3g}% {measured}; {fix}, or {change} the limit.")
 
 
-def of_all_epochs(train_set, first_epoch, tokenizer) -> "Scan":
+def scan_all_epochs(train_set, first_epoch, tokenizer) -> "Scan":
     """Return the scan of all training rows; with weights like 0.5 the first epoch has only some of them."""
-    return first_epoch if train_set.whole is None else scan(train_set.whole, tokenizer)
+    return first_epoch if train_set.full_dataset is None else scan(train_set.full_dataset, tokenizer)
 
 
 def fractions(train_set, train=None, held_out=None, everything=None) -> dict[str, float]:
-    """Return {flag of LIMITS: the fraction measured}, as far as the scans are given."""
+    """Return {flag of LIMITS: measured fraction} from the statistics and the given scans."""
     statistics = train_set.statistics
-    found = {
+    measured = {
         "min_supervised_fraction": statistics["supervised_tokens"] / statistics["tokens"],
         "max_truncated_fraction": statistics["truncated"] / statistics["rows"],
     }
     if train is not None:
         by_weight = statistics.get("repeated_by_weight", 0)
-        rows_of = len(train.normalized) - by_weight
-        found["max_duplicate_fraction"] = (repeats(train.normalized) - by_weight) / rows_of
+        distinct = len(train.normalized) - by_weight
+        measured["max_duplicate_fraction"] = (repeats(train.normalized) - by_weight) / distinct
     if held_out is not None:
-        found["max_eval_overlap_fraction"] = overlap(held_out.normalized, everything.normalized) / len(
-            held_out.normalized
-        )
-    return found
+        shared = overlap(held_out.normalized, everything.normalized)
+        measured["max_eval_overlap_fraction"] = shared / len(held_out.normalized)
+    return measured
 
 
 def skipped(settings, eval_set) -> list[str]:
-    """Return a sentence on a limit that is set and cannot be checked."""
-    idle = settings.max_eval_overlap_fraction < 1 and eval_set is None
-    return ["max_eval_overlap_fraction is not checked: there are no eval rows"] if idle else []
+    """Return a note if a limit is set that cannot be checked."""
+    unchecked = settings.max_eval_overlap_fraction < 1 and eval_set is None
+    return ["max_eval_overlap_fraction is not checked without eval rows"] if unchecked else []
 
 
-def trained_on(train_set, eval_set) -> list[str]:
-    """Return a sentence on eval rows that are training rows too, token by token; [] without any.
+def eval_rows_in_training(train_set, eval_set) -> list[str]:
+    """Return a warning about eval rows with the same tokens as training rows.
 
-    A second for a million rows. Of a stream only the first rows are at hand, and not compared.
+    A million rows take a second. Streams are not compared: only their first rows are available.
     """
     if eval_set is None or train_set.stream is not None:
         return []
@@ -91,9 +90,9 @@ def trained_on(train_set, eval_set) -> list[str]:
     if not (count := int(is_trained.sum())):
         return []
     return [
-        f"warning: {count:,} of {len(held_out):,} eval rows ({count / len(held_out):.1%}) are training rows too: on "
-        "them an evaluation measures what was memorized; remove them from one of the two sets "
-        "(--max_eval_overlap_fraction 0 refuses them)"
+        f"warning: {count:,} of {len(held_out):,} eval rows ({count / len(held_out):.1%}) are also training rows: on "
+        "them, the evaluation measures memorization; remove them from one of the two sets "
+        "(--max_eval_overlap_fraction 0 makes this an error)"
     ]
 
 
@@ -109,7 +108,7 @@ def _row_hashes(dataset):
 
 @dataclass
 class Scan:
-    """Arrays of one entry per row; last: the last supervised token, -1: none; two 64-bit hashes."""
+    """Arrays with one entry per row. last: the last supervised token or -1; exact, normalized: 64-bit hashes."""
 
     lengths: np.ndarray
     supervised: np.ndarray
@@ -119,9 +118,10 @@ class Scan:
 
 
 def scan(dataset, tokenizer) -> Scan:
-    """Return the Scan of a data set, reading every row once.
+    """Return the Scan of a dataset, reading every row once.
 
-    The first label of a row is not counted: no token predicts it."""
+    The first label of a row is not counted: no token predicts it.
+    """
     # Remove markers before normalizing: `<`, `|` and `>` are symbols, not punctuation, and `Who?<|end|>` must equal
     # `who<|end|>`.
     special = sorted((t.content for t in tokenizer.added_tokens_decoder.values() if t.special), key=len, reverse=True)
@@ -134,7 +134,7 @@ def scan(dataset, tokenizer) -> Scan:
         inside[label_bounds[:-1]] = False
         before = np.concatenate([[0], np.cumsum(inside)])
         supervised = before[label_bounds[1:]] - before[label_bounds[:-1]]
-        positions = np.concatenate([[0], np.flatnonzero(inside)])  # positions[k]: of the k-th supervised token, from 1
+        positions = np.concatenate([[0], np.flatnonzero(inside)])  # [k]: position of the k-th supervised token, from 1
         last = np.where(supervised > 0, labels[positions[before[label_bounds[1:]]]], -1)
         documents = [ids[a:b] for a, b in itertools.pairwise(bounds)]
         texts = tokenizer.batch_decode([d.tolist() for d in documents])
@@ -190,7 +190,7 @@ def histogram(values: np.ndarray, bins: int = 12) -> list[tuple[int, int, int]]:
 
 
 def sides(dataset) -> dict:
-    """Return the lengths of the answers of preference pairs, and how often which one is longer."""
+    """Return the answer lengths of preference pairs, and how often each side is longer."""
     answers = []
     for table in dataset.with_format("arrow").iter(batch_size=1000):
         labels, bounds = _flat(table["labels"])
@@ -214,9 +214,10 @@ def sides(dataset) -> dict:
 
 
 def packing(lengths: np.ndarray, settings) -> dict:
-    """Return how full packs would be, and the share of padding in the first epoch's unpacked batches.
+    """Return how full packs are, and the share of padding in the first epoch's unpacked batches.
 
-    Args: lengths: of the rows, or of both sides of the pairs, (pairs, 2)."""
+    Args: lengths: tokens per row, or per side of the pairs (pairs, 2).
+    """
     packs, tokens = len(best_fit_decreasing(lengths.ravel(), settings.max_length)), int(lengths.sum())
     seed, order = order_seed(settings), np.arange(len(lengths))
     if seed is not None:
@@ -234,12 +235,12 @@ def packing(lengths: np.ndarray, settings) -> dict:
 
 
 def inspect(settings, train_set, eval_set, tokenizer, ends: end_tokens.Ends) -> dict:
-    """Return the facts of the report. ends: where answers end."""
+    """Return the facts of the report. ends: result of end_tokens.decide."""
     sets = {"training": train_set} | ({"evaluation": eval_set} if eval_set is not None else {})
     pairs = settings.objective.documents == 2
     scans = {name: scan(rows.dataset, tokenizer) for name, rows in sets.items()}
     train, held_out = scans["training"], scans.get("evaluation")
-    everything = train if held_out is None else of_all_epochs(train_set, train, tokenizer)
+    everything = train if held_out is None else scan_all_epochs(train_set, train, tokenizer)
     facts = {
         "recipe": settings.recipe.name,
         "model": settings.model,
@@ -250,7 +251,7 @@ def inspect(settings, train_set, eval_set, tokenizer, ends: end_tokens.Ends) -> 
         "fractions": fractions(train_set, train, held_out, everything),
         "limits": {flag: getattr(settings, flag) for flag in LIMITS},
         "decisions": [d for d in settings.decisions if subject(d) in ("chat_template", "max_length")]
-        + list(ends.said)
+        + list(ends.sentences)
         + skipped(settings, eval_set)
         + notes(sets),
     }
@@ -277,11 +278,11 @@ def _count(statistics: dict, scan: Scan, tokenizer, ends: end_tokens.Ends) -> di
         },
         "histogram": histogram(scan.lengths),
         "supervised_mean": float(scan.supervised.mean()),
-        "supervised_few": int((scan.supervised <= FEW).sum()),
+        "supervised_few": int((scan.supervised <= MAX_SHORT_ANSWER).sum()),
         "supervised_none": int((scan.supervised == 0).sum()),
         "end_supervised": int(ended.sum()),
         "other_last_tokens": {tokenizer.decode([i]) if i >= 0 else "nothing": n for i, n in others},
-        # Each copy made for a weight counts as one more repeated row; subtract those.
+        # Copies made for a weight also count as repeated rows; subtract them.
         "repeated_exact": repeats(scan.exact) - statistics.get("repeated_by_weight", 0),
         "repeated_normalized": repeats(scan.normalized) - statistics.get("repeated_by_weight", 0),
     }
@@ -292,21 +293,21 @@ def _warnings(facts: dict) -> list[str]:
     for name in ("training", "evaluation"):
         counts = facts.get(name)
         if counts and counts["end_supervised"] < counts["kept"]:
-            instead = ", ".join(f"{text!r} in {n:,}" for text, n in counts["other_last_tokens"].items())
+            last = ", ".join(f"{text!r} in {n:,}" for text, n in counts["other_last_tokens"].items())
             sentences.append(
                 f"{counts['kept'] - counts['end_supervised']:,} of {counts['kept']:,} {name} rows do not end with a "
-                f"supervised end token {facts['end_token']!r} (last supervised: {instead}): a model trained on them "
-                "does not learn to stop there. Usual causes: rows cut at --max_length, a template with another end."
+                f"supervised end token {facts['end_token']!r} (last supervised: {last}): the model does not "
+                "learn to stop there. Common causes: rows truncated to --max_length, a template with another end token."
             )
     if facts.get("overlap", {}).get("normalized"):
         sentences.append(
             f"{facts['overlap']['normalized']:,} of {facts['evaluation']['kept']:,} eval rows are also training rows: "
-            "the eval loss will look better than it is."
+            "the eval loss is too optimistic."
         )
     return sentences
 
 
-# --- showing ---
+# --- printing ---
 
 
 def describe(settings, facts: dict) -> str:
@@ -327,7 +328,7 @@ def describe(settings, facts: dict) -> str:
     lines += _mixture(facts["training"].get("sets", []))
     bars = facts["training"]["histogram"]
     most, width = max(n for *_, n in bars), len(f"{bars[-1][1]:,}")
-    lines += ["", f"tokens a {row}, training"]
+    lines += ["", f"tokens per {row}, training"]
     lines += [f"  {low:>{width},} - {high:>{width},}  {bar(n / most):<40}  {n:,}" for low, high, n in bars if n]
     p = facts["packing"]
     packed = f"packed    {p['packs']:,} sequences of {facts['max_length']:,} tokens, {p['efficiency']:.1%} full"
@@ -341,22 +342,22 @@ def describe(settings, facts: dict) -> str:
 
 
 def _mixture(sets: list[dict]) -> list[str]:
-    """Return a line on each data set of a training on several: its rows and tokens in an epoch."""
+    """Return a table of the rows and tokens of each --data entry in an epoch; [] for a single entry."""
     if not sets:
         return []
-    whole = [sum(entry[name] for entry in sets) for name in ("rows", "tokens")]
-    lines = ["", f"{'an epoch, training':<44}{'weight':>8}{'rows':>20}{'tokens':>24}"]
+    totals = [sum(entry[name] for entry in sets) for name in ("rows", "tokens")]
+    lines = ["", f"{'per epoch, training':<44}{'weight':>8}{'rows':>20}{'tokens':>24}"]
     for entry in sets:
-        rows, tokens = (_share(entry[name], total) for name, total in zip(("rows", "tokens"), whole, strict=True))
+        rows, tokens = (_share(entry[name], total) for name, total in zip(("rows", "tokens"), totals, strict=True))
         lines.append(f"  {_shorten(entry['data'], 42):<42}{entry['weight']:>8g}{rows:>20}{tokens:>24}")
     return lines
 
 
 def _table(facts: dict) -> list:
-    """Return (title, function from the facts of a set to text) of each line."""
+    """Return the lines as (title, function from the facts of a set to text)."""
     reasons = dict.fromkeys(k for s in ("training", "evaluation") for k in facts.get(s, {}) if k.startswith("dropped_"))
 
-    def elsewhere(s):
+    def in_other_set(s):
         distinct = s["kept"] - s.get("repeated_by_weight", 0) + s.get("left_out_by_weight", 0)
         return s["rows"] - distinct - sum(s.get(r, 0) for r in reasons)
 
@@ -364,28 +365,28 @@ def _table(facts: dict) -> list:
         return _share(s["template_text"]["template"], max(1, s["template_text"]["supervised"]))
 
     sets = [name for name in ("training", "evaluation") if name in facts]
-    of_template = any(facts[name]["template_text"]["rows"] for name in sets)
+    has_template_text = any(facts[name]["template_text"]["rows"] for name in sets)
     weights = [k for k in ("left_out_by_weight", "repeated_by_weight") if facts["training"].get(k)]
     has_labels = "wanted" in facts["training"]
-    split = any(elsewhere(facts[s]) for s in sets)
-    length = [(f"tokens a row, {k}", lambda s, k=k: f"{s['length'][k]:,}") for k in ("min", "median", "p95", "max")]
+    split = any(in_other_set(facts[s]) for s in sets)
+    length = [(f"tokens per row, {k}", lambda s, k=k: f"{s['length'][k]:,}") for k in ("min", "median", "p95", "max")]
     return [
         ("rows read", lambda s: f"{s['rows']:,}"),
         *(
             (r.replace("_", " ").replace("dropped", "dropped,", 1), lambda s, r=r: _share(s.get(r, 0), s["rows"]))
             for r in reasons
         ),
-        *([("in the other set", lambda s: f"{elsewhere(s):,}")] if split else []),
+        *([("in the other set", lambda s: f"{in_other_set(s):,}")] if split else []),
         *((k.replace("_", " "), lambda s, k=k: f"{s.get(k, 0):,}") for k in weights),
         ("rows kept", lambda s: f"{s['kept']:,}"),
         *([("answers with label true", lambda s: _share(s["wanted"], s["kept"]))] if has_labels else []),
-        ("cut at max_length", lambda s: _share(s["truncated"], s["rows"])),
+        ("truncated to max_length", lambda s: _share(s["truncated"], s["rows"])),
         ("tokens", lambda s: f"{s['tokens']:,}"),
         *length,
         ("supervised tokens", lambda s: _share(s["supervised_tokens"], s["tokens"])),
-        *([("template tokens, first rows", template_share)] if of_template else []),
-        ("supervised a row, mean", lambda s: f"{s['supervised_mean']:,.1f}"),
-        (f"rows with 0 to {FEW} supervised", lambda s: _share(s["supervised_few"], s["kept"])),
+        *([("template tokens, first rows", template_share)] if has_template_text else []),
+        ("supervised per row, mean", lambda s: f"{s['supervised_mean']:,.1f}"),
+        (f"rows with 0 to {MAX_SHORT_ANSWER} supervised", lambda s: _share(s["supervised_few"], s["kept"])),
         ("rows with 0 supervised", lambda s: _share(s["supervised_none"], s["kept"])),
         ("rows ending in the end token", lambda s: _share(s["end_supervised"], s["kept"])),
         ("repeated rows, exact", lambda s: _share(s["repeated_exact"], s["kept"])),
@@ -394,26 +395,26 @@ def _table(facts: dict) -> list:
 
 
 def _table_of_answers() -> list:
-    """Return (title, function from the facts of a set to text) of each line on the two sides of the pairs."""
+    """Return the lines on the two sides of the pairs as (title, function from the facts of a set to text)."""
 
-    def of_side(name, key):
+    def length(name, key):
         return f"answer, {name}, {key} tokens", lambda s: f"{s['answers'][name][key]:,}"
 
     def count(title, name):
         return title, lambda s: _share(s["answers"][name], s["kept"])
 
     return [
-        *(of_side(name, key) for name in ("chosen", "rejected") for key in ("median", "p95")),
+        *(length(name, key) for name in ("chosen", "rejected") for key in ("median", "p95")),
         ("chosen - rejected, mean", lambda s: f"{s['answers']['margin_mean']:+,.1f}"),
         ("chosen - rejected, p5 50 95", lambda s: " ".join(f"{p:+,}" for p in s["answers"]["margin_percentiles"])),
         count("chosen is longer", "chosen_longer"),
         count("rejected is longer", "rejected_longer"),
-        count("as long as each other", "ties"),
+        count("equal lengths", "ties"),
     ]
 
 
-def _share(count: int, whole: int) -> str:
-    return f"{count:,} ({count / whole:6.1%})"
+def _share(count: int, total: int) -> str:
+    return f"{count:,} ({count / total:6.1%})"
 
 
 def _shorten(text: str, limit: int = 90) -> str:
@@ -427,23 +428,23 @@ def bar(share: float, width: int = 40) -> str:
 
 
 def render_rows(dataset, tokenizer, colored: bool) -> list[str]:
-    """Return the first, middle and last row as text, with the loss spans green, or in «» without color."""
-    texts, shown = [], sorted({0, len(dataset) // 2, len(dataset) - 1})
-    for i in shown:
+    """Return the first, middle and last row as text, with loss spans in green, or in «» without color."""
+    texts, printed = [], sorted({0, len(dataset) // 2, len(dataset) - 1})
+    for i in printed:
         parts = documents(dataset[i])
         for name, row in zip(("chosen", "rejected") if len(parts) == 2 else ("",), parts, strict=True):
             body = render(row["input_ids"], row["labels"], tokenizer, colored).replace("\n", "\n  | ")
             which = f"pair {i + 1:,}, {name}" if name else f"row {i + 1:,}"
-            texts.append(f"\n{which}, trained on {'the green part' if colored else 'what stands in «»'}\n  | {body}")
-    if any(row["labels"][0] != IGNORE for row in (dataset[i] for i in shown)):
-        texts.append("\nThe first token of a row is never trained on: nothing comes before it that could predict it.")
+            texts.append(f"\n{which}; the loss covers the {'green text' if colored else 'text in «»'}\n  | {body}")
+    if any(row["labels"][0] != IGNORE for row in (dataset[i] for i in printed)):
+        texts.append("\nThe first token of a row is never in the loss: no token predicts it.")
     return texts
 
 
 def render(ids: list[int], labels: list[int], tokenizer, colored: bool) -> str:
-    """Return a row's text with its supervised spans marked; the middle of long spans is left out.
+    """Return a row's text with its supervised spans marked; long spans are abbreviated.
 
-    LETTERS follows a control word that is encoded as its letters.
+    LETTERS follows a control word that is encoded as letters.
     """
     inside = [i > 0 and label != IGNORE for i, label in enumerate(labels)]
     encoder = encoding.Encoder(tokenizer)
@@ -451,7 +452,7 @@ def render(ids: list[int], labels: list[int], tokenizer, colored: bool) -> str:
     edges = [i for i in range(1, len(ids)) if (inside[i], is_token[i]) != (inside[i - 1], is_token[i - 1])]
     text, previous, piece = "", "", ""
     for start, end in zip([0, *edges], [*edges, len(ids)], strict=True):
-        # The difference of two prefixes: some tokenizers drop the leading space of a span decoded on its own.
+        # Decode prefixes: some tokenizers drop the leading space of a span that is decoded separately.
         prefix = tokenizer.decode(ids[:end])
         part = prefix[len(previous) :] if prefix.startswith(previous) else tokenizer.decode(ids[start:end])
         previous = prefix

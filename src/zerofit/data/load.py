@@ -1,4 +1,4 @@
-"""Load the training and evaluation sets that the settings name."""
+"""Load the training and evaluation sets that the settings specify."""
 
 from zerofit.base.errors import UserError
 from zerofit.data import dataset, encoding, sources, streaming
@@ -13,7 +13,7 @@ def load_datasets(settings, tokenizer) -> tuple[TokenizedDataset, TokenizedDatas
     """
     train, held_out = sources.find_files(settings.data, settings.data_config, settings.data_split, settings.streaming)
     if not train:
-        raise UserError(f"--data {' '.join(settings.data)}: holds only evaluation files; training needs one more.")
+        raise UserError(f"--data {' '.join(settings.data)}: contains only evaluation files; add a training file.")
     if settings.eval_data:
         named, marked = sources.find_files(settings.eval_data, settings.data_config, settings.data_split)
         held_out = marked or named  # the eval split of a folder or Hub dataset, else all of its files
@@ -23,8 +23,8 @@ def load_datasets(settings, tokenizer) -> tuple[TokenizedDataset, TokenizedDatas
         for name, off in {"eval_strategy": "no", "eval_on_start": False, "load_best_model_at_end": False}.items():
             if (value := settings.values[name]) != off:
                 raise UserError(
-                    f"--{name} {as_typed(name, getattr(value, 'value', value))}: there are no rows to evaluate on; "
-                    "name them with --eval_data or --eval_fraction, or leave the flag out."
+                    f"--{name} {as_typed(name, getattr(value, 'value', value))}: evaluation rows are missing; "
+                    "set --eval_data or --eval_fraction, or remove the flag."
                 )
     _check_names(settings, train + held_out)
     encoder = encoding.Encoder(tokenizer, settings.train_on, settings.mask_generation_prompt, settings.data_format)
@@ -35,19 +35,19 @@ def load_datasets(settings, tokenizer) -> tuple[TokenizedDataset, TokenizedDatas
     eval_set = dataset.prepare(held_out, settings, encoder, None) if held_out else None
     if settings.eval_fraction:
         train_set, eval_set = dataset.split(train_set, settings)
-    return dataset.repeated(train_set), eval_set
+    return dataset.repeat_by_weight(train_set), eval_set
 
 
-def _check_names(settings, found: list[sources.Source]) -> None:
-    """Raise UserError for a --data_split or --data_config that none of the sources can have."""
-    wanted = {
+def _check_names(settings, files: list[sources.Source]) -> None:
+    """Raise UserError for a --data_split or --data_config that no source supports."""
+    unsupported = {
         "data_split": settings.data_split != "train"
-        and not any(source.has_splits and source.entry.split is None for source in found),
-        "data_config": settings.data_config is not None and not any(source.hub for source in found),
+        and not any(source.has_splits and source.entry.split is None for source in files),
+        "data_config": settings.data_config is not None and not any(source.hub for source in files),
     }
-    for flag in (flag for flag, is_idle in wanted.items() if is_idle):
+    for flag in (flag for flag, is_unsupported in unsupported.items() if is_unsupported):
         what = "splits" if flag == "data_split" else "configurations"
         raise UserError(
-            f"--{flag} {settings.values[flag]}: {found[0]} is a local file, which has no {what}; leave it out, or name "
-            "the file that is meant with --data."
+            f"--{flag} {settings.values[flag]}: {files[0]} is a local file without {what}; remove the flag, or "
+            "pass the intended file with --data."
         )

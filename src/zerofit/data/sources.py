@@ -16,46 +16,50 @@ from pathlib import Path
 
 from zerofit.base.errors import UserError, first_line
 from zerofit.base.hub import check_reachable
-from zerofit.data.published.turns import found
+from zerofit.data.dataset_conventions.turns import describe_type
 from zerofit.job import data_entry
 from zerofit.job.data_entry import DataEntry
 from zerofit.job.settings_file import without_repeated_keys
 
 SUFFIXES = (".jsonl", ".json", ".csv", ".tsv", ".parquet", ".arrow")
 
-TEXT = ".txt"  # one row per line; only if named explicitly, as folders hold licenses and notes too
+TEXT = ".txt"  # one row per line; only if passed explicitly, since folders also contain licenses and notes
 
 COMPRESSED = {".gz": "gzip", ".zst": "zstd"}
 
-NOT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # beside the Arrow files of save_to_disk
+NOT_DATA = ("dataset_info.json", "dataset_dict.json", "state.json")  # next to the Arrow files of save_to_disk
 
-EVAL_NAMES = ("eval", "validation", "valid", "val", "dev", "test")  # of splits
+EVAL_NAMES = ("eval", "validation", "valid", "val", "dev", "test")  # names of splits
 
 EVAL_FILE = re.compile(r"(evals?|evaluation|validation|valid|val|dev|tests?|testing)\d*([-_. ]|$)", re.IGNORECASE)
 
-LIST_KEYS = ("instances", "data", "rows", "examples")  # of rows in a file that is one object; the first is LMFlow's
+LIST_KEYS = (
+    "instances",
+    "data",
+    "rows",
+    "examples",
+)  # keys of rows in a file with one object; the first is LMFlow's
 
 csv.field_size_limit(64 << 20)
 
-LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # how it begins
+LFS_POINTER = b"version https://git-lfs.github.com/spec/"  # its first bytes
 
-LONGEST_LINE = 64 << 20  # characters; a longer line is a broken file, and parsing it would take gigabytes
+MAX_LINE_LENGTH = 64 << 20  # characters; a longer line means a broken file, and parsing it takes gigabytes
 
+NO_ENTRY = DataEntry("")  # for a source without an entry
 
-NO_ENTRY = DataEntry("")  # of a source that no entry names
-
-Row = tuple[str, dict | UserError]  # (place, columns or the error of this row alone)
+Row = tuple[str, dict | UserError]  # (place, columns or this row's error)
 
 
 @dataclass(frozen=True)
 class Source:
-    """A file, saved Arrow folder or Hub split, with the entry of --data that names it."""
+    """A file, saved Arrow folder or Hub split, with its entry of --data."""
 
     path: Path | None
     hub: tuple[str, str | None, str] | None = None  # (id, configuration, split)
-    entry: DataEntry = NO_ENTRY  # of --data, that names it
-    number: int = 0  # of that entry
-    streaming: bool = False  # a Hub dataset is read over the network, not downloaded first
+    entry: DataEntry = NO_ENTRY  # entry of --data
+    number: int = 0  # index of the entry
+    streaming: bool = False  # read a Hub dataset over the network instead of downloading it
 
     @property
     def weight(self) -> float:
@@ -67,7 +71,7 @@ class Source:
 
     @property
     def has_splits(self) -> bool:
-        """Return whether it is a split of a Hub dataset, or of a folder that save_to_disk wrote."""
+        """Return whether it is a split of a Hub dataset, or of a folder written by save_to_disk."""
         return self.path is None or (self.path.parent / "dataset_dict.json").exists()
 
 
@@ -78,7 +82,7 @@ def find_files(
 
     An entry is a file, folder, glob or Hub id with an optional `:weight`, or an object (job/data_entry.py). In a
     folder, files whose name begins with EVAL_FILE (eval.jsonl, test-1.csv) are the evaluation split.
-    Raises: UserError for a path that looks local and does not exist, or holds no data file.
+    Raises: UserError for a path that looks local and does not exist, or is without data files.
     """
     train, held_out = [], []
     for number, text in enumerate(data):
@@ -92,22 +96,22 @@ def find_files(
 
 
 def find_local(text: str, split: str) -> tuple[DataEntry, tuple[list[Source], list[Source]] | None]:
-    """Return an entry of --data and its (training, evaluation) sources; None for those of a Hub id.
+    """Return an entry of --data and its (training, evaluation) sources, None for a Hub id.
 
-    Raises: UserError for a path that looks local and does not exist, or holds no data file; for a split, configuration
-        or revision that a local one cannot have.
+    Raises: UserError for a path that looks local and does not exist or is without data files, and for a split,
+        configuration or revision that local data does not support.
     """
     try:
         entry = data_entry.parse(text)
         pair = _local(entry.path, entry.split or split)
-    except (OSError, RuntimeError, ValueError) as error:  # a name too long, ~nobody, no permission, a NUL byte
+    except (OSError, RuntimeError, ValueError) as error:  # a name too long, an unknown ~user, no permission, a NUL byte
         reason = getattr(error, "strerror", None) or str(error)
         raise UserError(f"--data {text!r}: cannot be looked up: {reason.rstrip('.')}.") from None
     if pair is not None:
         has_splits = any(source.has_splits for side in pair for source in side)
-        for name, is_idle in (("split", not has_splits), ("config", True), ("revision", True)):
-            if is_idle and getattr(entry, name) is not None:
-                raise UserError(f"--data {text}: {entry.path} is here on this machine and has no {name}; leave it out.")
+        for name, is_unsupported in (("split", not has_splits), ("config", True), ("revision", True)):
+            if is_unsupported and getattr(entry, name) is not None:
+                raise UserError(f"--data {text}: {entry.path} is local data without a {name}; remove the {name}.")
     return entry, pair
 
 
@@ -124,7 +128,7 @@ def _local(name: str, split: str) -> tuple[list[Source], list[Source]] | None:
     if path.is_file():
         if suffix(path) not in (*SUFFIXES, TEXT):
             supported = ", ".join((*SUFFIXES, TEXT, *COMPRESSED))
-            raise UserError(f"--data {name}: {path.suffix or 'no'} ending; it must be one of {supported}.")
+            raise UserError(f"--data {name}: unsupported file extension {path.suffix!r}; supported: {supported}.")
         return [Source(path)], []
     if path.is_dir():
         if (path / "state.json").exists() or (path / "dataset_dict.json").exists():
@@ -134,7 +138,7 @@ def _local(name: str, split: str) -> tuple[list[Source], list[Source]] | None:
         matches = [Path(f) for f in sorted(glob.glob(str(path), recursive=True))]  # noqa: PTH207 (it may be absolute)
         folder = next((f for f in matches if f.is_dir()), None)
         if folder and "**" not in name:
-            raise UserError(f"--data {name}: {folder} is a folder; name it by itself, or only files, e.g. *.jsonl.")
+            raise UserError(f"--data {name}: {folder} is a folder; pass it separately, or only files, e.g. *.jsonl.")
         endings = (*SUFFIXES, TEXT) if suffix(path) == TEXT else SUFFIXES
         return _split_by_name(name, [f for f in matches if _is_data(f, endings)])
     looks_local = path.is_absolute() or name.startswith((".", "~")) or suffix(path) in (*SUFFIXES, TEXT)
@@ -160,13 +164,13 @@ def _is_data(file: Path, endings: tuple[str, ...] = SUFFIXES) -> bool:
     if suffix(file) not in endings or file.name in NOT_DATA:
         return False
     if file.is_symlink() and not file.exists():
-        raise UserError(f"{file}: is a link to {file.readlink()}, which is not there; mend or remove it.")
+        raise UserError(f"{file}: is a broken link to {file.readlink()}; fix or remove it.")
     return file.is_file()
 
 
 def _split_by_name(name: str, files: list[Path]) -> tuple[list[Source], list[Source]]:
     if not files:
-        raise UserError(f"--data {name}: holds no {', '.join(SUFFIXES)} file.")
+        raise UserError(f"--data {name}: contains no {', '.join(SUFFIXES)} file.")
     held_out = [f for f in files if EVAL_FILE.match(f.name)]
     return [Source(f) for f in files if f not in held_out], [Source(f) for f in held_out]
 
@@ -178,15 +182,13 @@ def _saved_folder(path: Path, split: str) -> tuple[list[Source], list[Source]]:
     try:
         splits = json.loads((path / "dataset_dict.json").read_text())["splits"]
     except (ValueError, KeyError, TypeError):
-        raise UserError(
-            f"{path / 'dataset_dict.json'}: does not say which splits there are; save the set again."
-        ) from None
+        raise UserError(f"{path / 'dataset_dict.json'}: does not list the splits; save the dataset again.") from None
     missing = next((s for s in splits if not (path / s).is_dir()), None)
     if missing:
-        raise UserError(f"{path}: dataset_dict.json names the split {missing!r}, but there is no such folder in it.")
+        raise UserError(f"{path}: the folder of the split {missing!r} is missing; save the dataset again.")
     held_out = [s for s in EVAL_NAMES if s in splits and s != split][:1]
     if split not in splits and (split != "train" or not held_out):  # eval splits alone are enough for --eval_data
-        raise UserError(f"--data {path}: has no split {split!r}, only {', '.join(splits)}; name one with --data_split.")
+        raise UserError(f"--data {path}: unknown split {split!r}; choose {', '.join(splits)} with --data_split.")
     return [Source(path / s) for s in splits if s == split], [Source(path / s) for s in held_out]
 
 
@@ -194,7 +196,7 @@ def _hub_sources(entry: DataEntry, split: str, streaming: bool) -> tuple[list[So
     name, config = entry.path, entry.config
     splits = list(_load_hub(name, config, streaming, entry.revision))
     if split not in splits:
-        raise UserError(f"--data {name}: has no split {split!r}, only {', '.join(splits)}; name one with --data_split.")
+        raise UserError(f"--data {name}: unknown split {split!r}; choose {', '.join(splits)} with --data_split.")
     held_out = [s for s in EVAL_NAMES if s in splits and s != split][:1]
     train = Source(None, (name, config, split), streaming=streaming)
     return [train], [Source(None, (name, config, s)) for s in held_out]
@@ -205,16 +207,16 @@ def _load_hub(name: str, config: str | None, streaming: bool = False, revision: 
 
     check_reachable(f"--data {name}")
     try:
-        return datasets.load_dataset(name, config, streaming=streaming, **of_revision(revision))
+        return datasets.load_dataset(name, config, streaming=streaming, **revision_arguments(revision))
     except Exception as error:  # the Hub client raises a dozen unrelated types
         raise UserError(
-            f"--data {name}: neither a file or folder here nor a hub data set that could be loaded: "
+            f"--data {name}: not a local file or folder, and not loadable from the Hub: "
             f"{type(error).__name__}: {first_line(error)}"
         ) from None
 
 
-def of_revision(revision: str | None) -> dict[str, str]:
-    """Return the arguments that load a revision of a Hub dataset; none for the newest."""
+def revision_arguments(revision: str | None) -> dict[str, str]:
+    """Return the arguments that load a revision of a Hub dataset; {} for the newest."""
     return {} if revision is None else {"revision": revision}
 
 
@@ -241,7 +243,7 @@ def read_rows(source: Source, lines: bool = False) -> Iterator[Row]:
     path, kind = source.path, suffix(source.path)
     try:
         if path.is_file() and _start(path, len(LFS_POINTER)) == LFS_POINTER:
-            raise UserError(f"{path}: is a git-lfs pointer, not the rows; `git lfs pull` in its folder downloads them.")
+            raise UserError(f"{path}: is a git-lfs pointer, not data; run `git lfs pull` in its folder.")
         if path.is_dir() or kind == ".arrow":
             yield from _read_arrow(path)
         elif kind == ".parquet":
@@ -255,7 +257,7 @@ def read_rows(source: Source, lines: bool = False) -> Iterator[Row]:
                         _read_csv(path, file, kind) if kind in (".csv", ".tsv") else _read_json(path, file, lines)
                     )
     except UnicodeDecodeError:
-        raise UserError(f"{path}: is not UTF-8 text{_other_text(path)}.") from None
+        raise UserError(f"{path}: is not UTF-8 text{_encoding_fix(path)}.") from None
     except (OSError, EOFError) as error:
         raise UserError(f"{path}: cannot be read: {getattr(error, 'strerror', None) or error}.") from None
 
@@ -265,8 +267,8 @@ def _start(path: Path, count: int) -> bytes:
         return file.read(count)
 
 
-def _other_text(path: Path) -> str:
-    """Return where a file is not UTF-8, and how it becomes so."""
+def _encoding_fix(path: Path) -> str:
+    """Return where a file is not UTF-8, and a command that converts it."""
     if path.suffix.lower() in COMPRESSED:
         return "; convert or remove it"
     if _start(path, 2) in (codecs.BOM_UTF16_LE, codecs.BOM_UTF16_BE):
@@ -289,19 +291,19 @@ def _open(path: Path) -> io.TextIOWrapper:
 
 
 def _no_constant(text: str):
-    raise ValueError(f"{text} is no JSON value")
+    raise ValueError(f"{text} is not a JSON value")
 
 
 def _reason(error: Exception) -> str:
-    return str(error).partition("; use sys.")[0]  # Python's advice on numbers of many digits
+    return str(error).partition("; use sys.")[0]  # without Python's advice on long numbers
 
 
-def _parsed(text: str) -> object:
+def _parse_json(text: str) -> object:
     return json.loads(text, parse_constant=_no_constant, object_pairs_hook=without_repeated_keys)
 
 
 def _read_json(path: Path, file, lines: bool) -> Iterator[Row]:
-    """Yield rows of JSON lines, of one array, which starts with `[`, or of an object that holds one (LIST_KEYS)."""
+    """Yield the rows of JSON lines, of an array, which starts with `[`, or of an object with one (LIST_KEYS)."""
     numbered = _numbered(path, file)
     first = next(numbered, None)
     if first is None:
@@ -310,13 +312,11 @@ def _read_json(path: Path, file, lines: bool) -> Iterator[Row]:
     if line.lstrip().startswith("["):
         yield from _read_lists(path, file, numbered, line, number)
         return
-    if whole := _one_object(path, line):
-        name = next((key for key in LIST_KEYS if isinstance(whole.get(key), list)), None)
-        if name is None or not all(isinstance(row, dict) for row in whole[name]):
-            raise UserError(
-                f"{path}: is one JSON object over several lines; a list of rows, or an object a line, is needed."
-            )
-        yield from ((f"{path}: element {n} of {name!r}", row) for n, row in enumerate(whole[name], 1))
+    if single := _single_object(path, line):
+        name = next((key for key in LIST_KEYS if isinstance(single.get(key), list)), None)
+        if name is None or not all(isinstance(row, dict) for row in single[name]):
+            raise UserError(f"{path}: is a single JSON object over several lines; write a list, or an object per line.")
+        yield from ((f"{path}: element {n} of {name!r}", row) for n, row in enumerate(single[name], 1))
         return
     for number, line in itertools.chain([first], numbered):
         place, text = f"{path}:{number}", line.strip()
@@ -324,7 +324,7 @@ def _read_json(path: Path, file, lines: bool) -> Iterator[Row]:
 
 
 def _read_lists(path: Path, file, numbered: Iterator[tuple[int, str]], line: str, number: int) -> Iterator[Row]:
-    """Yield the rows of one array, or of lines that are a list of turns each. line, number: the first one."""
+    """Yield the rows of an array, or of lines with a list of turns each. line, number: the first line."""
     turns = _list_of_turns(line)
     following = None if turns is None else next(numbered, None)
     if turns is None or not (following or _are_turns(turns)):
@@ -338,7 +338,7 @@ def _read_lists(path: Path, file, numbered: Iterator[tuple[int, str]], line: str
 
 
 def _list_of_turns(line: str) -> list | None:
-    """Return the list in a line of JSON; None for another value and for what is not valid."""
+    """Return the list in a line of JSON; None for other values and invalid JSON."""
     try:
         value = json.loads(line, parse_constant=_no_constant)
     except (ValueError, RecursionError):
@@ -347,24 +347,24 @@ def _list_of_turns(line: str) -> list | None:
 
 
 def _are_turns(value: list) -> bool:
-    """Return whether the elements of a list are turns, by their roles, and not rows."""
+    """Return whether the elements of a list are turns, not rows, by their keys."""
     return bool(value) and all(
-        isinstance(one, dict) and ({"role", "content"} <= one.keys() or {"from", "value"} <= one.keys())
-        for one in value
+        isinstance(item, dict) and ({"role", "content"} <= item.keys() or {"from", "value"} <= item.keys())
+        for item in value
     )
 
 
-def _one_object(path: Path, first: str) -> dict | None:
-    """Return the object that a whole file is, over several lines or with rows in LIST_KEYS; None for lines of rows."""
+def _single_object(path: Path, first: str) -> dict | None:
+    """Return the object of a file with a single one, over several lines or LMFlow's; None for lines of rows."""
     try:
-        alone = json.loads(first)
-        return alone if isinstance(alone, dict) and alone.keys() == {"type", LIST_KEYS[0]} else None
+        row = json.loads(first)
+        return row if isinstance(row, dict) and row.keys() == {"type", LIST_KEYS[0]} else None
     except (ValueError, RecursionError):
         pass
     try:
         with _open(path) as file:
-            whole = json.loads(file.read(LONGEST_LINE))
-            return whole if isinstance(whole, dict) else None
+            value = json.loads(file.read(MAX_LINE_LENGTH))
+            return value if isinstance(value, dict) else None
     except (ValueError, RecursionError):
         return None
 
@@ -372,11 +372,11 @@ def _one_object(path: Path, first: str) -> dict | None:
 def _numbered(path: Path, file) -> Iterator[tuple[int, str]]:
     """Yield (number, line) of each line that is not blank.
 
-    Raises: UserError for one that is longer than LONGEST_LINE, unless it begins an array.
+    Raises: UserError for a line longer than MAX_LINE_LENGTH, unless it begins an array.
     """
-    for number, line in enumerate(iter(lambda: file.readline(LONGEST_LINE), ""), 1):
-        if len(line) == LONGEST_LINE and not line.startswith("["):
-            raise UserError(f"{path}:{number}: the line is longer than {LONGEST_LINE >> 20} M characters; split it.")
+    for number, line in enumerate(iter(lambda: file.readline(MAX_LINE_LENGTH), ""), 1):
+        if len(line) == MAX_LINE_LENGTH and not line.startswith("["):
+            raise UserError(f"{path}:{number}: the line is longer than {MAX_LINE_LENGTH >> 20} M characters; split it.")
         if line.strip():
             yield number, line
 
@@ -384,22 +384,22 @@ def _numbered(path: Path, file) -> Iterator[tuple[int, str]]:
 def json_object(place: str, text: str) -> dict:
     """Parse one JSON line into a row.
 
-    Raises: UserError with file:line for invalid JSON or a value that is no object.
+    Raises: UserError with file:line for invalid JSON or a value other than an object.
     """
     try:
-        row = _parsed(text)
+        row = _parse_json(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{place}: not valid JSON at column {error.colno}: {error.msg}.") from None
     except (ValueError, RecursionError) as error:
         raise UserError(f"{place}: not valid JSON: {_reason(error)}.") from None
     if not isinstance(row, dict):
-        raise UserError(f"{place}: each line must be an object {{...}}, found {found(row)}.")
+        raise UserError(f"{place}: each line must be an object {{...}}, found {describe_type(row)}.")
     return row
 
 
 def _read_array(path: Path, text: str) -> Iterator[Row]:
     try:
-        rows = _parsed(text)
+        rows = _parse_json(text)
     except json.JSONDecodeError as error:
         raise UserError(f"{path}:{error.lineno}:{error.colno}: not valid JSON: {error.msg}.") from None
     except (ValueError, RecursionError) as error:
@@ -409,7 +409,7 @@ def _read_array(path: Path, text: str) -> Iterator[Row]:
         if isinstance(row, list):
             row = {"messages": row}
         elif not isinstance(row, dict):
-            row = UserError(f"{place}: must be an object {{...}}, found {found(row)}.")
+            row = UserError(f"{place}: must be an object {{...}}, found {describe_type(row)}.")
         yield place, row
 
 
@@ -419,21 +419,21 @@ def _read_csv(path: Path, file, kind: str) -> Iterator[Row]:
     try:
         names = reader.fieldnames or []
         if len(names) == 1 and (other := next((c for c in ";\t|," if c != comma and c in names[0]), None)):
-            said = {"\t": "tabs", ",": "commas"}
+            separators = {"\t": "tabs", ",": "commas"}
             raise UserError(
-                f"{path}:{reader.line_num}: its fields are separated by {said.get(other, repr(other))}; write it with "
-                f"{said[comma]}" + (", or name it .tsv." if other == "\t" else ".")
+                f"{path}:{reader.line_num}: fields are separated by {separators.get(other, repr(other))}; use "
+                f"{separators[comma]}" + (", or rename the file to .tsv." if other == "\t" else ".")
             )
         duplicates = [name for name, count in Counter(names).items() if count > 1]
         if duplicates:
             raise UserError(
-                f"{path}:{reader.line_num}: has several columns named {duplicates[0]!r}; rename all but one."
+                f"{path}:{reader.line_num}: several columns are named {duplicates[0]!r}; rename all but one."
             )
         for row in reader:
             if None in row or None in row.values():
                 row = UserError(
-                    f"{path}:{reader.line_num}: has another number of fields than the {len(reader.fieldnames)} columns "
-                    "in the first line."
+                    f"{path}:{reader.line_num}: the number of fields differs from the {len(reader.fieldnames)} columns "
+                    "of the first line; fix or remove the row."
                 )
             yield f"{path}:{reader.line_num}", row
     except csv.Error as error:
@@ -462,33 +462,33 @@ def _read_arrow(path: Path) -> Iterator[Row]:
     try:
         dataset = datasets.load_from_disk(str(path)) if path.is_dir() else datasets.Dataset.from_file(str(path))
     except (pa.ArrowException, OSError, ValueError) as error:
-        raise UserError(f"{path}: not a readable Arrow set: {first_line(error)}") from None
+        raise UserError(f"{path}: not a readable Arrow dataset: {first_line(error)}") from None
     for number, row in enumerate(_without_decoding(dataset), 1):
         yield f"{path}: row {number}", _without_nulls(row)
 
 
 def _without_decoding(dataset):
-    """Leave images, audio and video of a data set as bytes or paths: decoding them needs other libraries."""
+    """Keep images, audio and video of a dataset as bytes or paths: decoding them needs other libraries."""
     import datasets
 
-    features = dataset.features or {}  # None for some streamed sets
-    encoded = {name: _encoded(feature) for name, feature in features.items()}
+    features = dataset.features or {}  # None for some streamed datasets
+    encoded = {name: _undecoded_feature(feature) for name, feature in features.items()}
     encoded = {name: feature for name, feature in encoded.items() if feature != features[name]}
     if encoded and isinstance(dataset, datasets.Dataset):
-        dataset = dataset.to_iterable_dataset()  # which changes columns as they are read
+        dataset = dataset.to_iterable_dataset()  # changes columns when they are read
     for name, feature in encoded.items():
         dataset = dataset.cast_column(name, feature)
     return dataset
 
 
-def _encoded(feature):
-    """Return a feature of datasets with decoding off; JSON stays on, as its values are the row's own."""
+def _undecoded_feature(feature):
+    """Return a feature of datasets with decoding off, except for JSON, whose values belong to the row."""
     import datasets
 
     if isinstance(feature, dict):
-        return {name: _encoded(inner) for name, inner in feature.items()}
+        return {name: _undecoded_feature(inner) for name, inner in feature.items()}
     if isinstance(feature, datasets.List | datasets.LargeList):
-        return replace(feature, feature=_encoded(feature.feature))
+        return replace(feature, feature=_undecoded_feature(feature.feature))
     if hasattr(feature, "decode") and not isinstance(feature, datasets.Json):
         return replace(feature, decode=False)
     return feature
@@ -497,8 +497,8 @@ def _encoded(feature):
 def _without_nulls(row: dict) -> dict:
     """Remove the null keys of the objects inside a row of an Arrow table.
 
-    In such a table all objects of a column have the same keys, and those that a row did not have are null: a tool call
-    would be trained with the arguments of all other tools.
+    All objects of an Arrow column have the same keys, and a row's missing keys are null: a tool call would have the
+    arguments of all other tools.
     """
     return {name: _without_null_keys(value) for name, value in row.items()}
 

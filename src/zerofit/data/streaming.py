@@ -25,14 +25,17 @@ PREVIEW = 500  # rows tokenized before the start: for statistics, limits, the pa
 def resolve(settings) -> None:
     """Set the arguments that streaming depends on.
 
-    Raises: UserError without --max_steps, and for several workers.
+    Raises: UserError without --max_steps and for several workers.
     """
     if not settings.streaming:
         return
     if settings.max_steps <= 0:
-        raise UserError("--streaming needs --max_steps: the number of rows is not known before they are read.")
+        raise UserError("--streaming needs --max_steps: the number of rows is unknown.")
     if settings.dataloader_num_workers > 1:
-        raise UserError("--streaming --dataloader_num_workers: 1 at most; every worker would read all rows.")
+        raise UserError(
+            f"--dataloader_num_workers {settings.dataloader_num_workers}: use at most 1 with --streaming, where every "
+            "worker reads all rows."
+        )
     if not settings.use_cpu and settings.source["dataloader_num_workers"] == "transformers default":
         decide(settings, "dataloader_num_workers", 1)  # tokenizes while the GPU computes
     # Each rank takes its own rows from the stream; accelerate would otherwise broadcast batches of rank 0. On resume
@@ -41,7 +44,7 @@ def resolve(settings) -> None:
     decide(settings, "ignore_data_skip", True)
     for action in ("save", "eval"):  # a stream never ends an epoch
         if settings.values[f"{action}_strategy"] == "epoch":
-            why = f"a stream has no epochs; every {settings.save_steps}"
+            why = f"a stream never ends an epoch; every {settings.save_steps}"
             decide(settings, f"{action}_strategy", "steps", why)
             decide(settings, f"{action}_steps", settings.save_steps)
 
@@ -49,7 +52,7 @@ def resolve(settings) -> None:
 def load(sources: list[data_sources.Source], settings, encoder: encoding.Encoder) -> TokenizedDataset:
     """Return a streamed training set; its `dataset` holds the first PREVIEW rows.
 
-    Raises: UserError when none of these can be trained on.
+    Raises: UserError if none of them is usable.
     """
     from datasets import Dataset
 
@@ -57,8 +60,8 @@ def load(sources: list[data_sources.Source], settings, encoder: encoding.Encoder
     stream = Stream(sources, settings, encoder, order_seed(settings), effective)
     preview = list(itertools.islice(stream.rows(), min(PREVIEW, settings.max_samples or PREVIEW)))
     report = reading.ReadingReport()
-    kept = [row for row in stream.encoded(preview, report) if row is not None]
-    report.template_text += reading.template_tokens(preview[: template_text.SAMPLED], settings, encoder)
+    kept = [row for row in stream.encode(preview, report) if row is not None]
+    report.template_text += reading.template_tokens(preview[: template_text.SAMPLE_ROWS], settings, encoder)
     statistics = reading.summarize(sources, report, settings) | {
         "streaming": True,
         "longest": max(len(ids) for ids, _ in kept),
@@ -70,7 +73,7 @@ def load(sources: list[data_sources.Source], settings, encoder: encoding.Encoder
 class Stream(torch.utils.data.IterableDataset):
     """Iterate over all rows, epoch after epoch without end, in the same order on every rank.
 
-    Yields (place, row or line of JSON, Form), or packs {"input_ids", "labels", "lengths"} with --packing. The first
+    Yields (place, row or JSON line, RowFormat), or packs {"input_ids", "labels", "lengths"} with --packing. The first
     `skip` samples are skipped (set it before iterating).
     """
 
@@ -85,11 +88,11 @@ class Stream(torch.utils.data.IterableDataset):
     def __iter__(self) -> Iterator:
         return itertools.islice(self._samples(), self.skip, None)
 
-    def rows(self, epoch: int = 0) -> Iterator[tuple[str, object, reading.Form]]:
+    def rows(self, epoch: int = 0) -> Iterator[tuple[str, object, reading.RowFormat]]:
         """Yield an unshuffled epoch: sources interleaved by size, rows repeated by weight."""
         return itertools.islice(self._merged(epoch), self.settings.max_samples)
 
-    def _merged(self, epoch: int) -> Iterator[tuple[str, object, reading.Form]]:
+    def _merged(self, epoch: int) -> Iterator[tuple[str, object, reading.RowFormat]]:
         iterators = [self._weighted(source, epoch) for source in self.sources]
         known = [data_sources.size(source) for source in self.sources]
         mean = sum(known) // max(1, sum(map(bool, known)))  # for a Hub dataset, whose size is unknown
@@ -103,14 +106,14 @@ class Stream(torch.utils.data.IterableDataset):
                 yield row
                 heapq.heappush(queue, (progress + step[i], i))
 
-    def _weighted(self, source, epoch: int) -> Iterator[tuple[str, object, reading.Form]]:
-        form, read = reading.form_of(reading.read(source, self.settings), self.settings, source)
+    def _weighted(self, source, epoch: int) -> Iterator[tuple[str, object, reading.RowFormat]]:
+        row_format, read = reading.detect_format(reading.read(source, self.settings), self.settings, source)
         for number, row in enumerate(read):
-            yield from itertools.repeat((*row, form), reading.repeats(source.weight, number, epoch))
+            yield from itertools.repeat((*row, row_format), reading.repeats(source.weight, number, epoch))
 
-    def encoded(self, raw: list, report: reading.ReadingReport | None = None) -> list[tuple[list, list] | None]:
-        """Return (input_ids, labels) of each row, None for a dropped one; both are counted in the report."""
-        return reading.tokenized(raw, self.settings, self.encoder, report or reading.ReadingReport())
+    def encode(self, raw: list, report: reading.ReadingReport | None = None) -> list[tuple[list, list] | None]:
+        """Return (input_ids, labels) of each row, None for a dropped row, and count them in the report."""
+        return reading.tokenize_rows(raw, self.settings, self.encoder, report or reading.ReadingReport())
 
     def _samples(self) -> Iterator:
         for epoch in itertools.count():
@@ -122,14 +125,14 @@ class Stream(torch.utils.data.IterableDataset):
                 order = range(len(samples)) if generator is None else torch.randperm(len(samples), generator=generator)
                 yield from (samples[i] for i in order)
             if empty:
-                raise UserError(f"{', '.join(map(str, self.sources))}: holds no rows.")
+                raise UserError(f"{', '.join(map(str, self.sources))}: contains no rows.")
 
     def _packs(self, window: list) -> list[dict]:
         kept = []
         for start in range(0, len(window), CHUNK):
             kept += [
                 {"input_ids": row[0], "labels": row[1]}
-                for row in self.encoded(window[start : start + CHUNK])
+                for row in self.encode(window[start : start + CHUNK])
                 if row is not None
             ]
         packs = best_fit_decreasing([len(row["input_ids"]) for row in kept], self.settings.max_length)
@@ -139,8 +142,8 @@ class Stream(torch.utils.data.IterableDataset):
 class TokenizingCollator:
     """Tokenize the rows of this rank, then collate them with `collate`.
 
-    A dropped row is replaced by a filler without labels, so that the order on other ranks does not depend on it; the
-    1st, 10th, 100th ... of them is reported.
+    A filler without labels replaces a dropped row, so that the order on other ranks does not depend on it; the 1st,
+    10th, 100th ... dropped row is reported.
     """
 
     def __init__(self, stream: Stream, collate):
@@ -151,26 +154,26 @@ class TokenizingCollator:
         if self.stream.settings.packing:
             return self.collate(batch)
         tokenized = []
-        for (place, _, _), row in zip(batch, self.stream.encoded(batch), strict=True):
+        for (place, _, _), row in zip(batch, self.stream.encode(batch), strict=True):
             tokenized.append(self.filler if row is None else {"input_ids": row[0], "labels": row[1]})
             if row is None:
                 self.dropped += 1
                 if str(self.dropped).strip("0") == "1":  # a power of ten
                     print(
-                        f"note: {place}: no answer left in --max_length, or nothing trained; such rows: {self.dropped}",
+                        f"note: {place}: dropped, no answer within --max_length or no loss ({self.dropped} in all)",
                         flush=True,
                     )
         return self.collate(tokenized)
 
 
 def _fingerprint(sources: list[data_sources.Source], settings, tokenizer) -> str:
-    """Hash names and sizes of the sources, tokenizer and options; hashing the bytes of the data would read them all."""
+    """Hash names and sizes of the sources, tokenizer and options, without reading all data."""
     digest = hashlib.sha256(repr([(str(s), data_sources.size(s)) for s in sources]).encode())
     dataset.hash_options(digest, sources, settings, tokenizer, settings.max_samples)
     return digest.hexdigest()[:24]
 
 
-_ALL_ROWS = "it needs all rows at once"
+_ALL_ROWS = "it needs all rows in advance"
 
 TECHNIQUE = Technique(
     name="streaming",
@@ -180,7 +183,7 @@ TECHNIQUE = Technique(
         Conflict(
             "train_sampling_strategy",
             AllBut("random", "sequential"),
-            "the lengths are not known before the rows are read",
+            "the lengths of rows are unknown before they are read",
             "use random or sequential",
         ),
         Conflict("eval_fraction", None, _ALL_ROWS),

@@ -1,4 +1,4 @@
-"""A tokenized dataset with its statistics, optionally packed; the steps that a run makes of it."""
+"""The tokenized dataset with its statistics, optionally packed, and the number of steps of a run."""
 
 import math
 from dataclasses import dataclass
@@ -19,9 +19,9 @@ class TokenizedDataset:
     dataset: object
     statistics: dict
     fingerprint: str
-    weights: list[Share] | None = None  # how often each row counts in an epoch; None: once
-    whole: object = None  # with fractional weights all rows; `dataset` holds the first epoch's
-    numbers: np.ndarray | None = None  # of each row, the entry of --data that it comes from; None: there is one
+    weights: list[Share] | None = None  # how often each row is used in an epoch; None: once
+    full_dataset: object = None  # all rows, with fractional weights; `dataset` holds the first epoch
+    numbers: np.ndarray | None = None  # each row's entry of --data; None for a single entry
     stream: torch.utils.data.IterableDataset | None = None  # --streaming: all rows; `dataset` holds the first ones
 
     def __len__(self) -> int:
@@ -30,7 +30,7 @@ class TokenizedDataset:
     @property
     def all_rows(self):
         """Return the rows of all epochs; `sequences` is built from these."""
-        return self.dataset if self.whole is None else self.whole
+        return self.dataset if self.full_dataset is None else self.full_dataset
 
     def sequences(self, settings):
         """Return the training rows: documents, or packs of documents with --packing."""
@@ -40,8 +40,8 @@ class TokenizedDataset:
 class PackedDataset(torch.utils.data.Dataset):
     """Documents packed into sequences of at most max_length tokens (best fit decreasing).
 
-    An item is {"input_ids", "labels", "lengths"}; PackedCollator keeps the documents apart. Only documents of equal
-    share fill a pack; `weights` holds the share of each pack.
+    An item is {"input_ids", "labels", "lengths"}; PackedCollator separates the documents. A pack holds documents of
+    equal share; `weights` holds the share of each pack.
     """
 
     def __init__(self, documents, max_length: int, weights: list[Share] | None = None):
@@ -55,7 +55,7 @@ class PackedDataset(torch.utils.data.Dataset):
         for share, rows in sorted(groups.items()):
             group = np.array(rows)
             packs += [(group[pack].tolist(), share) for pack in best_fit_decreasing(lengths[group], max_length)]
-        # fullest first, as without weights: trial.longest_rows measures the first packs
+        # Fullest first, as without weights: trial.longest_rows measures the first packs.
         packs.sort(key=lambda pair: -lengths[pair[0]].sum())
         self.packs, self.weights = [pack for pack, _ in packs], [weight for _, weight in packs]
 
@@ -70,7 +70,7 @@ class PackedDataset(torch.utils.data.Dataset):
 
 
 def number_of_steps(settings: Settings, train_set) -> int | None:
-    """Return the steps of the run, taking packed rows as full; None for a stream without --max_steps."""
+    """Return the steps of the run, assuming full packs; None for a stream without --max_steps."""
     if settings.max_steps > 0:
         return settings.max_steps
     if train_set.stream is not None:
@@ -79,37 +79,37 @@ def number_of_steps(settings: Settings, train_set) -> int | None:
 
 
 def rows(settings: Settings, train_set) -> float:
-    """Return the training rows of an epoch, taking packed ones as full."""
+    """Return the training rows of an epoch, assuming full packs."""
     return len(train_set) * _tokens(train_set) / settings.max_length if settings.packing else len(train_set)
 
 
-FEW_STEPS = 30  # of a whole run; its warmup and its noise are most of it
+MIN_STEPS = 30  # optimizer steps; a shorter run consists mostly of warmup and noise
 
 
 def few_steps(settings: Settings, train_set) -> list[str]:
-    """Return a sentence on the effective batch where it is the default, and too large for the rows; else nothing."""
+    """Recommend a smaller effective batch if the default one leaves too few steps."""
     steps = number_of_steps(settings, train_set)
     if settings.source["effective_batch_size"] != "default" or settings.max_steps > 0 or not steps:
         return []
     ranks, rows = settings.data_ranks, steps * settings.effective_batch_size
-    batch = max(1, rows // (2 * FEW_STEPS) // ranks) * ranks
-    if steps >= FEW_STEPS or batch >= settings.effective_batch_size:
+    batch = max(1, rows // (2 * MIN_STEPS) // ranks) * ranks
+    if steps >= MIN_STEPS or batch >= settings.effective_batch_size:
         return []
     return [
-        f"few optimizer steps to learn in: {steps}, with the rows of {settings.num_train_epochs:g} epochs in effective "
-        f"batches of {settings.effective_batch_size}; --effective_batch_size {batch} makes {rows // batch}"
+        f"few optimizer steps: {steps} for {settings.num_train_epochs:g} epochs with an effective batch of "
+        f"{settings.effective_batch_size}; --effective_batch_size {batch} increases them to {rows // batch}"
     ]
 
 
 def row_tokens(settings: Settings, train_set) -> float | None:
-    """Return the mean tokens of a training row, taking packed rows as full; None for a stream."""
+    """Return the mean tokens of a training row, assuming full packs; None for a stream."""
     if settings.packing or train_set.stream is not None:
         return settings.max_length if settings.packing else None
     return _tokens(train_set) / settings.objective.documents
 
 
 def _tokens(train_set) -> float:
-    """Return the mean tokens of the rows of an epoch; other statistics count each row once, whatever its weight."""
+    """Return the mean tokens of an epoch's rows, with their weights; other statistics count each row once."""
     statistics = train_set.statistics
     if "tokens_an_epoch" in statistics:
         return statistics["tokens_an_epoch"] / statistics["rows_an_epoch"]
@@ -117,9 +117,9 @@ def _tokens(train_set) -> float:
 
 
 def longest_row(settings: Settings, *sets) -> int:
-    """Return the tokens of the longest row of the sets, of the longer side of a pair; --max_length where not known.
+    """Return the tokens of the longest row, or side of a pair; --max_length for packs and streams.
 
-    Args: sets: for training and evaluation, None: there is none. Packs are taken as full.
+    Args: sets: training and evaluation sets, or None.
     """
     sets = [rows for rows in sets if rows is not None]
     if settings.packing or any(rows.stream is not None for rows in sets):

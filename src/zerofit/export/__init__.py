@@ -1,1 +1,1 @@
-"""Export what was trained as a Hugging Face folder, and chat with it."""
+"""Export trained models as Hugging Face folders."""

@@ -1,4 +1,4 @@
-"""Write an export's model card."""
+"""Write the model card of an export."""
 
 import json
 from pathlib import Path
@@ -12,7 +12,7 @@ def text(saved, report: dict) -> str:
     """Return the text of the model card."""
     steps, losses = _progress(saved)
     served, dtype = report.get("served") or {}, report["dtype"]
-    converted = served.get("files", [])  # instead of the folder that was compared
+    converted = served.get("files", [])  # replace the compared folder
     precision = f"{'from ' if converted else ''}{dtype}{', from the fp32 master copies' if report['masters'] else ''}"
     card = model_card.Card(
         facts=saved.facts,
@@ -24,27 +24,27 @@ def text(saved, report: dict) -> str:
         weights=", ".join([*converted, precision]),
         merged=report["merged"],
         made="Exported",
-        own_ends=bool(report["ends"]),
+        has_generation_config=bool(report["ends"]),
         command=served.get("command", ""),
     )
     if not converted and report["agreement"] is None:
-        card.body.append("Not compared with the trained weights after writing (`--check false`).")
+        card.body.append("Not compared with the trained weights (`--check false`).")
     elif not converted:
         compared = compare.sentence(report["agreement"])
-        card.body.append(f"Reloaded after writing and compared with what was trained: {compared}.")
+        card.body.append(f"Reloaded after writing and compared with the trained model: {compared}.")
     if checks := served.get("checks"):
-        card.body.append("\n".join(["What was checked of these files:", "", *(f"- {check.line}" for check in checks)]))
+        card.body.append("\n".join(["Checks of these files:", "", *(f"- {check.line}" for check in checks)]))
     notes = list(report["notes"])
     if report["merged"] and saved.bits:
         notes.insert(0, (
-            f"The adapter was trained on a base in {saved.bits} bits. It is merged into that base unpacked again, "
-            "which is what it was trained on; merged into the original weights it would compute something else."
+            f"The adapter was trained on a {saved.bits}-bit base. It is merged into the dequantized base; merging "
+            "it into the original weights would change its results."
         ))  # fmt: skip
     if notes:
         card.body.append("\n".join(f"- {note}" for note in notes))
     rounded = dtype != str(saved.dtype).removeprefix("torch.")
     changes = {"merging": report["merged"], f"rounding to {dtype}": rounded, "conversion to GGUF": converted}
-    evaluations = scores.of_folder(saved.run) if saved.run else []
+    evaluations = scores.read_evaluations(saved.run) if saved.run else []
     changed = " and ".join(name for name, is_done in changes.items() if is_done)
     return model_card.with_scores(model_card.text(card), evaluations, saved.label, changed)
 
@@ -60,7 +60,7 @@ def _architecture(saved) -> str:
 
 
 def _progress(saved) -> tuple[int | None, str]:
-    """Return (steps, the last losses as text) of the weights that are exported."""
+    """Return (steps, last losses as text) of the exported weights."""
     try:
         if saved.run and saved.folder.name == "final":
             result = json.loads((saved.run / "result.json").read_text(encoding="utf-8"))

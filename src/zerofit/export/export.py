@@ -1,4 +1,4 @@
-"""`zerofit export`: write what was trained as a plain Hugging Face folder, and verify it before it is renamed."""
+"""`zerofit export`: write a trained model as a Hugging Face folder, and verify it."""
 
 import argparse
 import contextlib
@@ -15,7 +15,7 @@ from safetensors.torch import save_file
 from transformers import AutoConfig, GenerationConfig
 
 from zerofit.base.errors import UserError
-from zerofit.base.paths import beside, nearest_existing, write_text
+from zerofit.base.paths import nearest_existing, sibling, write_text
 from zerofit.checkpoint import integrity, zero_shards
 from zerofit.export import card, compare, ends, merge, source
 from zerofit.job import run_folder
@@ -27,45 +27,48 @@ from zerofit.model.weights import config_json, stored
 DTYPES = {"float32": torch.float32, "fp32": torch.float32, "bf16": torch.bfloat16, "bfloat16": torch.bfloat16,
           "fp16": torch.float16, "float16": torch.float16}  # fmt: skip
 
-ASIDE = ".saving"  # suffix of the folder's name until it is complete and compared
+STAGING = ".saving"  # suffix of the folder until the export is verified
 
-SMALL = ("*.jinja", "*.py", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*", "merges.txt",
-         "generation_config.json", "additional_chat_templates", saved_towers.PROCESSORS)  # fmt: skip
+COPIED_FILES = ("*.jinja", "*.py", "tokenizer*", "special_tokens_map.json", "added_tokens.json", "vocab.*",
+                "merges.txt", "generation_config.json", "additional_chat_templates",
+                saved_towers.PROCESSORS)  # fmt: skip
 
 
 def main(argv: list[str], servers=None) -> None:
     """Run `zerofit export`; see --help.
 
-    Args: servers: the module that writes what servers read (tools/servers/serve.py); None: none does.
-    Raises: UserError for what cannot be exported, and for an export that does not compute what was trained.
+    Args: servers: module that prepares files for servers (tools/servers/serve.py), if available.
+    Raises: UserError if the model cannot be exported, or if the export gives different results.
     """
     parser = argparse.ArgumentParser(prog="zerofit export", allow_abbrev=False, description=__doc__)
     parser.add_argument(
         "run", help="a run folder, one of its checkpoints, its final/, or another program's model folder"
     )
-    parser.add_argument("--merge", action="store_true", help="add an adapter into its base")
+    parser.add_argument("--merge", action="store_true", help="merge an adapter into its base")
     parser.add_argument("--dtype", choices=DTYPES, default=None, metavar="float32|bf16|fp16", help="default: as saved")
     parser.add_argument("--output_dir", default="", help="default: RUN/export, or RUN/export-merged")
-    parser.add_argument("--base", default="", help="the adapter's base, where it has moved")
+    parser.add_argument("--base", default="", help="base model of the adapter, if it has moved")
     parser.add_argument("--max_shard_size", default="5GB")
-    parser.add_argument("--check", choices=("true", "false"), default="true", help="compare with what was trained")
-    parser.add_argument("--device", choices=("auto", "cpu", "cuda"), default="auto", help="to load and compare on")
+    parser.add_argument("--check", choices=("true", "false"), default="true", help="compare with the trained model")
+    parser.add_argument(
+        "--device", choices=("auto", "cpu", "cuda"), default="auto", help="device for loading and comparing"
+    )
     parser.add_argument("--trust_remote_code", action="store_true")
     parser.set_defaults(server="")
     if servers:
         servers.add_arguments(parser)
     args = parser.parse_args(argv)
-    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM too deletes the temporary folder
+    signal.signal(signal.SIGTERM, signal.default_int_handler)  # so that SIGTERM also deletes the temporary folder
     saved = source.find(args.run, args.base, args.trust_remote_code)
     if args.server:
-        servers.check_asked(args, saved)
-    _check_asked(args, saved)
+        servers.check_arguments(args, saved)
+    _check_request(args, saved)
     _check_links(args, saved)
     out = _choose_out(args, saved)
-    tmp_folder = beside(out, ASIDE)
+    tmp_folder = sibling(out, STAGING)
     shutil.rmtree(tmp_folder, ignore_errors=True)
-    if tmp_folder.is_symlink():  # rmtree leaves it, and what it leads to
-        raise UserError(f"{tmp_folder}: is a link; remove it, or name another folder with OUT=.")
+    if tmp_folder.is_symlink():  # rmtree does not delete links
+        raise UserError(f"{tmp_folder}: is a link; remove it, or set OUT= to another folder.")
     try:
         tmp_folder.mkdir(parents=True)
         done = _write(args, saved, tmp_folder)
@@ -80,32 +83,32 @@ def main(argv: list[str], servers=None) -> None:
     print(f"{'adapter' if done['adapter'] else 'model'}: {out}", flush=True)
 
 
-def _check_asked(given, saved) -> None:
-    if given.merge and not saved.adapter:
-        raise UserError(f"--merge: {saved.folder} holds a whole model, there is nothing to merge; leave --merge out.")
-    if given.device == "auto":
-        given.device = "cuda" if torch.cuda.is_available() else "cpu"
-    given.dtype = DTYPES.get(given.dtype)
+def _check_request(args, saved) -> None:
+    if args.merge and not saved.adapter:
+        raise UserError(f"--merge: {saved.folder} contains a full model instead of an adapter; remove --merge.")
+    if args.device == "auto":
+        args.device = "cuda" if torch.cuda.is_available() else "cpu"
+    args.dtype = DTYPES.get(args.dtype)
     kind = "adapter" if saved.adapter else "model"
     base_note = f" on {_shown_base(saved)}" if saved.adapter else ""
-    print(f"export of {saved.folder}: {kind}{base_note}{', merged' if given.merge else ''}", flush=True)
+    print(f"export of {saved.folder}: {kind}{base_note}{', merged' if args.merge else ''}", flush=True)
 
 
-def _check_links(given, saved) -> None:
-    """Refuse links that lead out of a folder of which files are copied: a foreign one may name any file of this user.
+def _check_links(args, saved) -> None:
+    """Check for links to files outside a copied folder, since a foreign folder may link to any private file.
 
-    Weights are read as such, and many keep them on another disk. Raises: UserError.
+    Links to weights are allowed, since weights are often on another disk. Raises: UserError.
     """
-    for folder in filter(None, (saved.folder, saved.base if given.merge else "")):
+    for folder in filter(None, (saved.folder, saved.base if args.merge else "")):
         top = Path(folder).resolve()
-        own = [top, *([top.parents[1] / "blobs"] if top.parent.name == "snapshots" else [])]  # the Hub's cache
-        copied = (found for pattern in (*SMALL, "*.json") for found in top.glob(pattern))
-        for file in (file for found in copied for file in (found, *found.rglob("*"))):
+        allowed = [top, *([top.parents[1] / "blobs"] if top.parent.name == "snapshots" else [])]  # the Hub's cache
+        copied = (path for pattern in (*COPIED_FILES, "*.json") for path in top.glob(pattern))
+        for file in (file for path in copied for file in (path, *path.rglob("*"))):
             target = Path(os.path.realpath(file))
-            if not any(target.is_relative_to(place) for place in own):
+            if not any(target.is_relative_to(place) for place in allowed):
                 raise UserError(
-                    f"{file}: is a link out of its folder, to {target}, which the export would hold; put a copy in its "
-                    "place if that is what you want."
+                    f"{file}: is a link to {target} outside its folder; the export would contain that file. If you "
+                    "want this, replace the link with a copy."
                 )
 
 
@@ -113,87 +116,85 @@ def _shown_base(saved) -> str:
     return saved.adapter.get("base_model_name_or_path") or saved.base
 
 
-def _choose_out(given, saved) -> Path:
-    name = "export-merged" if given.merge else "export"
-    name = f"export-{given.server}" if given.server else name
-    default = saved.run / name if saved.run else beside(saved.folder, f"-{name}")
-    out = Path(given.output_dir).expanduser() if given.output_dir else default
+def _choose_out(args, saved) -> Path:
+    name = "export-merged" if args.merge else "export"
+    name = f"export-{args.server}" if args.server else name
+    default = saved.run / name if saved.run else sibling(saved.folder, f"-{name}")
+    out = Path(args.output_dir).expanduser() if args.output_dir else default
     run_folder.check_name(out)
     if out.is_symlink() or (out.exists() and (not out.is_dir() or any(out.iterdir()))):
-        raise UserError(
-            f"--output_dir {out}: is there already and not empty; name another folder (OUT=...), or remove it."
-        )
+        raise UserError(f"--output_dir {out}: exists and is not empty; remove it, or set OUT= to another folder.")
     existing = nearest_existing(out.absolute().parent)
     if not os.access(existing, os.W_OK):
-        raise UserError(f"--output_dir {out}: {existing} cannot be written to.")
+        raise UserError(f"--output_dir {out}: {existing} is not writable.")
     return out
 
 
 # --- writing ---
 
 
-def _write(given, saved, out: Path) -> dict:
-    """Write everything but the card; return what was done, for the comparison and the card."""
-    masters = _masters(given, saved)
+def _write(args, saved, out: Path) -> dict:
+    """Write everything except the model card; return a report for the comparison and the card."""
+    masters = _masters(args, saved)
     done = {
-        "adapter": bool(saved.adapter) and not given.merge, "merged": given.merge, "masters": bool(masters),
-        "asked": given.dtype, "notes": [],
+        "adapter": bool(saved.adapter) and not args.merge, "merged": args.merge, "masters": bool(masters),
+        "asked": args.dtype, "notes": [],
     }  # fmt: skip
-    if given.dtype == torch.float32 and not masters and saved.dtype != torch.float32:
+    if args.dtype == torch.float32 and not masters and saved.dtype != torch.float32:
         done["notes"].append(
-            "no fp32 master copy is beside these weights: the saved ones are widened, no digit is gained"
+            "fp32 master copies of these weights do not exist: float32 adds no precision to the saved weights"
         )
-    reason = merge.reason_for_full_merge(saved) if given.merge else ""
+    reason = merge.reason_for_full_merge(saved) if args.merge else ""
     if reason:
-        done["notes"].append(f"merged by peft on the whole model in memory, in fp32 ({reason})")
+        done["notes"].append(f"merged by peft with the full model in memory, in fp32 ({reason})")
     for note in done["notes"]:
         print(f"  note: {note}", flush=True)
     if reason:
-        _write_whole(given, saved, masters, out, done)
+        _write_merged_by_peft(args, saved, masters, out, done)
     else:
-        names, get = _tensors(given, saved, masters)
-        done["dtype"] = _write_tensors(names, get, given, out, "adapter_model" if done["adapter"] else "model")
+        names, get = _tensors(args, saved, masters)
+        done["dtype"] = _write_tensors(names, get, args, out, "adapter_model" if done["adapter"] else "model")
     _write_small(saved, out, done)
-    run_folder.readable(out)
+    run_folder.apply_umask(out)
     return done
 
 
-def _tensors(given, saved, masters: dict):
-    """Return ({tensor name: bytes}, function from name to tensor that reads one at a time)."""
+def _tensors(args, saved, masters: dict):
+    """Return ({tensor name: bytes}, function that reads one tensor by name)."""
     held_weights = stored.Weights(saved.folder)
-    if given.merge:
+    if args.merge:
         held_weights = stored.Weights(Path(saved.base))
 
         def adapter(name):
-            return masters[name]() if name in masters else own_weights.get(name)
+            return masters[name]() if name in masters else adapter_weights.get(name)
 
-        own_weights, own_names = stored.Weights(saved.folder), merge.BaseNames(saved)
-        dtypes = {name: given.dtype or ((name not in own_names.towers and saved.base_dtype) or None)
+        adapter_weights, base_names = stored.Weights(saved.folder), merge.BaseNames(saved)
+        dtypes = {name: args.dtype or ((name not in base_names.towers and saved.base_dtype) or None)
                   for name in held_weights.where}  # fmt: skip
         names = {name: _size(held_weights, name, dtype) for name, dtype in dtypes.items()}
         return names, lambda name: _cast(
-            merge.merge_tensor(saved, adapter, held_weights, name, own_names),
+            merge.merge_tensor(saved, adapter, held_weights, name, base_names),
             dtypes[name] or held_weights.get(name).dtype,
         )
-    if not saved.weights:  # DeepSpeed's shards only
-        to_dtype = given.dtype or _dtype_of_config(saved.folder)
+    if not saved.weights:  # only DeepSpeed's shards
+        to_dtype = args.dtype or _dtype_of_config(saved.folder)
         states = zero_shards.read(saved.folder)
-        names = {name: states.whole(name).numel() * to_dtype.itemsize for name in states.shapes}
+        names = {name: states.full(name).numel() * to_dtype.itemsize for name in states.shapes}
         _check_complete(saved, set(names))
-        return names, lambda name: _cast(states.whole(name), to_dtype)
+        return names, lambda name: _cast(states.full(name), to_dtype)
     twins = {} if saved.adapter else _tied_twins(saved, held_weights)
-    names = {name: _size(held_weights, name, given.dtype) for name in held_weights.where if name not in twins}
+    names = {name: _size(held_weights, name, args.dtype) for name in held_weights.where if name not in twins}
 
     def get(name):
         weight = held_weights.get(name)
-        return _cast(_master(masters[name](), weight, name) if name in masters else weight, given.dtype)
+        return _cast(_master(masters[name](), weight, name) if name in masters else weight, args.dtype)
 
     return names, get
 
 
 def _size(held: stored.Weights, name: str, dtype) -> int:
     """Return the bytes of a tensor after the cast."""
-    tensor = held.get(name)  # mapped, not read
+    tensor = held.get(name)  # memory-mapped, not read
     return tensor.numel() * (dtype.itemsize if dtype and tensor.is_floating_point() else tensor.itemsize)
 
 
@@ -201,19 +202,19 @@ def _cast(tensor: torch.Tensor, dtype) -> torch.Tensor:
     return tensor.to(dtype) if dtype and tensor.is_floating_point() else tensor
 
 
-def _write_tensors(names: dict[str, int], get, given, out: Path, stem: str) -> str:
-    """Write files of at most --max_shard_size and an index, one at a time; return the commonest dtype.
+def _write_tensors(names: dict[str, int], get, args, out: Path, stem: str) -> str:
+    """Write files of at most --max_shard_size and an index; return the most common dtype.
 
-    Args: names: tensor -> bytes.
+    Args: names: {tensor: bytes}; get: reads a tensor by name.
     """
     _check_room(sum(names.values()), out)
-    size = "1000TB" if stem == "adapter_model" else given.max_shard_size  # peft reads one file
+    size = "1000TB" if stem == "adapter_model" else args.max_shard_size  # peft reads one file
     try:
         shards = split_by(
             names, get_storage_size=int, filename_pattern=f"{stem}{{suffix}}.safetensors", max_shard_size=size
         )
     except ValueError as error:
-        raise UserError(f"--max_shard_size {given.max_shard_size}: {error}") from None
+        raise UserError(f"--max_shard_size {args.max_shard_size}: {error}") from None
     dtypes, numbers = {}, 0
     for file, keys in shards.filename_to_tensors.items():
         tensors = {}
@@ -234,20 +235,20 @@ def _check_room(needed: int, out: Path) -> None:
     free = shutil.disk_usage(out).free
     if needed * 1.01 > free:
         raise UserError(
-            f"--output_dir {out.parent}: {needed / 1e9:.3g} GB are to be written and {free / 1e9:.3g} are free; name "
-            "another disk with OUT=."
+            f"--output_dir {out.parent}: {needed / 1e9:.3g} GB needed, {free / 1e9:.3g} GB free; set OUT= to a folder "
+            "on another disk."
         )
 
 
-def _write_whole(given, saved, masters: dict, out: Path, report: dict) -> None:
-    """Merge with PEFT on the whole model in memory, and write it with transformers."""
+def _write_merged_by_peft(args, saved, masters: dict, out: Path, report: dict) -> None:
+    """Merge with PEFT and the full model in memory, and write the result with transformers."""
     adapter = (lambda name: masters[name]() if name in masters else None) if masters else None
-    model = merge.merge_model(saved, adapter, given.device)
-    dtype = given.dtype or saved.base_dtype or source.dtype_of(sorted(Path(saved.base).glob("*.safetensors")))
+    model = merge.merge_model(saved, adapter, args.device)
+    dtype = args.dtype or saved.base_dtype or source.dtype_of(sorted(Path(saved.base).glob("*.safetensors")))
     model = model.to(dtype)
     _check_room(sum(p.numel() * p.element_size() for p in model.parameters()), out)
     model.config.use_cache = True
-    model.save_pretrained(out, max_shard_size=given.max_shard_size)
+    model.save_pretrained(out, max_shard_size=args.max_shard_size)
     for file in sorted(out.glob("*.safetensors")):
         print(f"  {file.name}  {file.stat().st_size / 1e9:.3g} GB", flush=True)
     report["dtype"] = str(dtype).removeprefix("torch.")
@@ -255,15 +256,17 @@ def _write_whole(given, saved, masters: dict, out: Path, report: dict) -> None:
 
 def _write_small(saved, out: Path, report: dict) -> None:
     """Write configuration, tokenizer, chat template and generation settings."""
-    for folder in filter(None, (saved.base if report["merged"] else "", saved.folder)):  # the later folder wins
-        for file in {file for pattern in SMALL for file in Path(folder).glob(pattern)}:
+    for folder in filter(
+        None, (saved.base if report["merged"] else "", saved.folder)
+    ):  # later folders override earlier ones
+        for file in {file for pattern in COPIED_FILES for file in Path(folder).glob(pattern)}:
             if file.is_dir():
                 shutil.copytree(file, out / file.name, dirs_exist_ok=True)
             else:
                 shutil.copyfile(file, out / file.name)
     tokenizer = source.tokenizer(saved)
     if tokenizer is None:
-        report["notes"].append("there is no tokenizer in the folder, so none is written")
+        report["notes"].append("the folder does not contain a tokenizer, so the export does not either")
         print(f"  note: {report['notes'][-1]}", flush=True)
     elif not any(out.glob("tokenizer*")):
         tokenizer.save_pretrained(out)
@@ -279,31 +282,31 @@ def _write_small(saved, out: Path, report: dict) -> None:
     config.get("text_config", config)["use_cache"] = True  # off in training
     config["architectures"] = config.get("architectures") or [type(_skeleton(config_folder, saved.remote)).__name__]
     eos = generation.ids_of(config.get("eos_token_id"))
-    # config.json is the base's, the tokenizer the adapter's
+    # config.json comes from the base, the tokenizer from the adapter
     if report["merged"] and tokenizer is not None and tokenizer.eos_token_id not in eos:
         config["eos_token_id"] = [tokenizer.eos_token_id, *eos] if len(eos) > 1 else tokenizer.eos_token_id
     run_folder.write_json(out / "config.json", config)
-    if not _config(out, saved.remote).get_text_config().tie_word_embeddings:  # as the weights in `out` are
+    if not _config(out, saved.remote).get_text_config().tie_word_embeddings:  # the weights in `out` are not tied
         for part in (config, config.get("text_config", config)):
             part["tie_word_embeddings"] = False
         run_folder.write_json(out / "config.json", config)
     if not (out / "generation_config.json").exists():
-        with contextlib.suppress(ValueError):  # a configuration with settings that contradict each other
+        with contextlib.suppress(ValueError):  # contradictory settings in the configuration
             GenerationConfig.from_model_config(
                 AutoConfig.from_pretrained(out, trust_remote_code=saved.remote)
             ).save_pretrained(out)
     report["ends"] = ends.write(saved, out, tokenizer)
 
 
-# --- what the weights are ---
+# --- weights ---
 
 
-def _masters(given, saved) -> dict:
-    """Return {name in the files: function that reads its fp32 master}; {} unless --dtype float32.
+def _masters(args, saved) -> dict:
+    """Return {name in the files: function that reads its fp32 master}, {} without --dtype float32.
 
-    From the checkpoint itself; for final/, from the newest checkpoint whose masters round to the saved weights.
+    For final/, read the newest checkpoint whose masters round to the saved weights.
     """
-    if given.dtype != torch.float32 or not saved.weights or saved.dtype == torch.float32:
+    if args.dtype != torch.float32 or not saved.weights or saved.dtype == torch.float32:
         return {}
     folders = [saved.folder, *reversed(run_folder.checkpoints(saved.run).values())] if saved.run else [saved.folder]
     held_weights = stored.Weights(saved.folder)
@@ -314,10 +317,10 @@ def _masters(given, saved) -> dict:
         in_files = {} if saved.adapter else classes.file_names(_config(saved.folder, saved.remote), held_weights.where)
         names = {in_files.get(plain := merge.plain_name(name), plain): name for name in states.shapes}
         sample_name = next((name for name in names if name in held_weights.where), None)
-        if sample_name and _rounds(states.whole(names[sample_name]), held_weights.get(sample_name)):
-            print(f"  the fp32 master copies of {folder.name} are taken", flush=True)
+        if sample_name and _rounds(states.full(names[sample_name]), held_weights.get(sample_name)):
+            print(f"  using the fp32 master copies of {folder.name}", flush=True)
             saved_names = {plain: name for plain, name in names.items() if plain in held_weights.where}
-            return {plain: functools.partial(states.whole, name) for plain, name in saved_names.items()}
+            return {plain: functools.partial(states.full, name) for plain, name in saved_names.items()}
     return {}
 
 
@@ -326,7 +329,7 @@ def _rounds(master: torch.Tensor, weight: torch.Tensor) -> bool:
 
 
 def _master(master: torch.Tensor, weight: torch.Tensor, name: str) -> torch.Tensor:
-    """Return the master. Raises: UserError if the saved weight was not rounded from it."""
+    """Return the master. Raises: UserError if it does not round to the saved weight."""
     if not _rounds(master, weight):
         raise UserError(
             f"{name}: its fp32 master copy does not round to the saved weight; export without --dtype float32."
@@ -344,14 +347,14 @@ def _config(folder: Path, remote: bool):
 
 
 def _skeleton(folder: Path, remote: bool):
-    """Build the model on the meta device, without memory."""
+    """Build the model on the meta device."""
     config = _config(folder, remote)
     with torch.device("meta"):
         return classes.auto_class(config).from_config(config, trust_remote_code=remote)
 
 
 def _tied_twins(saved, held: stored.Weights) -> dict[str, str]:
-    """Return {tied weight saved a second time (ZeRO does): the first one}, where they are bit-equal."""
+    """Return {duplicate of a tied weight (saved by ZeRO): the first copy} if both are equal."""
     ties = getattr(_skeleton(saved.folder, saved.remote), "all_tied_weights_keys", {})
     return {
         name: first
@@ -361,11 +364,11 @@ def _tied_twins(saved, held: stored.Weights) -> dict[str, str]:
 
 
 def _check_complete(saved, names: set[str]) -> None:
-    """Check that the shards hold every weight. Raises: UserError for missing (frozen) ones."""
+    """Check that the shards contain all weights. Raises: UserError for missing (frozen) weights."""
     model = _skeleton(saved.folder, saved.remote)
     expected = set(model.state_dict()) - set(getattr(model, "all_tied_weights_keys", {}))
     if missing := sorted(expected - names):
         raise UserError(
-            f"{saved.folder}: has no model.safetensors, and its shards lack {missing[0]} and {len(missing) - 1} more "
-            "(DeepSpeed's shards hold what is trained); save the whole model with trainer.save_model()."
+            f"{saved.folder}: model.safetensors is missing, and its shards lack {missing[0]} and {len(missing) - 1} "
+            "more weights (DeepSpeed only saves trained weights); save the full model with trainer.save_model()."
         )

@@ -1,4 +1,4 @@
-"""Find what a folder holds (a model, or an adapter and its base) and load it as it was trained."""
+"""Find a model, or an adapter and its base, in a folder, and load it as in training."""
 
 import json
 import re
@@ -13,7 +13,7 @@ from transformers import AutoConfig, AutoTokenizer, GenerationConfig, __version_
 from zerofit.base import hub
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import integrity, pickles, zero_shards
-from zerofit.checkpoint.facts import is_of_this_kit, read_facts
+from zerofit.checkpoint.facts import is_zerofit_run, read_facts
 from zerofit.job import program, run_folder
 from zerofit.job.settings import Settings
 from zerofit.model import adapters, attention, quantization
@@ -31,31 +31,31 @@ HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 class Saved:
     """A saved model or adapter."""
 
-    folder: Path  # holds the weights
-    run: Path | None = None  # its run folder; None if another program made it
+    folder: Path  # contains the weights
+    run: Path | None = None  # its run folder; None if another program created it
     facts: dict = field(default_factory=dict)  # run.json
     adapter: dict | None = None  # adapter_config.json; None for a full model
     base: str = ""  # folder of the adapter's base
     remote: bool = False  # --trust_remote_code
 
     def argument(self, name: str):
-        """Return the run's value of an argument; None for a folder of another program."""
+        """Return the run's value of an argument, None for a folder of another program."""
         return self.facts.get("arguments", {}).get(name, {}).get("value")
 
     @property
     def label(self) -> str:
-        """Return the name of the weights in their run: "checkpoint-50", "final (step 174)"; a resume changes final/."""
+        """Return the name of the weights in their run, e.g. "checkpoint-50" or "final (step 174)"."""
         steps = run_folder.read_json(self.run / "result.json").get("steps") if self.run else None
         return f"final (step {steps})" if self.folder.name == "final" and steps is not None else self.folder.name
 
     @property
     def bits(self) -> int | None:
-        """Return 4 or 8 for an adapter that was trained on a base quantized to so many bits, else None."""
+        """Return 4 or 8 for an adapter that was trained on a 4-bit or 8-bit base, else None."""
         return 4 if self.argument("load_in_4bit") else 8 if self.argument("load_in_8bit") else None
 
     @property
     def base_dtype(self) -> torch.dtype | None:
-        """Return the dtype of an adapter's base in training (model.load.weight_dtype); None if unknown."""
+        """Return the dtype of an adapter's base in training (model.load.weight_dtype), None if unknown."""
         requested = self.argument("dtype")
         if requested not in (None, "auto"):
             return getattr(torch, requested)
@@ -65,7 +65,7 @@ class Saved:
 
     @property
     def dtype(self) -> torch.dtype:
-        """Return the dtype of the saved weights; fp32 for DeepSpeed's shards."""
+        """Return the dtype of the saved weights, fp32 for DeepSpeed's shards."""
         return dtype_of(self.weights) or torch.float32
 
     @property
@@ -77,28 +77,28 @@ class Saved:
 
 
 def find(path: str, base: str = "", remote: bool = False) -> Saved:
-    """Find the weights under a path, and the run and the base that belong to them.
+    """Find the weights under a path, with their run and base.
 
-    Args: path: a run folder (its final/, else its newest valid checkpoint), a checkpoint, final/, an export, or another
-        program's model folder; base: the base model of an adapter, if it has moved.
-    Raises: UserError for any other folder, a damaged one, or a missing base.
+    Args: path: a run folder (for final/, else the newest valid checkpoint), a checkpoint, final/, an export, or a model
+        folder of another program; base: base model of an adapter, if it has moved.
+    Raises: UserError for other folders, damaged folders, or a missing base.
     """
-    path_given = Path(path).expanduser()
-    if not path_given.is_dir():
-        raise UserError(f"{path}: no such folder; name a run (runs/...), one of its checkpoints, or its final/.")
-    run = next((folder for folder in (path_given, path_given.parent) if (folder / "run.json").exists()), None)
+    top = Path(path).expanduser()
+    if not top.is_dir():
+        raise UserError(f"{path}: no such folder; use a run (runs/...), one of its checkpoints, or its final/.")
+    run = next((folder for folder in (top, top.parent) if (folder / "run.json").exists()), None)
     facts = _facts(run) if run else {}
-    folder = path_given
-    if run == path_given and (path_given / "final").is_dir() and run_folder.finished(path_given):
-        folder = path_given / "final"
-    elif run_folder.checkpoints(path_given) and not _holds(path_given):
-        folder = _of_run(path_given, facts)
-    if run == path_given and folder == path_given and not _holds(path_given):
-        raise UserError(f"{path}: this run has saved no checkpoint yet, and it has not finished.")
+    folder = top
+    if run == top and (top / "final").is_dir() and run_folder.finished(top):
+        folder = top / "final"
+    elif run_folder.checkpoints(top) and not _holds(top):
+        folder = _newest_checkpoint(top, facts)
+    if run == top and folder == top and not _holds(top):
+        raise UserError(f"{path}: this run has not finished and has not saved a checkpoint yet.")
     if not _holds(folder):
-        raise UserError(f"{folder}: {_why_not(folder)}.")
+        raise UserError(f"{folder}: {_why_invalid(folder)}.")
     saved = Saved(folder, run, facts, remote=remote)
-    _check_whole(saved)
+    _check_complete(saved)
     if (folder / "adapter_config.json").exists():
         saved.adapter = json.loads((folder / "adapter_config.json").read_text(encoding="utf-8"))
         saved.base = _find_base(saved, base)
@@ -113,7 +113,7 @@ def dtype_of(files: list[Path]) -> torch.dtype | None:
     """Return the dtype of the first floating point tensor, or None."""
     for file in files:
         with safe_open(file, "pt") as opened:
-            for name in opened.keys():  # noqa: SIM118  (no dict)
+            for name in opened.keys():  # noqa: SIM118  (not a dict)
                 if (tensor := opened.get_tensor(name)).is_floating_point():
                     return tensor.dtype
     return None
@@ -122,7 +122,7 @@ def dtype_of(files: list[Path]) -> torch.dtype | None:
 def _facts(run: Path) -> dict:
     if facts := run_folder.read_record(run / "run.json"):
         return facts
-    raise UserError(f"{run / 'run.json'}: is damaged; name its final/ or a checkpoint copied elsewhere.")
+    raise UserError(f"{run / 'run.json'}: is damaged; use a copy of its final/ or of a checkpoint in another folder.")
 
 
 def _holds(folder: Path) -> bool:
@@ -130,80 +130,77 @@ def _holds(folder: Path) -> bool:
     return plain or (folder / ADAPTER).exists()
 
 
-def _why_not(folder: Path) -> str:
+def _why_invalid(folder: Path) -> str:
     if any(folder.glob("*model*.bin")):
         return (
-            "its weights are pickles (.bin), which run what they name when they are loaded; "
-            "save it as safetensors first"
+            "its weights are pickle files (.bin), which can execute code when they are loaded; "
+            "convert them to safetensors first"
         )
     if zero_shards.is_deepspeed(folder):
-        return (
-            "holds DeepSpeed's shards and no config.json of a model; "
-            "put the model's config.json and tokenizer beside them"
-        )
-    return "holds neither a model (config.json, model.safetensors) nor an adapter (adapter_model.safetensors)"
+        return "contains DeepSpeed's shards without a config.json; copy the model's config.json and tokenizer there"
+    return "contains neither a model (config.json, model.safetensors) nor an adapter (adapter_model.safetensors)"
 
 
-def _of_run(run: Path, facts: dict) -> Path:
-    """Return the newest checkpoint that is valid and can be exported. Raises: UserError if there is none."""
+def _newest_checkpoint(run: Path, facts: dict) -> Path:
+    """Return the newest valid checkpoint that can be exported. Raises: UserError."""
     newest, reasons = None, []
     for checkpoint in reversed(run_folder.checkpoints(run).values()):
-        if reason := "" if _holds(checkpoint) else _why_not(checkpoint):
+        if reason := "" if _holds(checkpoint) else _why_invalid(checkpoint):
             reasons.append(f"{checkpoint.name}: {reason}")
             continue
         try:
-            _check_whole(Saved(checkpoint, run, facts))
+            _check_complete(Saved(checkpoint, run, facts))
         except UserError as error:
             reasons.append(str(error).removeprefix(f"{run}/").rstrip("."))
             continue
         newest = checkpoint
         break
     for reason in reasons if newest else ():
-        print(f"note: passed over: {reason}", flush=True)
+        print(f"note: skipped: {reason}", flush=True)
     if not newest:
-        raise UserError(f"{run}: none of its checkpoints is whole ({'; '.join(reasons)}).")
+        raise UserError(f"{run}: all checkpoints are incomplete ({'; '.join(reasons)}).")
     return newest
 
 
-def _check_whole(saved: Saved) -> None:
-    """Refuse damaged files: by hash if zerofit saved them, else by length. Raises: UserError."""
+def _check_complete(saved: Saved) -> None:
+    """Check for damaged files: by hash if zerofit saved them, else by length. Raises: UserError."""
     folder = saved.folder
-    is_ours = folder.name.startswith("checkpoint-") and is_of_this_kit(folder.parent)
+    is_ours = folder.name.startswith("checkpoint-") and is_zerofit_run(folder.parent)
     if (is_ours or read_facts(folder) is not None) and (reason := integrity.damage(folder)):
-        raise UserError(f"{folder}: is no whole checkpoint: {reason}; name another one.")
+        raise UserError(f"{folder}: is incomplete: {reason}; use another checkpoint.")
     for file in folder.glob("*.safetensors"):
         if reason := files.damage(file):
-            raise UserError(f"{file}: is not whole ({reason}); name another checkpoint.")
+            raise UserError(f"{file}: is incomplete ({reason}); use another checkpoint.")
     for index in folder.glob("*.index.json"):
         shard_names = set(json.loads(index.read_text(encoding="utf-8"))["weight_map"].values())
         if outside := [name for name in shard_names if Path(str(name)).name != name]:
-            raise UserError(f"{index}: {outside[0]!r} is no name of a file beside it; name another checkpoint.")
+            raise UserError(f"{index}: {outside[0]!r} is not a file name in its folder; use another checkpoint.")
         if missing := sorted(name for name in shard_names if not (folder / name).exists()):
-            raise UserError(f"{folder}: {missing[0]} is missing, which {index.name} names; name another checkpoint.")
+            raise UserError(f"{folder}: {missing[0]} is missing, which {index.name} lists; use another checkpoint.")
     if zero_shards.is_deepspeed(folder) and (reason := pickles.fault(folder)):
         raise UserError(f"{folder}: {reason}.")
 
 
-def _find_base(saved: Saved, given: str) -> str:
-    """Return the folder of the adapter's base; a hub id is downloaded, or found in the cache.
+def _find_base(saved: Saved, base: str) -> str:
+    """Return the folder of the adapter's base; download a Hub id unless it is in the cache.
 
-    Raises: UserError when it does not exist, or is not the one that the adapter was trained on.
+    Raises: UserError if the base does not exist, or if the adapter was trained on another base.
     """
     kind, init = saved.adapter.get("peft_type", ""), str(saved.adapter.get("init_lora_weights"))
     if saved.run and saved.folder.name.startswith("checkpoint-") and re.fullmatch(adapters.CHANGES_BASE, init):
         raise UserError(
-            f"{saved.folder}: in training, {init} has changed the base that this adapter is for, and only final/ is "
-            "converted to fit the original one; finish the run (make resume) and take that."
+            f"{saved.folder}: {init} changed the base of this adapter in training, and only the adapter in final/ is "
+            "converted to the original base; finish the run (make resume) and use final/."
         )
-    name = given or saved.adapter.get("base_model_name_or_path") or ""
-    place = f"--base {given}" if given else f"{saved.folder}: its base {name or 'is not named'}"
+    name = base or saved.adapter.get("base_model_name_or_path") or ""
+    place = f"--base {base}" if base else f"{saved.folder}: its base {name or '(not set)'}"
     path = Path(name).expanduser()
     if not path.is_dir():
         if not name or path.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-            raise UserError(f"{place}: no such folder; say where the base of this {kind} adapter is with --base.")
+            raise UserError(f"{place}: no such folder; set --base to the base of this {kind} adapter.")
         path = _from_hub(name, saved, place)
     if not (path / "config.json").exists():
-        raise UserError(f"{place}: has no config.json; say where the base of this {kind} adapter is with --base.")
+        raise UserError(f"{place}: config.json is missing; set --base to the base of this {kind} adapter.")
     _check_base(saved, path, place)
     return str(path)
 
@@ -211,21 +208,17 @@ def _find_base(saved: Saved, given: str) -> str:
 def _from_hub(name: str, saved: Saved, place: str) -> Path:
     revision = saved.adapter.get("revision")
     folder = hub.fetch(name, place, revision)
-    return hub.fetch(name, place, revision, (*hub.SMALL, *files.names(folder)))
+    return hub.fetch(name, place, revision, (*hub.SMALL_FILES, *files.names(folder)))
 
 
 def _check_base(saved: Saved, base: Path, place: str) -> None:
-    """Compare the base with the run's recorded hash and the adapter's shapes. Raises: UserError."""
+    """Compare the base with the recorded hash and the adapter's shapes. Raises: UserError."""
     if saved.argument("random_init"):
-        raise UserError(
-            f"{saved.folder}: was trained with --random_init, its base was never saved; nothing to load it on."
-        )
+        raise UserError(f"{saved.folder}: cannot be loaded, since its base used --random_init and was never saved.")
     folders = [saved.folder, *reversed(run_folder.checkpoints(saved.run).values())] if saved.run else [saved.folder]
     known = next((facts for folder in folders if (facts := read_facts(folder))), {})
     if known and _comparable(saved) and known["fingerprints"]["model"] != _fingerprint(saved, base):
-        raise UserError(
-            f"{place}: is not the model that this adapter was trained on (its hash is another); name it with --base."
-        )
+        raise UserError(f"{place}: is not the base that this adapter was trained on (different hash); set --base.")
     adapter_weights, base_weights = stored.Weights(saved.folder), stored.Weights(base)
     for name, file in adapter_weights.where.items():
         module = name.removeprefix("base_model.model.").rpartition(".lora_A")[0]
@@ -235,13 +228,13 @@ def _check_base(saved: Saved, base: Path, place: str) -> None:
         columns, width = target.get_slice(f"{module}.weight").get_shape()[1], file.get_slice(name).get_shape()[1]
         if columns != width:
             raise UserError(
-                f"{place}: is not the model that this adapter was trained on: {module} takes {columns} numbers, the "
-                f"adapter {width}; name the right one with --base."
+                f"{place}: is not the base that this adapter was trained on: {module} has {columns} input features, "
+                f"the adapter {width}; set --base."
             )
 
 
 def _comparable(saved: Saved) -> bool:
-    """Return whether the base's hash compares: a local base, and the same transformers (in its config)."""
+    """Return whether base hashes are comparable: for a local base and the same version of transformers."""
     local = Path(saved.adapter.get("base_model_name_or_path") or "").is_absolute()
     return local and saved.facts.get("versions", {}).get("transformers") == __version__
 
@@ -255,7 +248,7 @@ def _fingerprint(saved: Saved, base: Path) -> str:
 
 
 def tokenizer(saved: Saved):
-    """Load the folder's tokenizer, else its base's; None if neither has one."""
+    """Load the tokenizer of the folder or of the base, None if both lack it."""
     for folder in filter(None, (saved.folder, saved.base)):
         if any(Path(folder).glob("tokenizer*")):
             return AutoTokenizer.from_pretrained(folder, trust_remote_code=saved.remote)
@@ -263,27 +256,27 @@ def tokenizer(saved: Saved):
 
 
 def load(saved: Saved, device: str = "cpu"):
-    """Load the model as it was trained: an adapter unmerged, on its base in its dtype and quantization."""
+    """Load the model as in training, with an unmerged adapter and the same dtype and quantization."""
     attention.avoid_wrong_kernels()
     if not saved.adapter:
-        model = _model(saved.folder, saved, "auto", device) if saved.weights else _of_shards(saved, device)
-        return _with_its_ends(model, saved).eval()
-    model = _with_its_ends(load_base(saved, device), saved)
-    # DeepSpeed trains an adapter in the base's dtype; PEFT would compute it in fp32.
+        model = _model(saved.folder, saved, "auto", device) if saved.weights else _load_shards(saved, device)
+        return _with_generation_config(model, saved).eval()
+    model = _with_generation_config(load_base(saved, device), saved)
+    # DeepSpeed trains an adapter in the base's dtype, while PEFT would use fp32.
     as_trained = {"autocast_adapter_dtype": saved.dtype == torch.float32}
-    model = with_wrong_base_named(saved, lambda: PeftModel.from_pretrained(model, saved.folder, **as_trained))
+    model = with_base_error(saved, lambda: PeftModel.from_pretrained(model, saved.folder, **as_trained))
     return model.eval()
 
 
-def _with_its_ends(model, saved: Saved):
-    """Let generation stop where the folder's generation_config.json says; peft reads the base's."""
+def _with_generation_config(model, saved: Saved):
+    """Use the folder's generation_config.json; peft uses the base's."""
     if (saved.folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(saved.folder)
     return model
 
 
 def load_base(saved: Saved, device: str = "cpu"):
-    """Load an adapter's base, with embedding rows for the adapter's tokens."""
+    """Load an adapter's base, with embedding rows for added tokens."""
     dtype, options = saved.base_dtype or "auto", {}
     if saved.bits:
         read = linear_attention.read_by_kernels(AutoConfig.from_pretrained(saved.base))
@@ -291,13 +284,14 @@ def load_base(saved: Saved, device: str = "cpu"):
     model = _model(Path(saved.base), saved, dtype, device, **options)
     if saved.bits:
         quantization.keep_layout(model)
-    own_tokenizer = tokenizer(saved)
-    if own_tokenizer is not None and len(own_tokenizer) > model.get_input_embeddings().num_embeddings:
-        model.resize_token_embeddings(len(own_tokenizer), mean_resizing=False)
+    adapter_tokenizer = tokenizer(saved)
+    if adapter_tokenizer is not None and len(adapter_tokenizer) > model.get_input_embeddings().num_embeddings:
+        model.resize_token_embeddings(len(adapter_tokenizer), mean_resizing=False)
     return model
 
 
-def with_wrong_base_named(saved: Saved, load_adapter):
+def with_base_error(saved: Saved, load_adapter):
+    """Load an adapter; raise UserError if it does not match its base."""
     try:
         return load_adapter()
     except (RuntimeError, ValueError) as error:  # size mismatch, target modules not found
@@ -320,27 +314,27 @@ def _model(folder: Path, saved: Saved, dtype, device: str, **more):
             trust_remote_code=saved.remote,
             use_safetensors=True,
             output_loading_info=True,
-            ignore_mismatched_sizes=True,  # they are refused below, in a sentence
+            ignore_mismatched_sizes=True,  # complete.check_names raises for them
             **more,
         )
     if unpacked:
         complete.save_unpacked(model)
-    towers.loaded(model, config, folder)
-    complete.refuse(complete.of_loaded(model, info), str(folder))
+    towers.record_folder(model, config, folder)
+    complete.check_names(complete.loaded_names(model, info), str(folder))
     return model
 
 
-def _of_shards(saved: Saved, device: str):
-    """Load a folder with only DeepSpeed's shards, through DeepSpeed's own converter."""
+def _load_shards(saved: Saved, device: str):
+    """Load a folder with only DeepSpeed's shards, using DeepSpeed's converter."""
     from deepspeed.utils.zero_to_fp32 import get_fp32_state_dict_from_zero_checkpoint
 
     config = AutoConfig.from_pretrained(saved.folder, trust_remote_code=saved.remote)
     model = classes.auto_class(config).from_config(config, dtype=torch.float32, trust_remote_code=saved.remote)
-    with pickles.only_known():
-        found = model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(saved.folder)), strict=False)
-    if missing := sorted(set(found.missing_keys) - model.all_tied_weights_keys.keys()):
+    with pickles.known_globals_only():
+        result = model.load_state_dict(get_fp32_state_dict_from_zero_checkpoint(str(saved.folder)), strict=False)
+    if missing := sorted(set(result.missing_keys) - model.all_tied_weights_keys.keys()):
         raise UserError(
-            f"{saved.folder}: its shards lack {complete.listed(missing)}, which would be random numbers (DeepSpeed's "
-            "shards hold what is trained); save the whole model with trainer.save_model()."
+            f"{saved.folder}: its shards lack {complete.listed(missing)}, which would be random (DeepSpeed only "
+            "saves trained weights); save the full model with trainer.save_model()."
         )
     return model.to(device)

@@ -1,1 +1,1 @@
-"""A job: its settings, the program that it starts, and its run folder."""
+"""A job: its settings, its program and its run folder."""

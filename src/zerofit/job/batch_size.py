@@ -1,4 +1,4 @@
-"""Solve effective batch = micro batch x accumulation x data ranks for the numbers that were not given."""
+"""Solve effective batch = micro batch x accumulation x data ranks for the unset numbers."""
 
 from zerofit.base.errors import UserError
 
@@ -6,7 +6,7 @@ DEFAULT_EFFECTIVE_BATCH_SIZE = 32
 
 DEFAULT_MAX_MICRO_BATCH = 8
 
-LARGEST_MICRO = 64  # rows of a micro batch that a plan tries
+LARGEST_MICRO = 64  # most rows per micro batch that a plan tries
 
 
 def _largest_divisor(number: int, at_most: int) -> int:
@@ -22,9 +22,9 @@ def solve(
 ) -> tuple[int, int, int]:
     """Return (effective, micro, accumulation) with effective = micro x accumulation x ranks.
 
-    Args: effective, micro, accumulation: in samples, None: not given; ranks: Settings.data_ranks; max_micro: the
-        largest micro batch to choose if it is not given. If none is given the effective batch is about 32 samples.
-    Raises: UserError for a number below 1 or for numbers that do not multiply up.
+    Args: effective, micro, accumulation: in samples, None if not set; ranks: Settings.data_ranks; max_micro: the
+        largest micro batch to choose. The default effective batch is about 32 samples.
+    Raises: UserError for a number below 1, or numbers that do not fit together.
     """
     for name, value in (
         ("effective_batch_size", effective),
@@ -37,7 +37,7 @@ def solve(
     if effective is None:
         if micro and accumulation:
             return micro * accumulation * ranks, micro, accumulation
-        # Keep the effective batch near its default; the caller prints the result.
+        # Keep the effective batch near its default; the caller prints it.
         unit = (micro or accumulation or 1) * ranks
         effective = unit * max(1, round(DEFAULT_EFFECTIVE_BATCH_SIZE / unit))
 
@@ -47,10 +47,10 @@ def solve(
         parts += [f"per_device_train_batch_size {micro}"] if micro else []
         parts += [f"gradient_accumulation_steps {accumulation}"] if accumulation else []
         if micro and accumulation:
-            fix = f"use --effective_batch_size {unit}, or leave one of the three out"
+            fix = f"use --effective_batch_size {unit}, or remove one of the three"
         else:
             below, above = effective // unit * unit, (effective // unit + 1) * unit
-            fix = f"the nearest that fit are {below} and {above}" if below else f"the nearest that fits is {above}"
+            fix = f"the nearest multiples are {below} and {above}" if below else f"the nearest multiple is {above}"
         raise UserError(f"--effective_batch_size {effective} is not a multiple of {' x '.join(parts)} = {unit}: {fix}.")
     per_rank = effective // ranks
     micro = micro or (per_rank // accumulation if accumulation else _largest_divisor(per_rank, max_micro))
@@ -58,7 +58,7 @@ def solve(
 
 
 def divisors(rows: int) -> list[int]:
-    """Return the micro batches into which the rows of a rank's step divide."""
+    """Return the micro batch sizes that divide the rows of a rank's step."""
     return [n for n in range(1, min(rows, LARGEST_MICRO) + 1) if rows % n == 0]
 
 

@@ -1,4 +1,4 @@
-"""Define DataEntry: what an entry of --data says of a data set."""
+"""Define DataEntry, a parsed entry of --data."""
 
 import json
 import re
@@ -17,17 +17,17 @@ class DataEntry:
     """A data set of --data or --eval_data."""
 
     path: str  # file, folder, glob or hub id
-    config: str | None = None  # of a hub set; None: --data_config
+    config: str | None = None  # configuration of a Hub data set; None: --data_config
     split: str | None = None  # None: --data_split
-    revision: str | None = None  # branch, tag or commit of a hub set
-    weight: float = 1.0  # how often each row is used in an epoch
+    revision: str | None = None  # branch, tag or commit of a Hub data set
+    weight: float = 1.0  # number of times that each row is used per epoch
     columns: tuple[str, ...] | None = None  # ours=theirs; None: --columns
 
 
 def parse(entry: str) -> DataEntry:
-    """Return an entry of --data: `path`, `path:weight`, or a JSON object with KEYS (a mapping in a YAML file).
+    """Parse an entry of --data: `path`, `path:weight`, or a JSON object with KEYS (a mapping in a YAML file).
 
-    Raises: UserError for an object that is not valid, a weight that is not above 0, and columns of another form.
+    Raises: UserError for an invalid object, weight or list of columns.
     """
     if not entry.lstrip().startswith("{"):
         match = re.fullmatch(r"(.+):(\d+(?:\.\d+)?)", entry, re.DOTALL)
@@ -42,11 +42,11 @@ def parse(entry: str) -> DataEntry:
     if unknown is not None:
         raise UserError(f"--data {entry}: unknown key {unknown!r}; known: {', '.join(KEYS)}.")
     if not values.get("path"):
-        raise UserError(f"--data {entry}: has no path; name a file, a folder or a hub id with it.")
+        raise UserError(f"--data {entry}: path is missing; set it to a file, a folder or a Hub id.")
     texts = {key: values.get(key) for key in KEYS[:4]}
     wrong = next((key for key, value in texts.items() if not isinstance(value, str | None)), None)
     if wrong:
-        raise UserError(f"--data {entry}: {wrong} must be a string, found {values[wrong]!r}.")
+        raise UserError(f"--data {entry}: {wrong} must be a string, not {values[wrong]!r}.")
     weight = _weight(entry, values["weight"]) if values.get("weight") is not None else 1.0
     return DataEntry(**texts, weight=weight, columns=_columns(entry, values.get("columns")))
 
@@ -57,17 +57,17 @@ def _weight(entry: str, value: Any) -> float:
     except (TypeError, ValueError):
         weight = 0.0
     if isinstance(value, bool) or not 0 < weight < float("inf"):
-        raise UserError(f"--data {entry}: the weight must be above 0.")
+        raise UserError(f"--data {entry}: the weight must be a positive number.")
     return weight
 
 
 def _columns(entry: str, value: Any) -> tuple[str, ...] | None:
-    """Return the columns of an object of an entry, {ours: theirs} or a list of ours=theirs."""
+    """Return the columns of an entry's object: {ours: theirs} or a list of ours=theirs."""
     if value is None:
         return None
     pairs = [f"{ours}={theirs}" for ours, theirs in value.items()] if isinstance(value, dict) else value
     if not isinstance(pairs, list) or not all(isinstance(pair, str) and is_pair(pair) for pair in pairs):
-        raise UserError(f"--data {entry}: columns must be our names with theirs, e.g. {{prompt: query}}.")
+        raise UserError(f"--data {entry}: columns must map zerofit's names to the data set's, e.g. {{prompt: query}}.")
     return tuple(pairs)
 
 

@@ -1,4 +1,4 @@
-"""Write and read job.json: a job that is resolved, for the ranks that train it and for those who go on with it."""
+"""Write and read job.json: a resolved job, for the ranks that train it and for later resumes."""
 
 import json
 import math
@@ -16,70 +16,70 @@ from zerofit.job.recipe import Recipe
 from zerofit.job.request import Request
 from zerofit.job.settings import Decision, Settings, subject
 
-FILE = "job.json"  # its name in an attempt's folder and in the run folder
+FILE = "job.json"  # file name in an attempt's folder and in the run folder
 
-OPTION = "--job"  # of a recipe's process: the file that the launcher has written for it
+OPTION = "--job"  # option of a recipe's process: the job file that the launcher wrote
 
-_ANYTHING = object()
+_MISSING = object()
 
 
 @dataclass(frozen=True)
 class Job:
-    """A job as it was resolved, once, by the launcher or by the process itself."""
+    """A job, resolved once by the launcher or by the process itself."""
 
-    request: Request  # what was asked for, from which the settings follow
+    request: Request  # the user's arguments, from which the settings follow
     settings: Settings  # resolved and frozen
-    program: dict | None  # "file" and "sha256" of the recipe's file; None: an interpreter's own lines
-    command: str = ""  # that starts the same ranks when typed, secrets hidden
-    facts: Mapping[str, Any] = field(default_factory=dict)  # found before: "plan", "canary", "weights"
-    trial: Mapping[str, Any] = field(default_factory=dict)  # what its ranks measure instead of training
-    version: str = __version__  # of the zerofit that resolved it
+    program: dict | None  # "file" and "sha256" of the recipe's file; None in an interactive interpreter
+    command: str = ""  # command line that starts the same ranks, secrets hidden
+    facts: Mapping[str, Any] = field(default_factory=dict)  # results of earlier checks: "plan", "canary", "weights"
+    trial: Mapping[str, Any] = field(default_factory=dict)  # measurements of its ranks instead of training
+    version: str = __version__  # zerofit version that resolved it
 
 
-_running = SimpleNamespace(job=None)  # of this process
+_running = SimpleNamespace(job=None)  # the job of this process
 
 
 def running() -> Job | None:
-    """Return the job that the launcher has written for this process; None where it resolves its own command line."""
+    """Return the job that the launcher wrote for this process; None if the process resolves its command line."""
     return _running.job
 
 
-_published: dict = {}  # the prediction by the check before this job, which its launcher or this process has made
+_published: dict = {}  # the plan's prediction for this job, made by its launcher or this process
 
 
 def publish(plan: dict | None) -> None:
-    """Make a prediction the one of this process's job; None: there is none."""
+    """Store the prediction for this process's job; None: without a prediction."""
     _published.clear()
     _published.update(plan or {})
 
 
 def published() -> dict:
-    """Return the prediction of this process's job; {}: there is none."""
+    """Return the prediction for this process's job; {} without a prediction."""
     return dict(_published)
 
 
-def named(argv: list[str]) -> Path | None:
-    """Return the file that a recipe's process is started with; None for a user's command line."""
-    place = argv.index(OPTION) + 1 if OPTION in argv else len(argv)  # DeepSpeed's launcher adds --local_rank before it
+def file_argument(argv: list[str]) -> Path | None:
+    """Return the job file on the command line of a recipe's process; None on a user's command line."""
+    place = argv.index(OPTION) + 1 if OPTION in argv else len(argv)  # DeepSpeed's launcher adds --local_rank in front
     return Path(argv[place]) if place < len(argv) else None
 
 
 def words(file: Path, folder: str) -> list[str]:
-    """Return the command line of a recipe's process that trains a job; the folder is for `zerofit status`."""
+    """Return the arguments of a recipe's process that trains a job; `zerofit status` reads the folder."""
     return [OPTION, str(file), "--output_dir", folder]
 
 
 def start(file: Path, ranks: int, recipe: Recipe) -> Settings:
-    """Make the job of a file the one of this process, and return its settings.
+    """Set the job of this process from a file, and return its settings.
 
-    Args: ranks: the processes that were started; recipe: theirs.
-    Raises: UserError for a file that is no job, or one for another number of processes.
+    Args: ranks: number of started processes; recipe: the recipe of the process.
+    Raises: UserError for an invalid job file, or a job for another number of processes.
     """
     job = read(file, recipe)
     if job.settings.world_size != ranks:
         raise UserError(
-            f"{file}: is a job for {job.settings.world_size} processes, and {ranks} were started; give the recipe its "
-            "flags, not the job of another launch."
+            f"{file}: is a job for {job.settings.world_size} processes, but {ranks} were started; start the recipe "
+            "with its flags, not with the job of another launch."
         )
     if distributed.rank() == 0:
         _note_changes(job)
@@ -88,16 +88,16 @@ def start(file: Path, ranks: int, recipe: Recipe) -> Settings:
 
 
 def _note_changes(job: Job) -> None:
-    """Print a line if the recipe's file or zerofit is another one than the job was resolved with."""
+    """Print a note if the recipe's file or zerofit has changed since the job was resolved."""
     now = program.current()
     if job.program and now:
         program.note_change(job.program, now)
     if job.version != __version__:
-        print(f"note: the job was resolved by zerofit {job.version}, and this is {__version__}", flush=True)
+        print(f"note: the job was resolved by zerofit {job.version}; this is zerofit {__version__}", flush=True)
 
 
 def write(file: Path, job: Job) -> None:
-    """Write a job atomically, without the secrets among its arguments."""
+    """Write a job atomically, without secret arguments."""
     settings = job.settings
     secret = settings.values.keys() - _public(settings.values).keys()
     content = {
@@ -111,7 +111,7 @@ def write(file: Path, job: Job) -> None:
         "notes": list(job.request.notes),
         "arguments": _entries(settings.values | dict.fromkeys(secret, None), settings.source),
         "deepspeed": _plain(settings.deepspeed),
-        "decisions": [[one, subject(one)] for one in settings.decisions],
+        "decisions": [[decision, subject(decision)] for decision in settings.decisions],
         "facts": _plain(dict(job.facts)),
         "trial": _plain(dict(job.trial)),
     }
@@ -119,10 +119,10 @@ def write(file: Path, job: Job) -> None:
 
 
 def read(file: Path, recipe: Recipe | None = None) -> Job:
-    """Return the job of a file, which may be somebody else's: nothing in it is executed or looked up.
+    """Read a job from a file, which may come from another user: its content is not executed.
 
-    Args: recipe: the one to give it; None: it has the name only.
-    Raises: UserError for a file that is missing, damaged or holds anything else.
+    Args: recipe: the recipe object; None: the job has only its name.
+    Raises: UserError for a missing or damaged file.
     """
     content = _content(file)
     recipe = recipe or content["recipe"]
@@ -131,8 +131,8 @@ def read(file: Path, recipe: Recipe | None = None) -> Job:
     settings.decisions = [Decision(*entry) for entry in content["decisions"]]
     settings.deepspeed, settings.knows_model = _typed(content["deepspeed"]), content["knows_model"]
     settings.seal()
-    said, trial = _typed(content["facts"]), _typed(content["trial"])
-    return Job(request, settings, content["program"], content["command"], said, trial, content["zerofit"])
+    facts, trial = _typed(content["facts"]), _typed(content["trial"])
+    return Job(request, settings, content["program"], content["command"], facts, trial, content["zerofit"])
 
 
 # --- JSON ---
@@ -141,7 +141,7 @@ _TEXTS = ("recipe", "command", "zerofit")
 
 
 def _content(file: Path) -> dict:
-    """Return the object in a file, whose members have the types that `write` gives them. Raises: UserError."""
+    """Return the object in a file after checking the types of its members. Raises: UserError."""
     try:
         content = json.loads(paths.read_text(file))
     except OSError as error:
@@ -149,35 +149,35 @@ def _content(file: Path) -> dict:
     except (ValueError, RecursionError):
         raise _damaged(file, "it is not valid JSON") from None
     if not isinstance(content, dict):
-        raise _damaged(file, "it is no object")
+        raise _damaged(file, "it is not an object")
     kinds: dict[str, Any] = dict.fromkeys(_TEXTS, str) | {"world_size": int, "knows_model": bool}
     kinds |= dict.fromkeys(("request", "arguments", "facts", "trial"), dict)
     kinds |= {"notes": list, "decisions": list, "program": dict | None, "deepspeed": dict | None}
     for name, kind in kinds.items():
-        value = content.get(name, _ANYTHING)
+        value = content.get(name, _MISSING)
         if not isinstance(value, kind) or (kind is int and (isinstance(value, bool) or value < 1)):
-            raise _damaged(file, f"its {name} is missing or of another type")
+            raise _damaged(file, f"{name} is missing or has the wrong type")
     if not all(isinstance(sentence, str) for sentence in content["notes"]):
-        raise _damaged(file, "its notes are no sentences")
-    if not all(isinstance(one, list) and [type(part) for part in one] == [str, str] for one in content["decisions"]):
-        raise _damaged(file, "its decisions are no sentences with their arguments")
+        raise _damaged(file, "notes must be a list of strings")
+    if not all(isinstance(entry, list) and [*map(type, entry)] == [str, str] for entry in content["decisions"]):
+        raise _damaged(file, "decisions must be pairs of strings")
     if content["program"] is not None and {"file", "sha256"} - {
         name for name, value in content["program"].items() if isinstance(value, str)
     }:
-        raise _damaged(file, "its program has no file and sha256")
+        raise _damaged(file, "program must have a file and a sha256")
     for name in ("request", "arguments"):
         for argument, entry in content[name].items():
             if not isinstance(entry, dict) or not isinstance(entry.get("source"), str) or "value" not in entry:
-                raise _damaged(file, f"its {name} have no value and source for {argument}")
+                raise _damaged(file, f"{name}: {argument} must have a value and a source")
     try:
         _typed(content)
     except (TypeError, ValueError, KeyError, AttributeError, RecursionError):
-        raise _damaged(file, "it has a value that no job has") from None
+        raise _damaged(file, "it contains an invalid value") from None
     return content
 
 
 def _damaged(file: Path, why: str) -> UserError:
-    return UserError(f"{file}: is no job of zerofit: {why}; restore the file, or start the run with its flags.")
+    return UserError(f"{file}: is not a zerofit job file: {why}; restore the file, or start the run with its flags.")
 
 
 def _entries(values: Mapping[str, Any], source: Mapping[str, str]) -> dict[str, dict]:
@@ -185,7 +185,7 @@ def _entries(values: Mapping[str, Any], source: Mapping[str, str]) -> dict[str, 
 
 
 def _public(values: Mapping[str, Any]) -> dict[str, Any]:
-    """Return the arguments that are no secrets."""
+    """Return the arguments that are not secret."""
     return {name: value for name, value in values.items() if not name.endswith("_token")}
 
 
@@ -196,9 +196,9 @@ def _values(entries: dict[str, dict]) -> tuple[dict[str, Any], dict[str, str]]:
 
 
 def _plain(value: Any) -> Any:
-    """Return a value as JSON holds it: what JSON has no form for is an object with one name that begins with `$`.
+    """Return a value in its JSON form; types that JSON lacks become an object with one name that begins with `$`.
 
-    Raises: TypeError for a value of a type that no argument has.
+    Raises: TypeError for an unsupported type.
     """
     if value is None or isinstance(value, bool | int) or type(value) is str:
         return value
@@ -213,13 +213,13 @@ def _plain(value: Any) -> Any:
         if is_plain:
             return {name: _plain(entry) for name, entry in value.items()}
         return {"$dict": [[_plain(name), _plain(entry)] for name, entry in value.items()]}
-    if isinstance(value, Path | str):  # an enumeration's word too
+    if isinstance(value, Path | str):  # str includes members of enumerations
         return str(getattr(value, "value", value))
-    raise TypeError(f"{type(value).__name__}: no argument has this type")
+    raise TypeError(f"{type(value).__name__}: unsupported type of an argument")
 
 
 def _typed(value: Any) -> Any:
-    """Return the value that `_plain` has written. Raises: ValueError or TypeError for what it does not write."""
+    """Invert `_plain`. Raises: ValueError or TypeError for an invalid form."""
     if isinstance(value, list):
         return [_typed(entry) for entry in value]
     if not isinstance(value, dict):

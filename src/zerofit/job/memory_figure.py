@@ -1,4 +1,4 @@
-"""Show peaks of memory by phase and part: as a table of text, or as stacked bars."""
+"""Format peak memory by phase and part as a text table or as stacked bars."""
 
 from pathlib import Path
 
@@ -16,7 +16,7 @@ def size(count: int) -> str:
 
 
 def table(peak: dict[str, dict[str, int]]) -> str:
-    """Format peaks as a table: a row per phase, a column per part, the phase's total last."""
+    """Format peaks as a table with a row per phase, a column per part, and the totals last."""
     parts = [part for part in COLORS if any(part in row for row in peak.values())]
     rows = [[phase, *(size(row.get(p, 0)) for p in parts), size(sum(row.values()))] for phase, row in peak.items()]
     head = ["phase", *parts, "total"]
@@ -28,12 +28,12 @@ def table(peak: dict[str, dict[str, int]]) -> str:
 
 
 def plot(peak: dict[str, dict[str, int]], target: Path, title: str, limit: tuple[int, str] | None = None) -> None:
-    """Write the figure of the peaks as PNG."""
+    """Write the figure as PNG."""
     run_folder.save_figure(figure(peak, title, limit), target)
 
 
 def figure(peak: dict[str, dict[str, int]], title: str, limit: tuple[int, str] | None = None):
-    """Draw a stacked bar per phase with its parts and total. limit: (bytes, name) of a horizontal line."""
+    """Draw a stacked bar per phase. limit: (bytes, label) of a horizontal line."""
     from matplotlib.figure import Figure
 
     largest = max([sum(row.values()) for row in peak.values()] + ([limit[0]] if limit else [])) or 1
@@ -57,8 +57,8 @@ def figure(peak: dict[str, dict[str, int]], title: str, limit: tuple[int, str] |
             limit[1], (1, limit[0] / scale), (4, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
             va="center", fontsize=9, color="#dc2626",
         )  # fmt: skip
-    beside = max(0.0, (4 - len(phases)) / 2)  # one bar alone would be as wide as the picture
-    axes.set(ylabel=f"peak {unit}", ylim=(0, 1.12 * largest / scale), xlim=(-0.5 - beside, len(phases) - 0.5 + beside))
+    margin = max(0.0, (4 - len(phases)) / 2)  # a single bar would fill the figure
+    axes.set(ylabel=f"peak {unit}", ylim=(0, 1.12 * largest / scale), xlim=(-0.5 - margin, len(phases) - 0.5 + margin))
     axes.set_title(title, loc="left", fontsize=11)
     axes.grid(axis="y", alpha=0.2)
     axes.set_axisbelow(True)

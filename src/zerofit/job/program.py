@@ -1,4 +1,4 @@
-"""Identify the program of a run, a recipe's file, and remember for this user what started in which run folder."""
+"""Identify the program of a run (a recipe file), and record which program this user started in which run folder."""
 
 import ast
 import contextlib
@@ -16,56 +16,56 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from zerofit.base.errors import UserError, one_line
-from zerofit.base.paths import PROJECT, ROOT, cache_root, own_folder
+from zerofit.base.paths import PROJECT, ROOT, cache_root, user_only_folder
 from zerofit.job.recipe import NAME, Recipe, assignment, read
 
 if TYPE_CHECKING:
     from zerofit.objective.interface import Objective
 
-DEFAULT = "sft"  # the recipe of a verb whose command line names none
+DEFAULT = "sft"  # recipe of a verb if the command line does not set one
 
-NAME_IT = "name the program with --recipe FILE (`make resume RUN=... RECIPE=FILE`)"
+SET_RECIPE = "set the program with --recipe FILE (`make resume RUN=... RECIPE=FILE`)"
 
 
 @dataclass(frozen=True)
 class Program:
-    """A recipe's file, which is executed only when its RECIPE is asked for."""
+    """A recipe file, which is executed only if its `recipe` is read."""
 
-    file: Path  # as it was named
-    sha256: str  # of its bytes, without the modules that it imports
-    defines_classes: bool  # it has a class statement
+    file: Path  # as on the command line
+    sha256: str  # hash of the file, without imported modules
+    defines_classes: bool  # contains a class statement
     content: bytes = field(repr=False, compare=False)
 
     @functools.cached_property
     def recipe(self) -> Recipe:
         """Return the file's RECIPE. Raises: as `recipe.read`."""
-        own = _of_this_process(self.file, "RECIPE")
-        if isinstance(own, Recipe):
-            return own
+        local = _of_this_process(self.file, "RECIPE")
+        if isinstance(local, Recipe):
+            return local
         return read(self.file, self.content)
 
     @property
     def in_project(self) -> str:
-        """Return the file's path from the project, the working directory of a container's image; else its whole path.
+        """Return the file's path relative to the project (the working directory of a container image), else in full.
 
-        Either may have been reached by links.
+        Links in both paths are resolved.
         """
         file, project = self.file.resolve(), PROJECT.resolve()
         return str(file.relative_to(project) if file.is_relative_to(project) else self.file.absolute())
 
     @property
     def facts(self) -> dict[str, str]:
-        """Return what run.json and checkpoints record of it."""
+        """Return the facts for run.json and checkpoints."""
         return {"file": str(self.file.absolute()), "sha256": self.sha256}
 
 
-_started: Program | None = None  # by this process, which is no program of its own but starts one, e.g. `zerofit launch`
+_started: Program | None = None  # the program that this process starts, e.g. in `zerofit launch`
 
 
-def of(file: Path) -> Program:
-    """Return the program in a file, which is read and not run.
+def from_file(file: Path) -> Program:
+    """Read the program in a file without running it.
 
-    Raises: UserError for a file that is no recipe.
+    Raises: UserError for a file that is not a recipe.
     """
     try:
         content = file.read_bytes()
@@ -76,37 +76,39 @@ def of(file: Path) -> Program:
         where = f"{file}:{getattr(error, 'lineno', None) or 1}"
         raise UserError(f"{where}: is not valid Python: {getattr(error, 'msg', error)}.") from None
     if assignment(tree) is None:
-        raise UserError(f"{file}: is no recipe: it has no `RECIPE = Recipe(...)` at its top; copy a file of recipes/.")
+        raise UserError(
+            f"{file}: is not a recipe: `RECIPE = Recipe(...)` is missing; start from a copy of a file in recipes/."
+        )
     classes = any(isinstance(node, ast.ClassDef) for node in ast.walk(tree))
     return Program(file, hashlib.sha256(content).hexdigest(), classes, content)
 
 
 @functools.cache
 def kit() -> dict[str, Recipe]:
-    """Return the recipes that came with this zerofit by name, and what is added to them in a checkout.
+    """Return {name: recipe} for the recipes that came with this zerofit, including additions in a checkout.
 
-    Those of the project, the folder in which a command is typed, are executed only where the user names them.
+    Recipes in the project (the current folder) are executed only if the user names them.
     """
     recipes = {}
     for file in sorted((ROOT / "recipes").glob("*.py")):
-        with contextlib.suppress(UserError):  # it is reported where it is named
-            recipe = of(file).recipe
+        with contextlib.suppress(UserError):  # reported if the user names it
+            recipe = from_file(file).recipe
             recipes[recipe.name] = recipe
     return recipes
 
 
-def recipe_of(named: Recipe | str) -> Recipe:
-    """Return a recipe, or that of this name: of the program that this process runs or starts, else of the kit.
+def recipe_of(name: Recipe | str) -> Recipe:
+    """Return a recipe by name, from the program that this process runs or starts, else from the kit.
 
-    Raises: UserError for a name that there is not.
+    Raises: UserError for an unknown name.
     """
-    if isinstance(named, Recipe):
-        return named
-    if running := _running(named):
+    if isinstance(name, Recipe):
+        return name
+    if running := _running(name):
         return running.recipe
-    if named not in kit():
-        raise UserError(f"{named}: no such recipe; there are {', '.join(kit())}, or name a .py file of your own.")
-    return kit()[named]
+    if name not in kit():
+        raise UserError(f"{name}: no such recipe; use {', '.join(kit())}, or the .py file of a custom recipe.")
+    return kit()[name]
 
 
 def names() -> list[str]:
@@ -114,32 +116,30 @@ def names() -> list[str]:
     return sorted(file.stem for file in (PROJECT / "recipes").glob("*.py"))
 
 
-def find(named: str) -> Program:
-    """Return the program that a command line names: a file, one of the project's, or a name such as sft.
+def find(name: str) -> Program:
+    """Return the program for a name on a command line: a file, a file of the project, or a name such as sft.
 
-    Raises: UserError for a file that is not there or is no recipe.
+    Raises: UserError for a file that does not exist or is not a recipe.
     """
-    if named.endswith(".py"):
-        files = [Path(named).expanduser(), PROJECT / named]
+    if name.endswith(".py"):
+        files = [Path(name).expanduser(), PROJECT / name]
     else:
-        files = [PROJECT / "recipes" / f"{named}.py"] if named.isidentifier() else []
+        files = [PROJECT / "recipes" / f"{name}.py"] if name.isidentifier() else []
     for file in files:
         if file.is_file():
-            return of(file)
-    raise UserError(
-        f"{named}: no such recipe; there are {', '.join(names())}, or name a recipe's .py file of your own."
-    )
+            return from_file(file)
+    raise UserError(f"{name}: no such recipe; use {', '.join(names())}, or the .py file of a custom recipe.")
 
 
-def start(named: str) -> Program:
-    """Return the program that a command line names, as the one that this process starts."""
+def start(name: str) -> Program:
+    """Find a program and record it as the one that this process starts."""
     global _started
-    _started = find(named)
+    _started = find(name)
     return _started
 
 
 def current() -> Program | None:
-    """Return the program that this process runs or starts; None if neither is a recipe's file."""
+    """Return the program that this process runs or starts; None if it is not a recipe file."""
     return _of_main(getattr(sys.modules["__main__"], "__file__", None)) or _started
 
 
@@ -152,72 +152,72 @@ def _running(name: str) -> Program | None:
 @functools.cache  # read once: the file may be edited while it trains
 def _of_main(file: str | None) -> Program | None:
     with contextlib.suppress(UserError):
-        return of(Path(file).absolute()) if file else None
+        return from_file(Path(file).absolute()) if file else None
     return None
 
 
 def file_of(recipe: Recipe) -> Path:
-    """Return the file that this process runs or starts, if it is this recipe's; else the project's."""
+    """Return the file of a recipe: the one that this process runs or starts, else the project's."""
     running = _running(recipe.name)
     return running.file if running else PROJECT / "recipes" / f"{recipe.name}.py"
 
 
-def if_not_of_kit(recipe: Recipe) -> Program | None:
-    """Return the program with which another process goes on as this one; None for an unchanged recipe of the kit."""
-    program = _running(recipe.name) or of(file_of(recipe))
+def custom_program(recipe: Recipe) -> Program | None:
+    """Return the program that another process needs to run this recipe; None for an unchanged recipe of the kit."""
+    program = _running(recipe.name) or from_file(file_of(recipe))
     return None if program.sha256 == kit_hash(recipe.name) else program
 
 
-def shown(recipe: Recipe) -> str:
-    """Return a recipe's file as sentences name it: "recipes/sft.py", or the path of a file outside the project."""
+def display_path(recipe: Recipe) -> str:
+    """Return a recipe's file for messages: "recipes/sft.py", or the full path of a file outside the project."""
     file, project = file_of(recipe).absolute(), PROJECT.absolute()
     return str(file.relative_to(project) if file.is_relative_to(project) else file)
 
 
 def has_verb(recipe: Recipe) -> bool:
-    """Return whether `zerofit NAME` starts this recipe, as it does for the files of the project's recipes folder."""
+    """Return whether `zerofit NAME` starts this recipe: its file is in the project's recipes folder."""
     file = file_of(recipe).absolute()
     return file.parent == (PROJECT / "recipes").absolute() and file.stem == recipe.name
 
 
-def make(recipe: Recipe) -> str:
-    """Return the verb of make that trains with a recipe: "make sft", or "make launch RECIPE=my_sft.py"."""
+def make_command(recipe: Recipe) -> str:
+    """Return the make command that trains with a recipe: "make sft", or "make launch RECIPE=my_sft.py"."""
     if has_verb(recipe):
         return f"make {recipe.name}"
     return f"make launch RECIPE={shlex.quote(str(file_of(recipe)))}"
 
 
 def trainer(recipe: Recipe, file: Path | None) -> type:
-    """Return the class that trains: the recipe's, or the one that its file derives from it; main() is not run.
+    """Return the trainer class: the recipe's, or the class that its file derives from it. main() is not run.
 
-    Args: file: the recipe's; None: the recipe's class itself.
-    Raises: UserError for a class that there is not, and as `own_class`.
+    Args: file: the recipe's file; None: use the recipe's class itself.
+    Raises: UserError for an unknown class, and as `derived_class`.
     """
     kind = _class(recipe.trainer, file, "trainer")
-    return own_class(file, kind) if file and ":" in recipe.trainer else kind
+    return derived_class(file, kind) if file and ":" in recipe.trainer else kind
 
 
 @functools.cache
 def objective(recipe: Recipe, loss_type: str | None) -> "type[Objective]":
-    """Return the class of what a recipe trains on (objective/interface.py).
+    """Return the objective class of a recipe (objective/interface.py).
 
-    Args: loss_type: the value of --loss_type, which selects it; None: the recipe has no such flag.
-    Raises: UserError for a class that there is not, or a --loss_type that none of them has.
+    Args: loss_type: the value of --loss_type, which selects it; None if the recipe lacks the flag.
+    Raises: UserError for an unknown class or an unsupported --loss_type.
     """
     file = file_of(recipe)
-    for named in recipe.objectives:
-        kind = _class(named, file, "objectives")
+    for name in recipe.objectives:
+        kind = _class(name, file, "objectives")
         if not kind.loss_types or loss_type is None or loss_type in kind.loss_types:
             return kind
-    raise UserError(f"--loss_type {loss_type}: none of the objectives of {file} has it.")
+    raise UserError(f"--loss_type {loss_type}: not supported by the objectives of {file}.")
 
 
-def _class(named: str, file: Path | None, argument: str) -> Any:
-    """Return the class that a RECIPE names: "module:Class", or "Class" of its own file, whose main() is not run.
+def _class(spec: str, file: Path | None, argument: str) -> Any:
+    """Return the class in a RECIPE: "module:Class", or "Class" in the same file, whose main() is not run.
 
-    Args: argument: of the RECIPE, for the error. Raises: UserError for a class that there is not.
+    Args: argument: the field of RECIPE, for the error. Raises: UserError for an unknown class.
     """
-    module, _, name = named.rpartition(":")
+    module, _, name = spec.rpartition(":")
     try:
         if module:
             return getattr(importlib.import_module(module), name)
@@ -225,35 +225,35 @@ def _class(named: str, file: Path | None, argument: str) -> Any:
             raise KeyError(name)
         return _of_this_process(file, name) or _names(file)[name]
     except (ImportError, AttributeError, KeyError) as error:
-        raise UserError(f"{file}: its RECIPE has {argument}={named!r}, which cannot be found: {error}.") from None
+        raise UserError(f"{file}: its RECIPE has {argument}={spec!r}, which cannot be found: {error}.") from None
 
 
 def _of_this_process(file: Path, name: str) -> Any:
-    """Return what a file has defined by a name so far if this process runs it; None otherwise."""
+    """Return the current value of a name in a file that this process runs; None for other files."""
     main = sys.modules["__main__"]
     runs = Path(getattr(main, "__file__", None) or "").absolute() == file.absolute()
     return getattr(main, name, None) if runs else None
 
 
-def own_class(file: Path, base: type) -> type:
-    """Return the one class that a recipe derives from the kit's class `base`, or `base`; its main() is not run.
+def derived_class(file: Path, base: type) -> type:
+    """Return the class that a recipe derives from the kit's class `base`, or `base`. main() is not run.
 
-    Raises: UserError for several, or a recipe that cannot be imported.
+    Raises: UserError for several derived classes, or a recipe that cannot be imported.
     """
-    if not of(file).defines_classes:
+    if not from_file(file).defines_classes:
         return base
-    named = {kind for kind in _names(file).values() if isinstance(kind, type) and issubclass(kind, base)}
-    named = {kind for kind in named if not kind.__module__.startswith("zerofit.")}
-    own = [kind for kind in named if not any(other is not kind and issubclass(other, kind) for other in named)]
-    if len(own) > 1:
-        raise UserError(f"{file}: derives {len(own)} classes from {base.__name__}, and nothing says which one it uses.")
-    return own[0] if own else base
+    classes = {kind for kind in _names(file).values() if isinstance(kind, type) and issubclass(kind, base)}
+    classes = {kind for kind in classes if not kind.__module__.startswith("zerofit.")}
+    leaves = [kind for kind in classes if not any(other is not kind and issubclass(other, kind) for other in classes)]
+    if len(leaves) > 1:
+        raise UserError(f"{file}: derives {len(leaves)} classes from {base.__name__}; set trainer= in its RECIPE.")
+    return leaves[0] if leaves else base
 
 
 def _names(file: Path) -> dict[str, Any]:
-    """Return what a recipe's file defines, by name, having executed it without its main()."""
+    """Execute a recipe file without its main(), and return its names with their values."""
     if "__name__" not in file.read_text(encoding="utf-8"):
-        raise UserError(f'{file}: has no `if __name__ == "__main__":`, so that an import would train.')
+        raise UserError(f'{file}: lacks `if __name__ == "__main__":`, so that an import would start training.')
     sys.path.insert(0, str(file.parent))  # as for the program itself
     try:
         return runpy.run_path(str(file), run_name="zerofit_recipe")
@@ -261,48 +261,48 @@ def _names(file: Path) -> dict[str, Any]:
         raise UserError(f"{file}: cannot be imported: {type(error).__name__}: {error}.") from None
 
 
-def again(program: Program) -> Path:
-    """Return the file of a program that is to be started, with a note if it has changed since it was first read.
+def file_to_restart(program: Program) -> Path:
+    """Return the file of a program to start, and print a note if it has changed since it was read.
 
-    Raises: UserError if it is gone.
+    Raises: UserError if the file is missing.
     """
     if not program.file.is_file():
-        raise UserError(f"{program.file}: the program of this run is no longer there; put it back, then resume.")
-    note_change(program.facts, of(program.file))
+        raise UserError(f"{program.file}: the program of this run is missing; restore it, then resume.")
+    note_change(program.facts, from_file(program.file))
     return program.file
 
 
 def note_change(was: dict, now: Program) -> None:
-    """Print a line if a program is another one than that of these facts, or has changed."""
+    """Print a note if a program differs from the recorded one or has changed."""
     before, after, file = was["sha256"], now.sha256, now.facts["file"]
     if before == after:
         return
     if was["file"] == file:
-        said = f"{file} has changed since it was started (sha256 {before[:12]}, now {after[:12]})"
+        change = f"{file} has changed since it was started (sha256 {before[:12]}, now {after[:12]})"
     else:
-        said = f"{was['file']} (sha256 {before[:12]}) trained so far, {file} ({after[:12]}) from here on"
-    print(f"note: {said}; what it computes may differ", flush=True)
+        change = f"{was['file']} (sha256 {before[:12]}) trained so far, {file} ({after[:12]}) from here"
+    print(f"note: {change}; results may differ", flush=True)
 
 
-# --- what this user has started ---
+# --- programs that this user has started ---
 
 
 def remember(run: Path, flags: list[str]) -> None:
-    """Record for this user that the running program trains into a run folder. flags: its command line, no secrets.
+    """Record for this user that the running program trains in a run folder. flags: without secrets.
 
-    The record is in this user's cache, where nobody else writes: a run folder may come from somebody else.
-    Where none is known (an interpreter's own lines), an older record of the folder is deleted.
-    Raises: OSError, also where others can write to the cache's folder.
+    The record is in this user's private cache, since a run folder may come from another user. If the program is unknown
+    (an interactive interpreter), an older record of the folder is deleted.
+    Raises: OSError, also if others can write to the cache folder.
     """
     folder = _records()
     if (program := current()) is None:
         with contextlib.suppress(FileNotFoundError):
-            if own_folder(folder, make=False) is not None:
+            if user_only_folder(folder, create=False) is not None:
                 (folder / _name(run)).unlink()
         return
     cache_root().mkdir(parents=True, exist_ok=True)
-    if own_folder(folder) is None:
-        raise PermissionError(13, "is not a folder of this user alone", str(folder))
+    if user_only_folder(folder) is None:
+        raise PermissionError(13, "must be writable only by this user", str(folder))
     record = {"run": str(run.resolve()), **program.facts, "flags": flags}
     descriptor, temporary = tempfile.mkstemp(suffix=".tmp", dir=folder)  # other machines may share the folder
     try:
@@ -315,14 +315,14 @@ def remember(run: Path, flags: list[str]) -> None:
 
 
 def recall(run: Path) -> dict | None:
-    """Return what `remember` recorded of a run folder: file, sha256 and flags; None if this user has not started it."""
+    """Return the record of `remember` for a run folder (file, sha256, flags); None if this user did not start it."""
     folder = _records()
     try:
-        if own_folder(folder, make=False) is None:
+        if user_only_folder(folder, create=False) is None:
             return None
         with os.fdopen(os.open(folder / _name(run), os.O_RDONLY | os.O_NOFOLLOW), encoding="utf-8") as file:
-            about = os.fstat(file.fileno())
-            if about.st_uid != os.geteuid() or about.st_mode & 0o022:
+            status = os.fstat(file.fileno())
+            if status.st_uid != os.geteuid() or status.st_mode & 0o022:
                 return None
             record = json.loads(file.read())
         return record if record["run"] == str(run.resolve()) else None
@@ -338,38 +338,38 @@ def _name(run: Path) -> str:
     return hashlib.sha256(str(run.resolve()).encode("utf-8", "surrogateescape")).hexdigest()[:32] + ".json"
 
 
-def said_by(facts: dict) -> dict | None:
-    """Return the "program" of facts that may be somebody else's, to be printed: {} where it has none or no valid one.
+def recorded_program(facts: dict) -> dict | None:
+    """Return "program" in facts from any user, safe to print; {} if missing or invalid.
 
-    facts: of a run.json, a checkpoint or a kept step.
+    facts: from a run.json, a checkpoint or a saved step.
     """
-    said = facts.get("program", {})
-    if said is None:
+    record = facts.get("program", {})
+    if record is None:
         return None
-    if not isinstance(said, dict) or any(type(said.get(name)) is not str for name in ("file", "sha256")):
+    if not isinstance(record, dict) or any(type(record.get(name)) is not str for name in ("file", "sha256")):
         return {}
-    return {name: one_line(said[name]) for name in ("file", "sha256")}
+    return {name: one_line(record[name]) for name in ("file", "sha256")}
 
 
-def of_run(run: Path, recipe: str, known: dict | None, named: str = "") -> Program:
-    """Return the program to go on with in a run folder, and note if it is not the one that trained there.
+def for_run(run: Path, recipe: str, known: dict | None, name: str = "") -> Program:
+    """Return the program with which to resume a run, and print a note if another program trained before.
 
-    It is the one that this user names, else the one that this user has started there, else the kit's own recipe: a
-    run.json alone, which may be somebody else's, never chooses code.
+    It is the program that the user names, else the one that this user started there, else the kit's recipe. A run.json
+    alone never selects code, since it may come from another user.
 
-    Args: recipe: run.json's; known: what `said_by` returns of it; named: on the command line.
-    Raises: UserError if the program is gone, or another one than this has trained there.
+    Args: recipe: its name in run.json; known: the result of `recorded_program`; name: from the command line.
+    Raises: UserError if the program is missing or another program trained there.
     """
     record = recall(run)
-    if named:
-        program = start(named)
+    if name:
+        program = start(name)
     elif record:
         program = _of_record(run, recipe, record, known)
     else:
         program = _of_kit(run, recipe, known)
     if program.recipe.name != recipe:
         raise UserError(
-            f"{program.file}: takes the arguments of {program.recipe}, the run in {run} those of {recipe}; {NAME_IT}."
+            f"{program.file}: is a {program.recipe} recipe, but the run in {run} uses {recipe}; {SET_RECIPE}."
         )
     if last := record if record and not _is_another(known, record) else known:
         note_change(last, program)
@@ -381,27 +381,27 @@ def _is_another(known: dict | None, record: dict) -> bool:
 
 
 def _of_record(run: Path, recipe: str, record: dict, known: dict | None) -> Program:
-    """Return the program that this user has started in a run folder.
+    """Return the program that this user started in a run folder.
 
-    Raises: UserError if it is gone, or run.json names another file: it has gone on elsewhere since.
+    Raises: UserError if it is missing, or run.json names another file, with which the run has continued elsewhere.
     """
     if _is_another(known, record) and (known is None or known["file"] != record["file"]):
         raise UserError(
-            f"{run}: this user started {_described(record)} there, but its run.json says that {_described(known)} has "
-            f"trained it since: {NAME_IT}."
+            f"{run}: this user started {_described(record)}, but according to run.json {_described(known)} trained it "
+            f"since: {SET_RECIPE}."
         )
-    # wherever this kit was when the run began
+    # also if the kit was in another folder when the run began
     if recipe in names() and record["sha256"] == kit_hash(recipe) == find(recipe).sha256:
         return start(recipe)
     if not Path(record["file"]).is_file():
-        raise UserError(f"{run}: its program {record['file']} is no longer there; {NAME_IT}.")
+        raise UserError(f"{run}: its program {record['file']} is missing; {SET_RECIPE}.")
     return start(record["file"])
 
 
 def _of_kit(run: Path, recipe: str, known: dict | None) -> Program:
-    """Return the kit's recipe for a run folder in which this user has started nothing.
+    """Return the kit's recipe for a run folder in which this user did not start a program.
 
-    Raises: UserError if another program has trained there.
+    Raises: UserError if another program trained there.
     """
     program = start(recipe) if recipe in names() else None
     kit, problem = kit_hash(recipe), ""
@@ -411,17 +411,17 @@ def _of_kit(run: Path, recipe: str, known: dict | None) -> Program:
         problem = f"it was trained by {_described(known)}, not by the {recipe}.py of this zerofit"
     if problem or program is None:
         raise UserError(
-            f"{run}: {problem}, and this user has not started it; a run folder does not choose what runs: {NAME_IT}."
+            f"{run}: {problem}, and this user did not start it; a run folder never selects code: {SET_RECIPE}."
         )
     if known == {}:
-        print(f"note: {run}: nothing in it says which program trained it; {program.file} is taken", flush=True)
+        print(f"note: {run}: the program that trained it is unknown; using {program.file}", flush=True)
     return program
 
 
 def kit_hash(recipe: str) -> str | None:
-    """Return the sha256 of this zerofit's own file of a recipe's name; None without one."""
+    """Return the sha256 of this zerofit's file for a recipe; None if the file does not exist."""
     file = ROOT / "recipes" / f"{recipe}.py"
-    return of(file).sha256 if NAME.fullmatch(recipe) and file.is_file() else None
+    return from_file(file).sha256 if NAME.fullmatch(recipe) and file.is_file() else None
 
 
 def _described(facts: dict | None) -> str:

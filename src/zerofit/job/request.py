@@ -1,4 +1,4 @@
-"""Define Request: the arguments that a user has given for a recipe, before defaults and decisions."""
+"""Define Request: a user's arguments for a recipe, before defaults and decisions."""
 
 import json
 from collections.abc import Iterable, Mapping
@@ -9,66 +9,66 @@ from typing import Any
 from zerofit.job.recipe import Recipe
 from zerofit.job.settings import as_typed
 
-FLAG = "flag"  # the source of an argument that stands on the command line
+FLAG = "flag"  # source of an argument from the command line
 
-BY_PLAN = "plan"  # the source of one that the plan of a start has chosen
+BY_PLAN = "plan"  # source of an argument that a plan has chosen
 
 
 @dataclass(frozen=True)
 class Request:
-    """The arguments given for a recipe, typed and checked one by one, each with its source.
+    """A user's arguments for a recipe, each parsed and checked, with its source.
 
-    A job on other settings is a copy with some arguments changed: `request.put(zero=3)`; its defaults and decisions are
-    derived again by config/resolve.py.
+    To change a job, copy its request with other arguments, `request.put(zero=3)`; config/resolve.py derives defaults
+    and decisions again.
     """
 
-    recipe: Recipe  # whose arguments these are
+    recipe: Recipe
     values: Mapping[str, Any] = field(default_factory=dict)  # argument -> value
-    source: Mapping[str, str] = field(default_factory=dict)  # argument -> FLAG, BY_PLAN, or the YAML file that holds it
-    notes: tuple[str, ...] = ()  # sentences to print, e.g. on a flag that was given twice
+    source: Mapping[str, str] = field(default_factory=dict)  # argument -> FLAG, BY_PLAN or a YAML file
+    notes: tuple[str, ...] = ()  # sentences to print, e.g. on a repeated flag
 
     def __post_init__(self):
         for name in ("values", "source"):
             object.__setattr__(self, name, MappingProxyType(dict(getattr(self, name))))
 
     def put(self, source: str = FLAG, /, **values: Any) -> "Request":
-        """Return a copy with these arguments, instead of those that it has of the same names."""
+        """Return a copy with these arguments set."""
         sources = dict.fromkeys(values, source)
         return replace(self, values={**self.values, **values}, source={**self.source, **sources})
 
-    def planned(self, why: str, values: Mapping[str, Any]) -> "Request":
-        """Return a copy with the arguments that a plan has chosen, instead of earlier choices, and why as a note."""
+    def with_plan_values(self, why: str, values: Mapping[str, Any]) -> "Request":
+        """Return a copy with a plan's values, which replace earlier ones, and the reason as a note."""
         earlier = (name for name, source in self.source.items() if source == BY_PLAN)
         return replace(self.drop(*earlier).put(BY_PLAN, **values), notes=(*self.notes, why) if why else self.notes)
 
     def drop(self, *names: str) -> "Request":
-        """Return a copy without these arguments, also where the YAML file has them."""
+        """Return a copy without these arguments, even if they come from the YAML file."""
         values = {name: value for name, value in self.values.items() if name not in names}
         return replace(self, values=values, source={name: self.source[name] for name in values})
 
     def get(self, name: str, default: Any = None) -> Any:
-        """Return the value given for an argument, or `default`."""
+        """Return the value of an argument, or `default`."""
         return self.values.get(name, default)
 
-    def over(self, below: "Request") -> "Request":
-        """Return what a command line asks for whose flags are added to that of `below`, e.g. to a run's.
+    def merged_onto(self, base: "Request") -> "Request":
+        """Return `base`, e.g. the request of a run, updated with this request.
 
-        Flags win over a YAML file; a YAML file of this request is instead of the one below.
+        Flags override a YAML file; a YAML file of this request replaces the one of `base`.
         """
         if "config" in self.values:
-            below = below.drop(*(name for name, source in below.source.items() if source != FLAG))
-        of_file = [name for name, source in self.source.items() if source != FLAG and name in below.values]
-        added = self.drop(*of_file)
+            base = base.drop(*(name for name, source in base.source.items() if source != FLAG))
+        from_file = [name for name, source in self.source.items() if source != FLAG and name in base.values]
+        added = self.drop(*from_file)
         return replace(
-            below, values={**below.values, **added.values}, source={**below.source, **added.source}, notes=self.notes
+            base, values={**base.values, **added.values}, source={**base.source, **added.source}, notes=self.notes
         )
 
     def flags(self) -> list[str]:
-        """Return the arguments of the command line as they would be typed; those of a YAML file stay in it."""
+        """Return the command line's arguments as flags, without the arguments in a YAML file."""
         return self._typed(name for name, source in self.source.items() if source == FLAG)
 
     def all_flags(self) -> list[str]:
-        """Return all arguments as they would be typed, those of the YAML file instead of its name."""
+        """Return all arguments as flags, including the arguments in the YAML file."""
         return self._typed(name for name in self.values if name != "config")
 
     def _typed(self, names: Iterable[str]) -> list[str]:

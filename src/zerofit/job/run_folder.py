@@ -23,34 +23,34 @@ from zerofit.job.settings import Settings, as_typed
 
 METRICS = "metrics.jsonl"
 
-OWN_PATH = 128  # most bytes of a file's path in the run folder: .saving/rank100/checkpoint-.../global_step.../...
+MAX_INNER_PATH = 128  # most bytes of a path within the run folder: .saving/rank100/checkpoint-.../global_step.../...
 
-# Kinds of values in the files of a run. FINITE: also not beyond 2^63; NUMBER: also nan and infinity, as losses are.
-TEXT, WHOLE, FINITE, NUMBER = "text", "a whole number", "a finite number", "a number"
+# Kinds of values in the files of a run. FINITE: below 2^63; NUMBER: also nan and infinity, as in losses.
+TEXT, INTEGER, FINITE, NUMBER = "text", "an integer", "a finite number", "a number"
 
-PREFERENCES = ("pairs", "labeled")  # objectives whose rows have chosen and rejected answers
+PREFERENCES = ("pairs", "labeled")  # objectives with chosen and rejected answers
 
-SCORES = ("exact_match", "preference_accuracy", "label_accuracy")  # of bundled tasks, before and after training
+SCORES = ("exact_match", "preference_accuracy", "label_accuracy")  # metrics of bundled tasks, before and after training
 
 _BYTES_BY_PHASE = {...: {...: FINITE}}  # phase -> part -> bytes
 
-SMALLER = "next.json"  # what the next start changes after out of memory (checkpoint/restart.py)
+NEXT_START = "next.json"  # changes for the next start after out of memory (checkpoint/restart.py)
 
-# What the readers of a run folder rely on, by file: the kind of a value, [shape] of the items of an array, or an object
-# of names with their shapes, `...` for all others. Any of them may be missing; folders from elsewhere hold anything.
+# The values that readers of a run folder rely on, by file: the kind of a value, [shape] for the items of an array, or
+# {name: shape} with `...` for other names. Values may be missing; folders from other users may contain anything.
 RECORDS = {
     "run.json": {
         **dict.fromkeys(("recipe", "started", "device", "command", "typed", "git_commit"), TEXT),
-        "stretches": [{"typed": TEXT, "command": TEXT, "started": TEXT, "from_step": WHOLE, "to_step": WHOLE}],
-        "world_size": WHOLE, "total_steps": WHOLE, "owners": {...: FINITE},
+        "stretches": [{"typed": TEXT, "command": TEXT, "started": TEXT, "from_step": INTEGER, "to_step": INTEGER}],
+        "world_size": INTEGER, "total_steps": INTEGER, "owners": {...: FINITE},
         "decisions": [TEXT], "slow_ranks": [TEXT], "versions": {...: TEXT}, "started_by": [TEXT],
         "arguments": {...: {"source": TEXT}},
         "data": {...: {}},
-        "plan": {"peak": _BYTES_BY_PHASE, "limit_bytes": FINITE, "tokens_per_second": FINITE, "steps": WHOLE},
+        "plan": {"peak": _BYTES_BY_PHASE, "limit_bytes": FINITE, "tokens_per_second": FINITE, "steps": INTEGER},
     },
     "result.json": {
         **dict.fromkeys(("status", "error", "peak_memory_of"), TEXT),
-        **dict.fromkeys(("steps", "parameters", "trainable_parameters"), WHOLE),
+        **dict.fromkeys(("steps", "parameters", "trainable_parameters"), INTEGER),
         **dict.fromkeys(("tokens_per_second", "peak_memory_bytes", "train_seconds"), FINITE),
         **dict.fromkeys(("train_loss", "last_loss", "eval_loss"), NUMBER),
         **dict.fromkeys([f"{name}_{when}" for name in SCORES for when in ("before", "after")], NUMBER),
@@ -62,31 +62,31 @@ RECORDS = {
     },
     "memory.json": {"peak": _BYTES_BY_PHASE},
     "scores.json": {"evaluations": [{
-        "weights": TEXT, "limit": FINITE, "num_fewshot": WHOLE,
-        "scores": {...: {...: {...: {"value": NUMBER, "stderr": NUMBER, "rows": WHOLE}}}},
+        "weights": TEXT, "limit": FINITE, "num_fewshot": INTEGER,
+        "scores": {...: {...: {...: {"value": NUMBER, "stderr": NUMBER, "rows": INTEGER}}}},
     }]},
-    "step.json": {"recipe": TEXT, "flags": [TEXT], "world_size": WHOLE, "rows": [[[WHOLE]]], "texts": {...: TEXT}},
-    SMALLER: {"started_by": [TEXT], "change": TEXT, "decided": {}},
-    "slurm.json": {"job_id": TEXT, "cluster": TEXT, "jobs": WHOLE},
+    "step.json": {"recipe": TEXT, "flags": [TEXT], "world_size": INTEGER, "rows": [[[INTEGER]]], "texts": {...: TEXT}},
+    NEXT_START: {"started_by": [TEXT], "change": TEXT, "decided": {}},
+    "slurm.json": {"job_id": TEXT, "cluster": TEXT, "jobs": INTEGER},
 }  # fmt: skip
 
 _METRIC = {
-    "step": WHOLE, "peak_memory_bytes": FINITE,
+    "step": INTEGER, "peak_memory_bytes": FINITE,
     **dict.fromkeys(("loss", "eval_loss", "learning_rate", "grad_norm", "tokens_per_second"), NUMBER),
     **dict.fromkeys((f"{on}rewards/{what}" for on in ("", "eval_") for what in
                      ("chosen", "rejected", "margins", "accuracies")), NUMBER),
 }  # fmt: skip
 
-_FOREIGN = "no run of zerofit writes this: restore the file, or mend it"
+_INVALID = "the file is damaged: restore or fix it"
 
 PACKAGES = ("torch", "transformers", "accelerate", "deepspeed", "peft", "datasets")
 
 
 def claim_folder(settings: Settings) -> None:
-    """Name the run folder and lock it for this process, before checking whether it holds a run.
+    """Choose the run folder and lock it for this process, before checking whether it contains a run.
 
-    Of jobs that begin in the same second without --output_dir each gets a folder of its own.
-    Raises: UserError when another process trains into it.
+    Jobs that start in the same second without --output_dir get different folders.
+    Raises: UserError if another process trains in the folder.
     """
     first, is_named = name_folder(settings), bool(settings.output_dir)
     _check_writable(first)
@@ -100,19 +100,17 @@ def claim_folder(settings: Settings) -> None:
 
 
 def check_folder(folder: Path, resumes: bool) -> None:
-    """Check that the run folder can be written to and holds no run, unless the run resumes.
-
-    Raises: UserError otherwise."""
+    """Raise UserError if the run folder is not writable, or contains a run that is not resumed."""
     _check_writable(folder)
     if (folder / "run.json").exists() and not resumes:
         raise UserError(
-            f"--output_dir {folder}: already holds a run; name another folder (OUT=...), or continue it with "
+            f"--output_dir {folder}: already holds a run; use another folder (OUT=...), or continue it with "
             "--resume_from_checkpoint."
         )
 
 
 def name_folder(settings: Settings) -> Path:
-    """Return --output_dir, or its default; nothing is checked or made."""
+    """Return --output_dir or its default, without checks."""
     return Path(settings.output_dir or default_name(settings.recipe)).expanduser()
 
 
@@ -122,35 +120,35 @@ def default_name(recipe) -> Path:
 
 
 def check_name(folder: Path) -> None:
-    """Refuse a folder in which no model could be saved. Raises: UserError."""
-    whole = os.fsencode(folder.absolute())
+    """Raise UserError for a folder name with which saving a model would fail."""
+    encoded = os.fsencode(folder.absolute())
     try:
         str(folder).encode()
     except UnicodeEncodeError:
         raise UserError(
-            f"--output_dir {folder}: is not UTF-8 here, and no safetensors file could be saved in it; name another "
-            "folder, or start in a UTF-8 locale."
+            f"--output_dir {folder}: is not UTF-8, which safetensors requires; use another folder, or start in a UTF-8 "
+            "locale."
         ) from None
-    if len(whole) + OWN_PATH > LONGEST_PATH or any(len(part) > LONGEST_NAME for part in whole.split(b"/")):
+    if len(encoded) + MAX_INNER_PATH > LONGEST_PATH or any(len(part) > LONGEST_NAME for part in encoded.split(b"/")):
         raise UserError(
-            f"--output_dir {str(folder)[:80]}...: is longer than a file system takes ({LONGEST_NAME} bytes a name, "
-            f"{LONGEST_PATH} a path with the names of a checkpoint's files); name another folder."
+            f"--output_dir {str(folder)[:80]}...: is too long for a file system ({LONGEST_NAME} bytes per name, "
+            f"{LONGEST_PATH} per path including the files of a checkpoint); use another folder."
         )
 
 
 def _check_writable(folder: Path) -> None:
     check_name(folder)
     if folder.exists() and not folder.is_dir():
-        raise UserError(f"--output_dir {folder}: is a file; name a folder.")
+        raise UserError(f"--output_dir {folder}: is a file; use a folder.")
     parent = nearest_existing(folder)
     try:
-        tempfile.TemporaryFile(dir=parent).close()  # permission bits are not enough: /proc accepts no file
+        tempfile.TemporaryFile(dir=parent).close()  # permission bits are not enough: /proc rejects files
     except OSError as error:
         raise UserError(f"--output_dir {folder}: {parent} cannot be written to: {error.strerror}.") from None
 
 
-def readable(folder: Path) -> None:
-    """Give the files of a folder, not what its links lead to, the umask's mode: safetensors creates them with 0600."""
+def apply_umask(folder: Path) -> None:
+    """Apply the umask to the files of a folder, which safetensors creates with mode 0600; links are not followed."""
     mask = os.umask(0)
     os.umask(mask)
     for file in folder.rglob("*"):
@@ -159,18 +157,18 @@ def readable(folder: Path) -> None:
 
 
 def checkpoints(folder: Path) -> dict[int, Path]:
-    """Return {step: checkpoint-<step>} of a run folder by step, incomplete ones included."""
+    """Return {step: checkpoint-<step>} of a run folder by step, including incomplete ones."""
     return by_step(folder, "checkpoint")
 
 
 def by_step(folder: Path, name: str) -> dict[int, Path]:
-    """Return {step: <name>-<step>} of the entries of a folder, by step."""
+    """Return {step: <name>-<step>} for the entries of a folder, by step."""
     steps = {f.name.removeprefix(f"{name}-"): f for f in folder.glob(f"{name}-*")}
     return {int(step): steps[step] for step in sorted(filter(str.isdecimal, steps), key=int)}
 
 
 def open_folder(settings: Settings) -> Path:
-    """Make the run folder and send this rank's output to logs/rank<r>.log; rank 0 keeps the terminal too."""
+    """Create the run folder and send this rank's output to logs/rank<r>.log; rank 0 also prints to the terminal."""
     folder = Path(settings.output_dir)
     (folder / "logs").mkdir(parents=True, exist_ok=True)
     log = paths.appending(folder / "logs" / f"rank{distributed.rank()}.log")
@@ -184,7 +182,7 @@ def open_folder(settings: Settings) -> Path:
 
 
 def keep_metrics(folder: Path, step: int) -> None:
-    """Keep the lines of metrics.jsonl up to this step; the later ones will be written again."""
+    """Drop the lines of metrics.jsonl after this step, which will be written again."""
     metrics = folder / METRICS
     if not metrics.exists():
         return
@@ -193,16 +191,16 @@ def keep_metrics(folder: Path, step: int) -> None:
 
 
 def set_aside_result(folder: Path) -> None:
-    """Rename the result.json of a finished run that goes on, so that nothing calls it finished before it is again."""
+    """Rename the result.json of a finished run that continues, so that it does not count as finished."""
     if finished(folder):
         steps = read_json(folder / "result.json").get("steps")
         (folder / "result.json").rename(folder / f"result-after-step-{steps}.json")
 
 
 def read_metrics(folder: Path) -> list[dict]:
-    """Return the lines of metrics.jsonl, up to the half line that a killed run may leave; [] without the file.
+    """Return the lines of metrics.jsonl up to the first incomplete one (of a killed run); [] without the file.
 
-    Raises: UserError for a line that no run writes.
+    Raises: UserError for an invalid line.
     """
     file, entries = folder / METRICS, []
     lines = file.read_text(encoding="utf-8", errors="replace").split("\n") if file.is_file() else []
@@ -212,12 +210,12 @@ def read_metrics(folder: Path) -> list[dict]:
         except (ValueError, RecursionError):
             break
         _check(f"{file}:{number}", entries[-1], _METRIC)
-        _check(f"{file}:{number}: step", entries[-1].get("step"), WHOLE)
+        _check(f"{file}:{number}: step", entries[-1].get("step"), INTEGER)
     return entries
 
 
 def read_json(file: Path) -> dict:
-    """Return a JSON object of the run folder; {} if the file is missing, damaged or holds anything else."""
+    """Return the JSON object in a file of the run folder; {} if the file is missing or damaged."""
     try:  # a pipe may never end
         value = json.loads(file.read_text(encoding="utf-8")) if file.is_file() else {}
     except (OSError, ValueError, RecursionError):
@@ -226,17 +224,17 @@ def read_json(file: Path) -> dict:
 
 
 def read_record(file: Path) -> dict:
-    """Return what `read_json` does, of a file of RECORDS. Raises: UserError for values that no run writes."""
+    """Read a file of RECORDS like `read_json` and check it. Raises: UserError for invalid values."""
     value = {name: inner for name, inner in read_json(file).items() if inner is not None}
     _check(str(file), value, RECORDS[file.name])
     return value
 
 
 def _check(place: str, value, shape) -> None:
-    """Raise UserError if a value has not the shape of RECORDS."""
+    """Raise UserError if a value does not have a shape of RECORDS."""
     if isinstance(shape, dict):
         if not isinstance(value, dict):
-            raise UserError(f"{place}: must be an object; {_FOREIGN}")
+            raise UserError(f"{place}: must be an object; {_INVALID}")
         for name, inner in value.items():
             inner_shape = shape.get(name, shape.get(...))
             may_be_null = name in shape and isinstance(inner_shape, str)
@@ -244,32 +242,32 @@ def _check(place: str, value, shape) -> None:
                 _check(f"{place}: {name}", inner, inner_shape)
     elif isinstance(shape, list):
         if not isinstance(value, list):
-            raise UserError(f"{place}: must be an array; {_FOREIGN}")
+            raise UserError(f"{place}: must be an array; {_INVALID}")
         for number, inner in enumerate(value):
             _check(f"{place}[{number}]", inner, shape[0])
     elif not _is(value, shape):
-        raise UserError(f"{place}: must be {shape}; {_FOREIGN}")
+        raise UserError(f"{place}: must be {shape}; {_INVALID}")
 
 
 def _is(value, kind: str) -> bool:
     if kind == TEXT:
         return isinstance(value, str)
-    if isinstance(value, bool) or not isinstance(value, int if kind == WHOLE else int | float):
+    if isinstance(value, bool) or not isinstance(value, int if kind == INTEGER else int | float):
         return False
     return abs(value) < 2**63 or (kind == NUMBER and isinstance(value, float))
 
 
 class _Tee:
-    """A stream that writes to the terminal, above the live progress line if there is one, and to the log."""
+    """A stream that writes to the log and to the terminal, above the progress bar if there is one."""
 
-    bar = None  # of stdout and stderr, which share the terminal
+    bar = None  # shared by stdout and stderr
     at_line_start = True
 
     def __init__(self, terminal, log):
         self.terminal, self.log = terminal, log
 
     def write(self, text: str) -> int:
-        with contextlib.suppress(OSError):  # on a full disk the terminal still gets the line
+        with contextlib.suppress(OSError):  # a full disk must not affect the terminal
             self.log.write(text)
         with self._may_be_gone():
             if _Tee.bar is None or not text:
@@ -277,7 +275,7 @@ class _Tee:
             if _Tee.at_line_start:
                 _Tee.bar.clear()
             self.terminal.write(text)
-            _Tee.at_line_start = text.endswith("\n")  # print() writes a line and its end in two pieces
+            _Tee.at_line_start = text.endswith("\n")  # print() writes a line and its end separately
             if _Tee.at_line_start:
                 self.terminal.flush()
                 _Tee.bar.refresh()
@@ -291,7 +289,7 @@ class _Tee:
 
     @contextlib.contextmanager
     def _may_be_gone(self):
-        """Go on with the log alone after the terminal has closed, or the program that read this one's output ended."""
+        """Continue with only the log after the terminal or the reader of a pipe is closed."""
         try:
             yield
         except OSError as error:
@@ -304,12 +302,12 @@ class _Tee:
 
 
 def opened() -> Path | None:
-    """Return the run folder whose log rank 0, this process, writes to; None on other ranks and before it is opened."""
+    """Return the run folder that this process, rank 0, has opened; None on other ranks and before."""
     return Path(sys.stdout.log.name).parents[1] if isinstance(sys.stdout, _Tee) else None
 
 
 def keep_below(bar) -> None:
-    """Keep a tqdm bar below all further lines of this process; None: there is none any more."""
+    """Keep a tqdm bar below all further lines of this process; None: no longer."""
     _Tee.bar, _Tee.at_line_start = bar, True
 
 
@@ -324,12 +322,12 @@ def finished(folder: str | Path) -> bool:
 
 
 def _speak_up_on_crash(log: str) -> None:
-    """Print one line on the terminal when this rank, which otherwise writes to its log only, crashes."""
+    """Print a line on the terminal if this rank, whose output is in its log, crashes."""
     terminal = os.fdopen(os.dup(2), "w")
     before = sys.excepthook
 
     def hook(kind, error, traceback):
-        with contextlib.suppress(OSError):  # the terminal has closed
+        with contextlib.suppress(OSError):  # the terminal is closed
             print(
                 f"zerofit: rank {distributed.rank()} failed: {kind.__name__}: {error}; see {log}",
                 file=terminal,
@@ -341,40 +339,40 @@ def _speak_up_on_crash(log: str) -> None:
 
 
 def write_json(path: Path, value: dict) -> None:
-    """Write a JSON file atomically: to a temporary file that is synced and renamed."""
+    """Write a JSON file atomically and flush it to the disk."""
     with paths.replacing(path, sync=True) as file:
         file.write((json.dumps(value, indent=2, default=str) + "\n").encode())
 
 
 def git_commit() -> str | None:
-    """Return the commit of the project; None where there is none."""
-    if PROJECT == IN_WHEEL:  # an environment inside somebody's repository
+    """Return the commit of the project; None outside of a repository."""
+    if PROJECT == IN_WHEEL:  # the environment may be inside another repository
         return None
     try:
         result = subprocess.run(
             ["git", "-C", str(PROJECT), "rev-parse", "HEAD"], capture_output=True, text=True, check=False
         )
-    except OSError:  # no git on this machine
+    except OSError:  # git is not installed
         return None
     return result.stdout.strip() or None
 
 
-def shown(name: str, value) -> str:
-    """Return an argument's value as text for printing, with secrets hidden."""
+def format_value(name: str, value) -> str:
+    """Format the value of an argument for printing; hide secrets."""
     if name == "warmup_steps" and 0 < float(value or 0) < 1:
         return f"{value} of all steps"
     return "<hidden>" if name.endswith("_token") and value else as_typed(name, value)
 
 
 def trained_on_preferences(facts: dict) -> bool:
-    """Return whether a run trained on preferences. facts: its run.json; an older one does not say it."""
+    """Return whether a run trained on preferences. facts: its run.json, which in old runs lacks the objective."""
     return facts.get("objective", "pairs" if "loss_type" in facts.get("arguments", {}) else "") in PREFERENCES
 
 
 def write_run(settings: Settings, command: str, facts: dict) -> None:
-    """Write run.json: every argument with its source, decisions, versions, commit, data and command.
+    """Write run.json: all arguments with sources, decisions, versions, commit, data and command.
 
-    Args: command: as a user would type it, secrets hidden.
+    Args: command: as typed, secrets hidden.
     """
     import torch
 
@@ -395,7 +393,7 @@ def write_run(settings: Settings, command: str, facts: dict) -> None:
             "decisions": settings.decisions,
             "arguments": {
                 name: {
-                    "value": shown(name, value) if name.endswith("_token") else value,
+                    "value": format_value(name, value) if name.endswith("_token") else value,
                     "source": settings.source[name],
                 }
                 for name, value in sorted(settings.written().items())
@@ -406,7 +404,7 @@ def write_run(settings: Settings, command: str, facts: dict) -> None:
 
 
 def add_to_run(folder: Path, name: str, values: list) -> None:
-    """Add values to a list in run.json, which may not have it yet."""
+    """Append values to a list in run.json, which may be missing."""
     facts = read_json(folder / "run.json")
     write_json(folder / "run.json", facts | {name: facts.get(name, []) + values})
 
@@ -417,7 +415,7 @@ def put_into_run(folder: Path, facts: dict) -> None:
 
 
 def save_figure(figure, target: Path) -> None:
-    """Lay a figure out, write it as PNG and close it."""
+    """Lay out a figure, write it as PNG and close it."""
     from matplotlib import pyplot as plt
 
     without_formulas(figure)
@@ -428,7 +426,7 @@ def save_figure(figure, target: Path) -> None:
 
 
 def without_formulas(figure) -> None:
-    """Show the texts of a figure as they are: matplotlib takes what is between two `$`, as in names, for TeX."""
+    """Disable TeX in a figure: matplotlib would parse text between two `$`, which names may contain."""
     from matplotlib.text import Text
 
     for text in figure.findobj(Text):

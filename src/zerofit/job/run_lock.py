@@ -1,4 +1,4 @@
-"""Lock a run folder for a single writer, until that process ends."""
+"""Lock a run folder for a single process."""
 
 import contextlib
 import fcntl
@@ -16,13 +16,13 @@ FILE = "run.lock"
 
 SINCE = "%Y-%m-%d %H:%M:%S %z"
 
-REMOVAL_SECONDS = 2.0  # that its last owner takes to remove a folder, at most; then the path is not possible at all
+REMOVAL_SECONDS = 2.0  # most time that its last owner takes to remove a folder; after that the path is invalid
 
-LEASE_SECONDS = 100.0  # a file server drops the locks of a dead machine by then (NFS: 90 s)
+LEASE_SECONDS = 100.0  # a file server drops the locks of a dead machine within this time (NFS: 90 s)
 
-# What a run writes into its folder. Checkpoints, attempts/ and exports may be links: what is on another disk stays, a
-# new one gets a name that is not taken.
-OWN = re.compile(
+# Files that a run writes to its folder. Checkpoints, attempts/ and exports may be links to another disk: new ones get
+# unused names.
+RUN_FILES = re.compile(
     r"(run|job|result|report|deepspeed|plan|data|memory|certificate|slurm)\.(json|tmp)|(report|plan|certificate)\.md"
     r"|(plan|memory)\.png|(metrics|padding_free|oom-rank\d+)\.tmp|report\.html"
     r"|metrics\.jsonl|padding_free\.txt|oom-rank\d+\.(txt|pickle)|slurm\.(sbatch|log)|run\.lock"
@@ -33,11 +33,11 @@ _held: dict[Path, tuple[int, list[Path]]] = {}  # {run folder: (descriptor, fold
 
 
 def take(folder: Path, must_be_new: bool = False) -> None:
-    """Lock a run folder, creating it if missing, until `release` or the end of this process.
+    """Lock a run folder, which is created if missing, until `release` or the end of this process.
 
-    On a file system without locks a note is printed and the run continues.
-    Raises: UserError if another process has locked the folder, or it cannot be created; FileExistsError if it must be
-        new and is not.
+    On a file system without locks, a note is printed and the run continues.
+    Raises: UserError if another process has locked the folder, or it cannot be created; FileExistsError if it exists
+        but must be new.
     """
     folder = folder.resolve()
     if folder in _held:
@@ -69,34 +69,32 @@ def take(folder: Path, must_be_new: bool = False) -> None:
             time.sleep(0.5)
             continue
         except OSError as error:
-            print(f"note: {folder}: its file system has no locks ({error.strerror}): see that no other run writes "
-                  "there",
+            print(f"note: {folder}: its file system lacks locks ({error.strerror}): check that no other run uses it",
                   flush=True)  # fmt: skip
             break
         if _is_on_disk(descriptor, folder):
             break
-        os.close(descriptor)  # removed by its last owner between open and flock
+        os.close(descriptor)  # its last owner removed it between open and flock
     _held[folder] = descriptor, created
     facts = {"process": os.getpid(), "host": socket.gethostname(), "since": time.strftime(SINCE)}
-    with contextlib.suppress(OSError):  # a full disk: the lock holds without its owner's name
+    with contextlib.suppress(OSError):  # with a full disk, the lock lacks the name of its owner
         os.ftruncate(descriptor, 0)
         os.write(descriptor, json.dumps(facts).encode())
 
 
 def refuse_links(folder: Path, is_pushed: bool = False) -> None:
-    """Refuse a run folder in which a name that a run writes to is a link. The folder itself may be reached by links.
+    """Raise UserError if a file that a run writes is a link. The path of the run folder may contain links.
 
-    Whoever may write to a shared folder, or has packed it, would choose which file of this user is overwritten.
-    Args: is_pushed: --push_to_hub uploads the folder, all but its checkpoints: it may have no other link either.
-    Raises: UserError.
+    Otherwise, other users of a shared folder could choose which file of this user is overwritten.
+    Args: is_pushed: --push_to_hub uploads everything except checkpoints, so that other links are rejected as well.
     """
     for top in folder.glob("*"):
-        if not (OWN.fullmatch(top.name) or (is_pushed and not top.name.startswith("checkpoint-"))):
+        if not (RUN_FILES.fullmatch(top.name) or (is_pushed and not top.name.startswith("checkpoint-"))):
             continue
         if file := next((file for file in (top, *top.rglob("*")) if file.is_symlink()), None):
             raise UserError(
-                f"{file}: is a link, to {file.readlink()}, and a run would write to{' or push' * is_pushed} what it "
-                "leads to; remove the link, or name another folder with --output_dir (OUT=...)."
+                f"{file}: is a link to {file.readlink()}, and a run would write to{' or push' * is_pushed} its target; "
+                "remove the link, or use another folder with --output_dir (OUT=...)."
             )
 
 
@@ -106,7 +104,7 @@ def held() -> list[Path]:
 
 
 def release() -> None:
-    """Release the locks of this process and remove the folders created for them that are still empty."""
+    """Release the locks of this process, and remove folders that were created for them and are empty."""
     for folder, (descriptor, created) in _held.items():
         if _is_on_disk(descriptor, folder):
             with contextlib.suppress(OSError):
@@ -119,7 +117,7 @@ def release() -> None:
 
 
 def _patience(folder: Path) -> float:
-    """Return the time.monotonic() until which to retry: 0 if the owner is local, else a lease from now."""
+    """Return the time.monotonic() until which to retry: 0 for a local owner, else LEASE_SECONDS from now."""
     host = owner(folder).get("host", socket.gethostname())
     if host == socket.gethostname():
         return 0.0
@@ -131,15 +129,15 @@ def _patience(folder: Path) -> float:
 
 def _refusal(folder: Path) -> str:
     facts = owner(folder)
-    who = "process {process} on {host} since {since}".format(**facts) if facts else "another process"
+    process = "process {process} on {host} since {since}".format(**facts) if facts else "another process"
     return (
-        f"{folder} is being trained by {who}: wait for its end (`zerofit status {folder}`), or end it there with "
-        f"`zerofit cancel {folder}`; for another run name another folder with --output_dir (OUT=...)."
+        f"{folder} is in use by {process}: wait until it ends (`zerofit status {folder}`), or end it there with "
+        f"`zerofit cancel {folder}`; for another run, use another folder with --output_dir (OUT=...)."
     )
 
 
 def owner(folder: Path) -> dict:
-    """Return what the lock's owner wrote: process, host, since; {} if the file does not hold these."""
+    """Return process, host and since of the lock's owner; {} if the file is missing or invalid."""
     for _ in range(10):
         with contextlib.suppress(OSError, ValueError, RecursionError):
             file = folder / FILE
@@ -150,15 +148,15 @@ def owner(folder: Path) -> dict:
 
 
 def holder(folder: Path):
-    """Return this machine's psutil.Process that has locked the run folder; None if none has."""
+    """Return the psutil.Process on this machine that has locked the run folder; None without one."""
     import psutil
 
-    found = owner(folder) if (folder / FILE).exists() else {}
-    if found.get("host") != socket.gethostname():
+    facts = owner(folder) if (folder / FILE).exists() else {}
+    if facts.get("host") != socket.gethostname():
         return None
     with contextlib.suppress(psutil.Error, ValueError):
-        process = psutil.Process(found["process"])
-        since = datetime.strptime(found["since"], SINCE).timestamp()
+        process = psutil.Process(facts["process"])
+        since = datetime.strptime(facts["since"], SINCE).timestamp()
         if process.create_time() < since + 1 and _holds(process, folder / FILE):
             return process
     return None
@@ -167,11 +165,11 @@ def holder(folder: Path):
 def _holds(process, file: Path) -> bool:
     """Return whether a psutil process has a lock file open, or the kernel lists its lock.
 
-    What the file says may be old, or another's words: the process that it names may have nothing to do with the run.
+    The content of the file may be outdated or forged, so that it names an unrelated process.
     """
     import psutil
 
-    with contextlib.suppress(psutil.Error, OSError):  # of other users' processes nobody is told the files
+    with contextlib.suppress(psutil.Error, OSError):  # open files of other users' processes are not visible
         if any(file.samefile(opened.path) for opened in process.open_files()):
             return True
     with contextlib.suppress(OSError):  # Linux: number, FLOCK, kind, mode, process, device:inode, first, last byte
@@ -182,9 +180,9 @@ def _holds(process, file: Path) -> bool:
 
 
 def is_held(folder: Path) -> bool:
-    """Return whether a process trains into the run folder, as far as this machine can tell.
+    """Return whether a process trains in the run folder.
 
-    Of another machine it is known only that the lock has not been removed, nor a result been written since.
+    For a process on another machine: whether its lock exists and no result was written since.
     """
     file, host = folder / FILE, owner(folder).get("host")
     if host in (None, socket.gethostname()):

@@ -1,4 +1,4 @@
-"""Write and read scores.json of a run folder: what `zerofit eval` has measured, base and tuned model side by side."""
+"""Write and read scores.json in a run folder: the results of `zerofit eval` for the base and the tuned model."""
 
 import json
 from pathlib import Path
@@ -9,10 +9,10 @@ from zerofit.job import run_folder
 
 FILE = "scores.json"
 
-HEAD = ["weights", "task", "metric", "rows"]  # of a table of scores; then the models' titles, and the difference
+HEAD = ["weights", "task", "metric", "rows"]  # header of a table, followed by the models' titles and the difference
 
-# Of an evaluation: what was asked of the model, with the words for it beside a task's name. Scores of another question
-# do not compare, and stand in a row of their own.
+# Settings of an evaluation that make scores incomparable, with their labels next to the task's name. Each combination
+# has its own rows.
 QUESTION = {
     "num_fewshot": "{} shots",
     "system_instruction": "system message {!r}",
@@ -21,77 +21,77 @@ QUESTION = {
     "plain_text": "as plain text",
 }
 
-SHOWN = 40  # most letters of a value that a row shows
+MAX_SHOWN = 40  # most characters of a value in a row
 
-Scores = dict[str, dict[str, dict]]  # task -> metric -> {"value", "stderr" (None: the harness has none), "rows"}
+Scores = dict[str, dict[str, dict]]  # task -> metric -> {"value", "stderr" (None if unavailable), "rows"}
 
 
 def add(folder: Path, evaluation: dict) -> Path:
-    """Add an evaluation to the folder's file, which keeps all earlier ones; return its path."""
-    file, logs = folder / FILE, folder / "logs"  # a lock stays: among the logs it is in nobody's way
+    """Append an evaluation to the folder's file and return its path."""
+    file, logs = folder / FILE, folder / "logs"  # the lock remains among the logs
     logs.mkdir(exist_ok=True)
-    with paths.locked(logs / "scores.lock"):  # another process may be adding one
-        run_folder.write_json(file, {"evaluations": [*of_folder(folder), evaluation]})
+    with paths.locked(logs / "scores.lock"):  # another process may append in parallel
+        run_folder.write_json(file, {"evaluations": [*read_evaluations(folder), evaluation]})
     return file
 
 
-def of_folder(folder: Path) -> list[dict]:
-    """Return the evaluations of a run folder, the oldest first. Raises: UserError for values that none writes."""
+def read_evaluations(folder: Path) -> list[dict]:
+    """Return the evaluations of a run folder, oldest first. Raises: UserError for invalid values."""
     return run_folder.read_record(folder / FILE).get("evaluations", [])
 
 
-def is_of_final(weights: str) -> bool:
-    """Return whether the name of an evaluation's weights is that of final/: "final (step 174)"."""
+def is_final(weights: str) -> bool:
+    """Return whether the name of an evaluation's weights refers to final/: "final (step 174)"."""
     return weights.partition(" ")[0] == "final"
 
 
 def table(evaluations: list[dict], weights: str = "") -> tuple[list[str], list[list[str]]]:
-    """Return the head and the rows of a table with the newest scores of each task; ([], []) without scores.
+    """Return the header and rows of a table with the newest scores of each task; ([], []) without scores.
 
-    A trial on the first rows only (--limit) stands where there is no score on all of them.
-    Args: weights: those of this name only, such as "checkpoint-50"; "": of all, each row with its name.
+    A trial on the first rows (--limit) is only included if the task has not been scored on all rows.
+    Args: weights: only weights with this name, such as "checkpoint-50"; "": all, with their names.
     """
     chosen: dict[tuple, dict] = {}
-    for one in evaluations:
-        name = str(one.get("weights", ""))
-        for task in dict.fromkeys(task for of in one.get("scores", {}).values() for task in of):
-            key = (name, task, json.dumps(_asked(one)))
-            if weights in ("", name) and (one.get("limit") is None or chosen.get(key, one).get("limit") is not None):
-                chosen[key] = _with_earlier(one, task, chosen.get(key))
-    titles = [title for title in ("base", "tuned") if any(title in one["scores"] for one in chosen.values())]
-    rows = [row for (name, task, _), one in chosen.items() for row in _rows(name, task, one, titles)]
+    for new in evaluations:
+        name = str(new.get("weights", ""))
+        for task in dict.fromkeys(task for scores in new.get("scores", {}).values() for task in scores):
+            key = (name, task, json.dumps(_question(new)))
+            if weights in ("", name) and (new.get("limit") is None or chosen.get(key, new).get("limit") is not None):
+                chosen[key] = _with_earlier(new, task, chosen.get(key))
+    titles = [title for title in ("base", "tuned") if any(title in entry["scores"] for entry in chosen.values())]
+    rows = [row for (name, task, _), entry in chosen.items() for row in _rows(name, task, entry, titles)]
     skipped = 1 if weights else 0
     head = [*HEAD[skipped:], *titles, *(["difference"] if len(titles) > 1 else [])]
     return (head, [row[skipped:] for row in rows]) if rows else ([], [])
 
 
-def _asked(evaluation: dict) -> dict:
+def _question(evaluation: dict) -> dict:
     return {name: evaluation[name] for name in QUESTION if evaluation.get(name) not in (None, "", {})}
 
 
 def _with_earlier(evaluation: dict, task: str, earlier: dict | None) -> dict:
-    """Return an evaluation of a task, with the earlier scores of the model that it has left out, on as many rows."""
-    scores = {title: {task: of[task]} for title, of in evaluation["scores"].items() if task in of}
+    """Return an evaluation of a task, completed with earlier scores of the other model on the same number of rows."""
+    scores = {title: {task: tasks[task]} for title, tasks in evaluation["scores"].items() if task in tasks}
     if earlier and earlier.get("limit") == evaluation.get("limit"):
-        rows = {score.get("rows") for of in scores.values() for score in of[task].values()}
-        for title, of in earlier["scores"].items():
-            if title not in scores and {score.get("rows") for score in of[task].values()} == rows:
-                scores[title] = of
+        rows = {score.get("rows") for tasks in scores.values() for score in tasks[task].values()}
+        for title, tasks in earlier["scores"].items():
+            if title not in scores and {score.get("rows") for score in tasks[task].values()} == rows:
+                scores[title] = tasks
     return evaluation | {"scores": scores}
 
 
 def _rows(weights: str, task: str, evaluation: dict, titles: list[str]) -> list[list[str]]:
     """Return a row for each metric of a task."""
-    found, scores = [], evaluation["scores"]
-    words = [QUESTION[name].format(str(value)[:SHOWN]) for name, value in _asked(evaluation).items()]
-    for metric in dict.fromkeys(metric for of in scores.values() for metric in of.get(task, {})):
+    table_rows, scores = [], evaluation["scores"]
+    words = [QUESTION[name].format(str(value)[:MAX_SHOWN]) for name, value in _question(evaluation).items()]
+    for metric in dict.fromkeys(metric for tasks in scores.values() for metric in tasks.get(task, {})):
         each = {title: scores[title].get(task, {}).get(metric) for title in titles if title in scores}
         rows = next((f"{score['rows']:,}" for score in each.values() if score and score.get("rows")), "")
         first = "first " if evaluation.get("limit") is not None and rows else ""
         name = ", ".join([task, *words])
         cells = [weights, name, metric, first + rows, *(_shown(each.get(title)) for title in titles)]
-        found.append([printable(cell) for cell in [*cells, *([_difference(each)] if len(titles) > 1 else [])]])
-    return found
+        table_rows.append([printable(cell) for cell in [*cells, *([_difference(each)] if len(titles) > 1 else [])]])
+    return table_rows
 
 
 def _shown(score: dict | None) -> str:
@@ -102,23 +102,23 @@ def _shown(score: dict | None) -> str:
 
 
 def _difference(each: dict[str, dict | None]) -> str:
-    """Return tuned - base, and in how many standard errors of the difference of two samples."""
+    """Return tuned - base, also in standard errors of the difference between two samples."""
     base, tuned = each.get("base"), each.get("tuned")
     if not base or not tuned or None in (base.get("value"), tuned.get("value")):
         return ""
-    apart = tuned["value"] - base["value"]
+    difference = tuned["value"] - base["value"]
     noise = sum((score.get("stderr") or 0.0) ** 2 for score in (base, tuned)) ** 0.5
-    return f"{apart:+.4f}" + (f" ({abs(apart) / noise:.1f} standard errors)" if noise else "")
+    return f"{difference:+.4f}" + (f" ({abs(difference) / noise:.1f} standard errors)" if noise else "")
 
 
 def as_text(head: list[str], rows: list[list[str]]) -> str:
-    """Return a table for a terminal."""
+    """Format a table for a terminal."""
     widths = [max(map(len, column)) for column in zip(head, *rows, strict=True)]
     lines = ("  ".join(f"{cell:<{width}}" for cell, width in zip(line, widths, strict=True)) for line in (head, *rows))
     return "\n".join(line.rstrip() for line in lines)
 
 
 def as_markdown(head: list[str], rows: list[list[str]]) -> str:
-    """Return a table for a model card."""
+    """Format a table for a model card."""
     lines = [head, ["---"] * len(head), *rows]
     return "\n".join("| " + " | ".join(cell.replace("|", "\\|") for cell in line) + " |" for line in lines)

@@ -1,1 +1,1 @@
-"""Start, watch and restart the processes of a job; runs in the launcher, never on a rank."""
+"""Start, supervise and restart the processes of a job. Runs in the launcher, never on a rank."""

@@ -1,6 +1,6 @@
-"""--canary: before the run, try two steps, an evaluation batch, a save and a reload.
+"""--canary: try two steps, an evaluation batch, a save and a reload before the run.
 
-It runs at the real world size and in separate processes, so that the run itself starts from a clean state.
+The canary uses the run's world size and separate processes, so that the run starts from a clean state.
 """
 
 import os
@@ -13,7 +13,7 @@ from pathlib import Path
 from zerofit.base import rank_status
 from zerofit.base.errors import UserError
 from zerofit.base.hardware import GIB
-from zerofit.base.paths import beside, nearest_existing
+from zerofit.base.paths import nearest_existing, sibling
 from zerofit.checkpoint import next_settings
 from zerofit.job.request import Request
 from zerofit.job.settings import Settings
@@ -22,7 +22,7 @@ from zerofit.train import trial
 
 
 def wanted(settings, planned: dict | None, steps: int | None) -> bool:
-    """Return whether to run the canary. planned: from preflight.check; steps: of the run, None if unknown."""
+    """Return whether to run the canary. planned: from preflight.check; steps: number of steps, None if unknown."""
     if settings.canary != "auto":
         return settings.canary
     return bool(
@@ -35,17 +35,17 @@ def wanted(settings, planned: dict | None, steps: int | None) -> bool:
 # --- in the process that starts ranks ---
 
 
-def run(job: supervisor.Job, planned: dict | None) -> Settings:
-    """Run the canary; after an out-of-memory error try smaller settings, if --on_oom allows.
+def run(job: supervisor.Supervised, planned: dict | None) -> Settings:
+    """Run the canary; after an out-of-memory error, try smaller settings if --on_oom allows it.
 
-    If GPUs do not answer each other, the canary is repeated without direct copies, as the run would be (supervisor.py).
+    If GPUs cannot communicate, repeat it without direct copies, as for the run (supervisor.py).
 
-    Returns: the settings of the attempt that succeeded.
-    Raises: SystemExit with the failed attempt's exit code, its cause printed; UserError if the disk is too small.
+    Returns: the settings of the successful attempt.
+    Raises: SystemExit with the failed attempt's exit code after printing the cause; UserError if the disk is too small.
     """
     settings = job.settings
-    folder = beside(job.folder, ".canary", prefix=".")  # on the disk of the checkpoints
-    print("canary: two steps on the longest rows, an evaluation batch, save and reload", flush=True)
+    folder = sibling(job.folder, ".canary", prefix=".")  # on the same disk as the checkpoints
+    print("canary: two steps on the longest rows, an evaluation batch, a save and a reload", flush=True)
     while True:
         began = time.perf_counter()
         try:
@@ -72,10 +72,10 @@ def run(job: supervisor.Job, planned: dict | None) -> Settings:
     return settings
 
 
-def _attempt(job: supervisor.Job, settings: Settings, folder: Path) -> tuple[postmortem.Outcome, dict | None]:
+def _attempt(job: supervisor.Supervised, settings: Settings, folder: Path) -> tuple[postmortem.Outcome, dict | None]:
     with tempfile.TemporaryDirectory(prefix="zerofit-canary-") as temporary:
         records = Path(temporary)
-        rehearsed = job.resolve(_request(settings.request, folder), settings.world_size)
+        rehearsed = job.resolve(_canary_request(settings.request, folder), settings.world_size)
         command = job.start(rehearsed, records, {}, {trial.CANARY: True})
         env = os.environ | job.env | {rank_status.FOLDER: temporary}
         with (records / "canary.log").open("w") as log:
@@ -84,29 +84,29 @@ def _attempt(job: supervisor.Job, settings: Settings, folder: Path) -> tuple[pos
         return last, next(iter(trial.measured(records, rank=0)), None)
 
 
-def _request(asked: Request, folder: Path) -> Request:
-    """Return the run's request with a folder of its own, and without resume, Hub and trackers."""
-    return trial.request(asked).put(resume_from_checkpoint="false", output_dir=str(folder))
+def _canary_request(request: Request, folder: Path) -> Request:
+    """Return the run's request with a temporary folder, and without resume, Hub and trackers."""
+    return trial.request(request).put(resume_from_checkpoint="false", output_dir=str(folder))
 
 
 def sentences(measured: dict, planned: dict | None, seconds: float) -> list[str]:
-    """Return the canary's measurements as lines to print. seconds: wall time of the canary."""
+    """Return the canary's results as lines to print. seconds: wall time."""
     lines = [f"canary passed in {seconds:.0f} s"]
-    peak = f"  peak {measured['peak_bytes'] / GIB:.2f} GiB a rank"
+    peak = f"  peak {measured['peak_bytes'] / GIB:.2f} GiB per rank"
     if measured["device"] == "cpu":
         peak += " (resident)"
     elif planned:
-        room = planned["limit_bytes"] - measured["peak_bytes"]
-        peak += f"; predicted by the plan: {planned['peak_bytes'] / GIB:.2f}; {room / GIB:.2f} GiB free"
+        free = planned["limit_bytes"] - measured["peak_bytes"]
+        peak += f" (plan: {planned['peak_bytes'] / GIB:.2f}); {free / GIB:.2f} GiB free"
     lines.append(peak)
     hours, rest = divmod(int(measured["step_seconds"] * measured["steps"]), 3600)
     lines.append(
         f"  {measured['tokens_per_second']:,.0f} tokens/s on the longest rows; {measured['steps']:,} steps take at "
-        f"most {hours}:{rest // 60:02}:{rest % 60:02}, evaluation and saving apart"
+        f"most {hours}:{rest // 60:02}:{rest % 60:02}, without evaluation and saving"
     )
     lines.append(
-        f"  a save is {measured['checkpoint_bytes'] / 1e9:.3g} GB in {measured['save_seconds']:.1f} s"
-        + (f", read back in {measured['load_seconds']:.1f} s to the same loss" if measured["reloaded"] else "")
+        f"  a checkpoint is {measured['checkpoint_bytes'] / 1e9:.3g} GB, saved in {measured['save_seconds']:.1f} s"
+        + (f", reloaded in {measured['load_seconds']:.1f} s with the same loss" if measured["reloaded"] else "")
     )
     return lines
 
@@ -116,7 +116,7 @@ def _check_disk(measured: dict, settings, folder: Path) -> None:
     needed = measured["checkpoint_bytes"] * measured["checkpoints"] + measured["final_bytes"]
     if needed > free and not settings.ignore_plan:
         raise UserError(
-            f"--output_dir {folder}: {measured['checkpoints']} checkpoints and final/ need {needed / 1e9:.3g} GB, the "
-            f"disk has {free / 1e9:.3g} free; set --save_total_limit, or name a folder on another disk (--ignore_plan "
-            "true starts anyway)."
+            f"--output_dir {folder}: {measured['checkpoints']} checkpoints and final/ need {needed / 1e9:.3g} GB, but "
+            f"the disk has {free / 1e9:.3g} free; set --save_total_limit or a folder on another disk, or start with "
+            "--ignore_plan true."
         )

@@ -1,4 +1,4 @@
-"""Check installed packages: their floors, what they were tested with, known problems, and what they compute."""
+"""Check installed packages: minimum versions, tested versions, known problems, and a self-test."""
 
 import json
 import os
@@ -17,10 +17,10 @@ from zerofit.launch.doctor_nodes import Finding, fail, ok, warn
 
 TESTED = Path(__file__).with_name("tested.json")  # written by `make test-versions`
 
-ON_USE = {"bitsandbytes", "torchao", "liger-kernel"}  # a run that uses one says that it is missing
+OPTIONAL = {"bitsandbytes", "torchao", "liger-kernel"}  # a run that needs one reports that it is missing
 
-# ({package: versions} with a problem together, its symptom and thread, the fix), in addition to pyproject's floors and
-# what a library's own import refuses.
+# ({package: versions} that fail in combination, symptom with its thread, fix). Versions that pyproject.toml or the
+# import of a library rejects are not listed.
 RULES = (
     (
         {"flash-attn": "<=2.7.4.post1", "torch": ">=2.7"},
@@ -37,7 +37,7 @@ RULES = (
 
 
 def check() -> Iterator[Finding]:
-    """Refuse a version below its floor, and note one that is newer than all that was tested."""
+    """Fail for versions below the minimum, and warn about versions newer than the tested ones."""
     from packaging.version import Version
 
     bad, newer = [], []
@@ -47,7 +47,7 @@ def check() -> Iterator[Finding]:
         try:
             version = metadata.version(name)
         except metadata.PackageNotFoundError:
-            if name not in ON_USE:
+            if name not in OPTIONAL:
                 bad.append(f"{name} is missing")
             continue
         if not requirement.specifier.contains(version, prereleases=True):
@@ -57,33 +57,33 @@ def check() -> Iterator[Finding]:
     if bad:
         yield fail("packages", "; ".join(bad), command_line.install())
     if newer:
-        text = f"newer than what was tested: {', '.join(newer)}"
-        yield warn("packages", text, "`zerofit doctor` checks what these versions compute")
+        text = f"newer than the tested versions: {', '.join(newer)}"
+        yield warn("packages", text, "`zerofit doctor` runs a self-test of these versions")
 
 
 def requirements() -> list:
-    """Return what zerofit needs on this platform with its floors: of the checkout, else of the installed package."""
+    """Return zerofit's requirements on this platform, from the checkout or from the installed package."""
     from packaging.requirements import Requirement
 
     if ROOT == IN_WHEEL:
         texts = metadata.requires("zerofit") or []
     else:
         texts = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["dependencies"]
-    found = map(Requirement, texts)
-    return [one for one in found if one.marker is None or one.marker.evaluate({"extra": ""})]
+    parsed = map(Requirement, texts)
+    return [item for item in parsed if item.marker is None or item.marker.evaluate({"extra": ""})]
 
 
 def newest_tested() -> dict[str, str]:
-    """Return {package: the newest version with which all tests have passed}."""
+    """Return {package: newest version that passed all tests}."""
     from packaging.version import Version
 
     sets = json.loads(TESTED.read_text()).values()
-    versions = [one["versions"] for one in sets if "failed" not in one["tests"]]
-    return {name: max((one[name] for one in versions), key=Version) for name in (versions[0] if versions else ())}
+    passed = [entry["versions"] for entry in sets if "failed" not in entry["tests"]]
+    return {name: max((versions[name] for versions in passed), key=Version) for name in (passed[0] if passed else ())}
 
 
 def known_problems() -> Iterator[Finding]:
-    """Apply RULES: versions with a known problem."""
+    """Warn about installed versions that match RULES."""
     from packaging.specifiers import SpecifierSet
 
     for ranges, symptom, fix in RULES:
@@ -97,13 +97,13 @@ def known_problems() -> Iterator[Finding]:
 
 
 def environment() -> dict[str, str]:
-    """Return the environment of a process that imports this package."""
+    """Return the environment for a subprocess that imports this package."""
     path = os.pathsep.join(filter(None, [str(PACKAGE.parent), os.environ.get("PYTHONPATH")]))
     return os.environ | {"PYTHONPATH": path}
 
 
 def self_test() -> Iterator[Finding]:
-    """Train the bundled model for four steps of packed rows, and report the certificate of that run."""
+    """Train the bundled model on packed rows for four steps, and report the certificate of the run."""
     with tempfile.TemporaryDirectory(prefix="zerofit-") as folder:
         run = Path(folder) / "run"
         words = ["sft", "--max_steps", "4", "--packing", "true", "--num_samples", "0", "--output_dir", str(run)]
@@ -113,10 +113,10 @@ def self_test() -> Iterator[Finding]:
         checks = json.loads(file.read_text())["checks"] if file.exists() else []
     held = [check for check in checks if check["holds"]]
     broken = [check["sentence"] for check in checks if check["holds"] is False]
-    fix = "install an earlier version of what is newer than tested, or the tested set: " + command_line.install()
+    fix = "install earlier versions of the newer packages, or the tested set: " + command_line.install()
     if done.returncode or broken:
-        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["it ended without an answer"]
+        lines = [line for line in done.stderr.splitlines() if line.strip()] or ["the run ended without output"]
         yield fail("self-test", "; ".join(broken) or first_line(RuntimeError(lines[-1])), fix)
     else:
-        text = f"these versions compute what they should: {len(held)} of {len(checks)} checks of a short run hold"
+        text = f"{len(held)} of {len(checks)} checks of a short run hold"
         yield ok("self-test", text)

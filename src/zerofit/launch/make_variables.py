@@ -1,7 +1,7 @@
-"""Check the variables of a make line, and turn those that a verb reads into the flags of its command.
+"""Check the variables of a make command, and convert them to command-line flags.
 
-The Makefile calls it without words before anything else, then for each verb as `make_variables.py VERB COMMAND ...`.
-Standard library only: it runs before the installation.
+The Makefile first runs this file without arguments, then for each verb as `make_variables.py VERB COMMAND ...`. It runs
+before the installation, with the standard library only.
 """
 
 import difflib
@@ -11,18 +11,18 @@ import shlex
 import sys
 from collections.abc import Mapping
 
-# What a verb adds to its command, word by word. A name in capitals is a variable that the verb reads. Where it has a
-# value, ZERO is --zero=VALUE, SP:sp_size is --sp_size=VALUE, RUN: is the value itself, MERGE? is --merge (not for 0),
-# ARGS+ is the words of the value, and recipes/RECIPE.py a recipe's file. (EXTRAS) is read by the Makefile's own line.
-# [--show] stands there after `make show`. {place} and {nodes} follow from HOSTS and NODES: see _template.
-KNOBS = "ZERO OFFLOAD SP:sp_size TP:tp_size PP:pp_size MODEL DATA CONFIG OUT:output_dir"
-TRAIN = "{place} PORT ARGS [--show]"
-ON_HOSTS = "hosts HOSTS INCLUDE EXCLUDE GPUS MASTER_ADDR JOIN_TIMEOUT INTERFACE"
-HERE = "launch HOSTS GPUS LAUNCHER {nodes}"
-OF_NODE = "NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE"
+# {verb: words added to its command}. A name in capitals is a variable that the verb reads. If it has a value, ZERO
+# becomes --zero=VALUE, SP:sp_size becomes --sp_size=VALUE, RUN: the value itself, MERGE? becomes --merge (not for 0),
+# ARGS+ the words of the value, and recipes/RECIPE.py the file of a recipe. The Makefile itself reads (EXTRAS).
+# `make show` adds [--show]. {place} and {nodes} depend on HOSTS and NODES: see _template.
+SETTINGS = "ZERO OFFLOAD SP:sp_size TP:tp_size PP:pp_size MODEL DATA CONFIG OUT:output_dir"
+LAUNCH = "{place} PORT ARGS [--show]"
+HOSTS_LAUNCH = "hosts HOSTS INCLUDE EXCLUDE GPUS MASTER_ADDR JOIN_TIMEOUT INTERFACE"
+LOCAL_LAUNCH = "launch HOSTS GPUS LAUNCHER {nodes}"
+NODE_VARIABLES = "NODE_RANK MASTER_ADDR JOIN_TIMEOUT INTERFACE"
 VERBS = {
-    **{name: f"{TRAIN} recipes/{name}.py {KNOBS}" for name in ("sft", "lora", "dpo", "pipeline")},
-    **dict.fromkeys(["launch", "show"], f"{TRAIN} recipes/RECIPE.py {KNOBS}"),
+    **{name: f"{LAUNCH} recipes/{name}.py {SETTINGS}" for name in ("sft", "lora", "dpo", "pipeline")},
+    **dict.fromkeys(["launch", "show"], f"{LAUNCH} recipes/RECIPE.py {SETTINGS}"),
     "resume": "resume LAUNCHER PORT GPUS RECIPE ARGS {nodes} RUN: ZERO OFFLOAD SP:sp_size TP:tp_size PP:pp_size",
     "convert": "convert OUT:output FILE: ARGS+",
     "export": "export MERGE? DTYPE FOR LLAMA_CPP OUT:output_dir RUN: ARGS+",
@@ -31,12 +31,12 @@ VERBS = {
     "report": "report RUN: ARGS+",
     "watch": "watch RUN: ARGS+",
     "slurm": "slurm NODES GPUS SBATCH SWEEP SETUP IMAGE JOIN_TIMEOUT INTERFACE PORT ARGS [--print] "
-    f"recipes/RECIPE.py {KNOBS}",
+    f"recipes/RECIPE.py {SETTINGS}",
     "status": "status RUN:",
     "cancel": "cancel RUN: ARGS+",
     "doctor": "doctor GPUS PORT OUT:output_dir NODES ARGS+",
-    "plan": f"plan RECIPE GPUS ARGS NODES GPU_TYPE METHOD HOST_MEMORY {KNOBS}",
-    "batch-size": f"batch-size RECIPE GPUS ARGS {KNOBS}",
+    "plan": f"plan RECIPE GPUS ARGS NODES GPU_TYPE METHOD HOST_MEMORY {SETTINGS}",
+    "batch-size": f"batch-size RECIPE GPUS ARGS {SETTINGS}",
     "data": "data RECIPE ARGS MODEL DATA CONFIG OUT:output_dir [--show]",
     "calibrate": "calibrate",
     "reproduce": "GPUS OUT:output_dir RECIPE: ARGS+",
@@ -45,29 +45,29 @@ VERBS = {
     "image": "(IMAGE)",
     "image-cpu": "(IMAGE) ARGS+",
     **dict.fromkeys("plan-validate reliability test-versions models bench-peers".split(), "ARGS+"),
-    **dict.fromkeys("gpu-first lint test test-gpu test-cluster test-all docs docs-serve examples clean".split(), ""),
+    **dict.fromkeys("gpu-first lint test test-gpu test-cluster test-all docs-serve examples clean".split(), ""),
     **dict.fromkeys("wheelhouse sbom audit site".split(), ""),
 }
 
-# {verb: what is said where a variable that the sentence names is missing}
+# {verb: message if a variable that the message mentions is missing}
 REQUIRED = {
-    **dict.fromkeys(["resume", "watch", "status", "cancel"], "name the run folder with RUN=runs/..."),
-    "convert": "name their YAML file with FILE=...",
-    "export": "name what to export with RUN=runs/...",
-    "chat": "name what to talk to with RUN=runs/...",
-    "eval": "name RUN=runs/... and TASKS=..., names or folders",
-    "report": 'name the run folders with RUN="runs/..."',
-    "reproduce": "name a folder of examples/reproduce with RECIPE=...",
+    **dict.fromkeys(["resume", "watch", "status", "cancel"], "set RUN=runs/... to the run folder"),
+    "convert": "set FILE=... to the YAML file",
+    "export": "set RUN=runs/... to the run to export",
+    "chat": "set RUN=runs/... to the run to chat with",
+    "eval": "set RUN=runs/... and TASKS=... to the names or folders of tasks",
+    "report": 'set RUN="runs/..." to the run folders',
+    "reproduce": "set RECIPE=... to a folder of examples/reproduce",
 }
 
-SHOWN = {"sft", "lora", "dpo", "pipeline", "launch", "data", "slurm"}  # `make show lora` shows what `make lora` runs
+SHOWABLE = {"sft", "lora", "dpo", "pipeline", "launch", "data", "slurm"}  # `make show lora` prints the command
 
 VARIABLE = re.compile(r"[A-Z][A-Z_]+")
-VARIABLES = sorted({*VARIABLE.findall(" ".join([*VERBS.values(), ON_HOSTS, HERE, OF_NODE]))})
+VARIABLES = sorted({*VARIABLE.findall(" ".join([*VERBS.values(), HOSTS_LAUNCH, LOCAL_LAUNCH, NODE_VARIABLES]))})
 
-# Others that the Makefile or make itself knows.
-OF_MAKE = """PYTHON ENV PY PIP PREFIX STAMP DEV_STAMP PEERS_STAMP SHELL .SHELLFLAGS MAKE MAKEFLAGS MFLAGS MAKEFILES
-MAKESHELL VPATH CURDIR PATH""".split()
+# Other variables of the Makefile and of make itself.
+MAKE_VARIABLES = """PYTHON ENV PY PIP PREFIX STAMP DEV_STAMP PEERS_STAMP SHELL .SHELLFLAGS MAKE MAKEFLAGS MFLAGS
+MAKEFILES MAKESHELL VPATH CURDIR PATH""".split()
 
 # {make variable: names that other tools use for it}
 SYNONYMS = {
@@ -93,7 +93,7 @@ SYNONYMS = {
     "PP": "PP_SIZE PIPELINE_PARALLEL PIPELINE_PARALLEL_SIZE STAGES",
 }
 
-# {flag: names of make variables that users try for it}
+# {flag: make variables that users may try for it}
 FLAGS = {
     "--effective_batch_size N": "BATCH BATCH_SIZE BS",
     "--learning_rate N": "LR LEARNING_RATE",
@@ -104,7 +104,7 @@ FLAGS = {
     "--seed N": "SEED",
 }
 
-# {variable: the one without which it is not read}
+# {variable: the variable that it requires}
 NEEDS = {
     "INCLUDE": "HOSTS",
     "EXCLUDE": "HOSTS",
@@ -114,61 +114,61 @@ NEEDS = {
     "INTERFACE": "NODES",
 }
 
-LISTED = 8  # most verbs that a message lists; a variable that more of them read belongs to training
+MAX_LISTED_VERBS = 8  # in a message; a variable that more verbs read belongs to training
 
 
 def suggestion(name: str) -> str:
-    """Return what to write instead of an unknown variable."""
+    """Return the replacement for an unknown variable."""
     normalized = name.upper().replace("-", "_")
     if flag := next((flag for flag, others in FLAGS.items() if normalized in others.split()), None):
-        return f'it is a flag: ARGS="{flag}".'
+        return f'use the flag: ARGS="{flag}".'
     synonym = next((variable for variable, others in SYNONYMS.items() if normalized in others.split()), None)
     close = [synonym] if synonym else difflib.get_close_matches(normalized, [*VARIABLES, "PYTHON", "ENV"], 1, 0.75)
     if close:
         return f"did you mean {close[0]}?"
-    return 'a flag of the recipes goes into ARGS="--flag value"; `make help` lists the variables.'
+    return 'pass flags of the recipes as ARGS="--flag value"; `make help` lists the variables.'
 
 
-def instead(name: str, read: set[str], given: Mapping[str, str]) -> str:
-    """Return the fix for a variable that the requested verbs do not read. read: those that they read."""
+def fix_for_unread(name: str, read: set[str], env: Mapping[str, str]) -> str:
+    """Return the fix for a variable that the verbs do not read. read: variables that they read."""
     if name == "SEQ":
-        return 'it is a flag: ARGS="--max_length N".'
+        return 'use the flag: ARGS="--max_length N".'
     if NEEDS.get(name) in read and "LAUNCHER" in read:  # a verb that starts ranks
-        return f"it is read only with {NEEDS[name]}=."
-    if given.get("HOSTS") and "HOSTS" in read and name in ("NODES", "NODE_RANK", "LAUNCHER"):
-        return "HOSTS= decides it."
-    others = sorted(verb for verb in VERBS if name in reads(verb, given))
-    if not 0 < len(others) <= LISTED:
-        return "leave it out."
-    return f"make {', '.join(others)} read{'s' * (len(others) == 1)} it."
+        return f"it requires {NEEDS[name]}=."
+    if env.get("HOSTS") and "HOSTS" in read and name in ("NODES", "NODE_RANK", "LAUNCHER"):
+        return "HOSTS= determines it."
+    others = sorted(verb for verb in VERBS if name in reads(verb, env))
+    if not 0 < len(others) <= MAX_LISTED_VERBS:
+        return "remove it."
+    return f"it works with make {', '.join(others)}."
 
 
-def _template(verb: str, given: Mapping[str, str]) -> str:
-    """Return what VERBS says of a verb, with the words of the place that the variables name."""
-    if verb == "show" and SHOWN & {*given["ZEROFIT_GOALS"].split()}:
+def _template(verb: str, env: Mapping[str, str]) -> str:
+    """Return the VERBS entry of a verb with {place} and {nodes} filled in."""
+    if verb == "show" and SHOWABLE & {*env["ZEROFIT_GOALS"].split()}:
         return ""
-    text = VERBS[verb].replace("{place}", ON_HOSTS if given.get("HOSTS") else HERE)
-    return text.replace("{nodes}", f"NODES:nnodes {OF_NODE}" if given.get("NODES") else "NODES")
+    text = VERBS[verb].replace("{place}", HOSTS_LAUNCH if env.get("HOSTS") else LOCAL_LAUNCH)
+    return text.replace("{nodes}", f"NODES:nnodes {NODE_VARIABLES}" if env.get("NODES") else "NODES")
 
 
-def reads(verb: str, given: Mapping[str, str]) -> set[str]:
-    """Return the variables that a verb reads beside the given ones."""
-    return {*VARIABLE.findall(_template(verb, given))}
+def reads(verb: str, env: Mapping[str, str]) -> set[str]:
+    """Return the variables that a verb reads."""
+    return {*VARIABLE.findall(_template(verb, env))}
 
 
-def words(verb: str, given: Mapping[str, str]) -> list[str]:
-    """Return what the variables add to the command of a verb."""
-    if verb == "pipeline" and not given.get("GPUS") and given.get("NODES", "") in ("", "1"):
-        given = {**given, "GPUS": "" if given.get("HOSTS") else given.get("PP") or "2"}
+def words(verb: str, env: Mapping[str, str]) -> list[str]:
+    """Return the words that the variables add to the command of a verb."""
+    if verb == "pipeline" and not env.get("GPUS") and env.get("NODES", "") in ("", "1"):
+        env = {**env, "GPUS": "" if env.get("HOSTS") else env.get("PP") or "2"}
     added = []
-    for word in _template(verb, given).split():
+    for word in _template(verb, env).split():
         name, sign, flag = re.fullmatch(r"([A-Z_]*)(\W?)(.*)", word, re.S).groups()
-        value = given.get(name, "")
+        value = env.get(name, "")
         if word == "recipes/RECIPE.py":
-            recipe = given.get("RECIPE") or "sft"
+            recipe = env.get("RECIPE") or "sft"
             added.append(recipe if recipe.endswith(".py") else f"recipes/{recipe}.py")
         elif word.startswith("["):
-            added += [word[1:-1]] * ("show" in given["ZEROFIT_GOALS"].split())
+            added += [word[1:-1]] * ("show" in env["ZEROFIT_GOALS"].split())
         elif not name and not word.startswith("("):
             added.append(word)
         elif not value:
@@ -182,49 +182,49 @@ def words(verb: str, given: Mapping[str, str]) -> list[str]:
     return added
 
 
-def check(given: Mapping[str, str]) -> tuple[list[str], list[str]]:
-    """Return what is wrong with the variables of a make line, and those of the environment that its verbs read.
+def check(env: Mapping[str, str]) -> tuple[list[str], list[str]]:
+    """Return (errors in the variables of a make command, notes on variables from the environment).
 
-    What is missing is said only where nothing else is wrong: the name may be mistyped.
+    Missing variables are reported only without other errors, since a name may be mistyped.
     """
-    asked = [verb for verb in given["ZEROFIT_GOALS"].split() if verb in VERBS]
-    read, typed, wrong = {name for verb in asked for name in reads(verb, given)}, given["ZEROFIT_GIVEN"].split(), []
+    verbs = [verb for verb in env["ZEROFIT_GOALS"].split() if verb in VERBS]
+    read, typed, errors = {name for verb in verbs for name in reads(verb, env)}, env["ZEROFIT_GIVEN"].split(), []
     for name in typed:
-        assignment = f"{name}={given[name]}" if name in given else name
-        if name not in (*VARIABLES, *OF_MAKE):
-            wrong.append(f"{assignment}: no such variable; {suggestion(name)}")
-        elif asked and name in VARIABLES and name not in read:
-            wrong.append(f"{assignment}: make {' '.join(asked)} does not read it; {instead(name, read, given)}")
-    if not wrong:
-        needed = {verb: re.findall("[A-Z]+(?==)", REQUIRED[verb]) for verb in asked if verb in REQUIRED}
-        wrong = [f"make {verb}: {REQUIRED[verb]}" for verb, names in needed.items() if not all(map(given.get, names))]
+        assignment = f"{name}={env[name]}" if name in env else name
+        if name not in (*VARIABLES, *MAKE_VARIABLES):
+            errors.append(f"{assignment}: no such variable; {suggestion(name)}")
+        elif verbs and name in VARIABLES and name not in read:
+            errors.append(f"{assignment}: make {' '.join(verbs)} does not read it; {fix_for_unread(name, read, env)}")
+    if not errors:
+        required = {verb: re.findall("[A-Z]+(?==)", REQUIRED[verb]) for verb in verbs if verb in REQUIRED}
+        errors = [f"make {verb}: {REQUIRED[verb]}" for verb, names in required.items() if not all(map(env.get, names))]
         try:
-            shlex.split(given.get("ARGS", "") if "ARGS" in read else "")
+            shlex.split(env.get("ARGS", "") if "ARGS" in read else "")
         except ValueError as error:
-            wrong.append(f"ARGS={given['ARGS']}: cannot be split into words: {str(error).lower()}.")
+            errors.append(f"ARGS={env['ARGS']}: cannot be split into words: {str(error).lower()}.")
     notes = []
-    for name in from_environment({*read, *(("PYTHON", "ENV") if asked else ())}, given):
-        shown = name if name == "ARGS" else f"{name}={given[name]}"  # flags may hold a token
-        notes.append(f"{shown}: from the environment; `make ... {name}=` sets another value, or none.")
-    return wrong, notes
+    for name in from_environment({*read, *(("PYTHON", "ENV") if verbs else ())}, env):
+        shown = name if name == "ARGS" else f"{name}={env[name]}"  # flags may hold a token
+        notes.append(f"{shown}: set in the environment; override or clear it with `make ... {name}=`.")
+    return errors, notes
 
 
-def from_environment(read: set[str], given: Mapping[str, str]) -> list[str]:
-    """Return those of some variables that are not on the command line: they may be meant for another program."""
-    return [name for name in sorted(read - {*given["ZEROFIT_GIVEN"].split()}) if given.get(name)]
+def from_environment(read: set[str], env: Mapping[str, str]) -> list[str]:
+    """Return the variables that are set in the environment only; they may be intended for another program."""
+    return [name for name in sorted(read - {*env["ZEROFIT_GIVEN"].split()}) if env.get(name)]
 
 
 def main() -> None:
-    """Check all variables, or become the command of a verb; exit with 2 for what is wrong."""
+    """Check all variables (exit code 2 for errors), or execute the command of a verb."""
     if len(sys.argv) == 1:
-        wrong, notes = check(os.environ)
-        for line in [f"note: {one}" for one in notes] + [f"zerofit: error: {one}" for one in wrong]:
+        errors, notes = check(os.environ)
+        for line in [f"note: {note}" for note in notes] + [f"zerofit: error: {error}" for error in errors]:
             print("".join(letter if letter.isprintable() else "?" for letter in line), file=sys.stderr)
-        raise SystemExit(2 * bool(wrong))
+        raise SystemExit(2 * bool(errors))
     verb, *command = sys.argv[1:]
     added = words(verb, os.environ)
     os.environ["ZEROFIT_FROM_ENVIRONMENT"] = " ".join(from_environment(reads(verb, os.environ), os.environ))
-    if verb == "show" and not added:  # the verb beside it shows its own command
+    if verb == "show" and not added:  # the other verb prints its command
         return
     try:
         os.execvp(command[0], [*command, *added])

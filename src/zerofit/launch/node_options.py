@@ -1,4 +1,4 @@
-"""Options and checks of one node among several: rank, address, interface, ports."""
+"""Options and checks for one node of a multi-node job: rank, address, interface, ports."""
 
 import argparse
 import contextlib
@@ -20,26 +20,26 @@ def port_of(text: str) -> int:
     if not text.isdigit() or not 1 <= int(text) <= 65535:
         raise UserError(f"PORT={text}: must be a number from 1 to 65535.")
     if not (distributed.port_is_free(int(text)) and distributed.hold_port(int(text))):
-        raise UserError(f"PORT={text} is in use on this machine; name another, or none for a free one.")
+        raise UserError(f"PORT={text} is in use on this machine; set another port, or none to use a free one.")
     return int(text)
 
 
-JOIN_TIMEOUT = "600"  # seconds, as torchrun's: nodes that import from one file server differ by minutes
+JOIN_TIMEOUT = "600"  # seconds; nodes that import from one file server can differ by minutes
 
 SITE_CONF = Path("/etc/nccl.conf")  # read by NCCL, after ~/.nccl.conf or NCCL_CONF_FILE
 
-LOST_SECONDS = "ZEROFIT_LOST_SECONDS"  # environment variable: without a heartbeat, after which a node is lost
+LOST_SECONDS = "ZEROFIT_LOST_SECONDS"  # environment variable: seconds without a heartbeat after which a node is lost
 
-PORT = 29500  # default port of the agents' store; the ranks use the next one
+PORT = 29500  # default port of the agents' store; the ranks use the next port
 
 
 @dataclass
-class Place:
-    """This node's place in the job.
+class NodePlacement:
+    """Placement of this node in a multi-node job.
 
-    least, most: nodes of the job (equal if not elastic); rank: of this node; address, port: of node 0's store;
-    timeout: seconds that nodes wait for each other at the start; interface: "" for the one towards the others; lost:
-    seconds without a heartbeat after which a node is lost, torch's default.
+    least, most: number of nodes (equal if not elastic); rank: this node's rank; address, port: node 0's store;
+    timeout: seconds to wait for other nodes at the start; interface: "" for the interface on the route to them; lost:
+    seconds without a heartbeat after which a node is lost (torch's default).
     """
 
     least: int
@@ -53,22 +53,22 @@ class Place:
 
 
 def add_options(parser: argparse.ArgumentParser) -> None:
-    """Add the options that place this node in a job."""
-    parser.add_argument("--nnodes", default="1", help="nodes of the job, or MIN:MAX of an elastic one")
-    parser.add_argument("--node_rank", default="", help="rank of this node; 0 is the node of --master_addr")
-    parser.add_argument("--master_addr", default="", help="name or address of node 0, as the others reach it")
-    add_meeting(parser)
+    """Add the options of a node's placement."""
+    parser.add_argument("--nnodes", default="1", help="number of nodes, or MIN:MAX for an elastic job")
+    parser.add_argument("--node_rank", default="", help="rank of this node; --master_addr is rank 0")
+    parser.add_argument("--master_addr", default="", help="name or address of node 0 that the other nodes can reach")
+    add_rendezvous_options(parser)
 
 
-def add_meeting(parser: argparse.ArgumentParser) -> None:
-    """Add the rendezvous options that are equal on all nodes."""
-    parser.add_argument("--join_timeout", default=JOIN_TIMEOUT, help="seconds that the nodes wait for each other")
-    parser.add_argument("--interface", default="", help="network interface between the nodes (default: the one that "
-                                                        "leads there)")  # fmt: skip
+def add_rendezvous_options(parser: argparse.ArgumentParser) -> None:
+    """Add the rendezvous options with the same values on all nodes."""
+    parser.add_argument("--join_timeout", default=JOIN_TIMEOUT, help="seconds to wait for the other nodes")
+    parser.add_argument("--interface", default="", help="network interface between the nodes (default: "
+                                                        "from the route)")  # fmt: skip
 
 
-def count(text: str) -> tuple[int, int] | None:
-    """Parse "4" or "1:4" into (least, most) nodes; None for any other text."""
+def parse_count(text: str) -> tuple[int, int] | None:
+    """Parse "4" or "1:4" into (least, most) nodes; return None for any other text."""
     least, _, most = text.partition(":")
     most = most or least
     if not (least.isdigit() and most.isdigit() and 1 <= int(least) <= int(most)):
@@ -76,37 +76,37 @@ def count(text: str) -> tuple[int, int] | None:
     return int(least), int(most)
 
 
-def of(given) -> Place | None:
-    """Return this node's place from the parsed options; None for a job on one node.
+def placement(args) -> NodePlacement | None:
+    """Return this node's placement from the parsed options, or None for a single node.
 
     Raises: UserError for invalid or contradictory values.
     """
-    if (bounds := count(given.nnodes)) is None:
-        raise UserError(f"NODES={given.nnodes}: must be a number of nodes, or MIN:MAX for an elastic job.")
+    if (bounds := parse_count(args.nnodes)) is None:
+        raise UserError(f"NODES={args.nnodes}: must be a number of nodes, or MIN:MAX for an elastic job.")
     least, most = bounds
     if most == 1:
         return None
-    if not given.node_rank.isdigit() or int(given.node_rank) >= most:
+    if not args.node_rank.isdigit() or int(args.node_rank) >= most:
         raise UserError(
-            f"NODE_RANK={given.node_rank or '(not given)'}: with NODES={given.nnodes} each node needs its own, from "
-            f"0 to {most - 1}; 0 is the node that MASTER_ADDR names."
+            f"NODE_RANK={args.node_rank or '(not set)'}: NODES={args.nnodes} needs a different NODE_RANK on each node, "
+            f"from 0 to {most - 1}; MASTER_ADDR is the node with 0."
         )
-    if not given.master_addr:
-        raise UserError(f"MASTER_ADDR is not given: with NODES={given.nnodes} name the node with NODE_RANK=0 to all "
-                        "of them.")  # fmt: skip
-    port = given.port or str(PORT)
+    if not args.master_addr:
+        raise UserError(f"MASTER_ADDR is not set: NODES={args.nnodes} needs the address of the node with NODE_RANK=0 "
+                        "on all nodes.")  # fmt: skip
+    port = args.port or str(PORT)
     if not port.isdigit() or not 1 <= int(port) < 65535:
-        raise UserError(f"PORT={port}: must be a number from 1 to 65534 (the next port is used too), the same on all "
+        raise UserError(f"PORT={port}: must be a number from 1 to 65534 (the next port is also used), the same on all "
                         "nodes.")  # fmt: skip
-    timeout = seconds(given.join_timeout)
-    lost = seconds(os.environ.get(LOST_SECONDS) or str(Place.lost), LOST_SECONDS)
-    if given.interface and given.interface not in interfaces():
-        raise UserError(f"--interface {given.interface}: this machine has {', '.join(interfaces())}.")
-    return Place(least, most, int(given.node_rank), given.master_addr, int(port), timeout, given.interface, lost)
+    timeout = seconds(args.join_timeout)
+    lost = seconds(os.environ.get(LOST_SECONDS) or str(NodePlacement.lost), LOST_SECONDS)
+    if args.interface and args.interface not in interfaces():
+        raise UserError(f"--interface {args.interface}: no such interface; this machine has {', '.join(interfaces())}.")
+    return NodePlacement(least, most, int(args.node_rank), args.master_addr, int(port), timeout, args.interface, lost)
 
 
 def seconds(text: str, name: str = "--join_timeout") -> float:
-    """Return an option or variable as a number of seconds. Raises: UserError."""
+    """Parse seconds from an option or variable. Raises: UserError."""
     try:
         number = float(text)
     except ValueError:
@@ -116,19 +116,19 @@ def seconds(text: str, name: str = "--join_timeout") -> float:
     return number
 
 
-def check_ports(place: Place) -> None:
+def check_ports(place: NodePlacement) -> None:
     """Check that node 0's two ports are free on this node. Raises: UserError."""
-    for needed in (place.port, place.port + 1):
-        if not distributed.port_is_free(needed, ""):
-            after = "" if needed == place.port else f" (PORT={place.port} and the next one are needed)"
-            raise UserError(f"PORT={needed} is in use on this machine{after}; name another one on all nodes.")
+    for port in (place.port, place.port + 1):
+        if not distributed.port_is_free(port, ""):
+            note = "" if port == place.port else f" (PORT={place.port} needs the next port too)"
+            raise UserError(f"PORT={port} is in use on this machine{note}; set another port on all nodes.")
 
 
-def own_address(name: str, port: int) -> str:
-    """Return MASTER_ADDR's address if it is one of this node's; "" if node 0 must listen on all of them.
+def local_address(name: str, port: int) -> str:
+    """Return MASTER_ADDR's address if this node has it, or "" if node 0 must listen on all addresses.
 
-    That is so if the name has several addresses, or resolves differently here than elsewhere: to localhost or
-    127.0.1.1 by this node's /etc/hosts, or to a Kubernetes service.
+    It must if the name has several addresses, or resolves differently on this node: to localhost or 127.0.1.1 by
+    /etc/hosts, or to a Kubernetes service.
     """
     try:
         addresses = {entry[4][0] for entry in socket.getaddrinfo(name, port, type=socket.SOCK_STREAM)}
@@ -137,15 +137,11 @@ def own_address(name: str, port: int) -> str:
     address = addresses.pop()
     if addresses or (name != address and (address.startswith("127.") or address == "::1")):
         return ""
-    return (
-        address
-        if address.startswith("127.") or any(address in of_interface for of_interface in interfaces().values())
-        else ""
-    )
+    return address if address.startswith("127.") or any(address in local for local in interfaces().values()) else ""
 
 
 def listen(address: str, port: int) -> socket.socket:
-    """Return a socket that listens on this address only. Raises: UserError if it cannot be opened."""
+    """Return a socket that listens on this address only. Raises: UserError."""
     listener = socket.socket(socket.AF_INET6 if ":" in address else socket.AF_INET)
     try:
         listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
@@ -154,13 +150,13 @@ def listen(address: str, port: int) -> socket.socket:
     except OSError as error:
         listener.close()
         raise UserError(
-            f"PORT={port}: cannot be opened on {address}: {error.strerror}; name another one on all nodes."
+            f"PORT={port}: cannot be opened on {address}: {error.strerror}; set another port on all nodes."
         ) from None
     return listener
 
 
 def interfaces() -> dict[str, list[str]]:
-    """Return {network interface: its IPv4 and IPv6 addresses}."""
+    """Return {network interface: IPv4 and IPv6 addresses}."""
     import psutil
 
     internet = (socket.AF_INET, socket.AF_INET6)
@@ -171,23 +167,23 @@ def interfaces() -> dict[str, list[str]]:
 
 
 def interface_towards(address: str, port: int) -> str:
-    """Return the network interface on the route to an address; "" if there is none."""
+    """Return the network interface on the route to an address, or "" without a route."""
     try:
         family = socket.getaddrinfo(address, port, type=socket.SOCK_DGRAM)[0][0]
         with socket.socket(family, socket.SOCK_DGRAM) as udp:
             udp.connect((address, port))  # UDP: nothing is sent
-            own_ip = udp.getsockname()[0]
+            local_ip = udp.getsockname()[0]
     except OSError:
         return ""
-    return next((name for name, addresses in interfaces().items() if own_ip in addresses), "")
+    return next((name for name, addresses in interfaces().items() if local_ip in addresses), "")
 
 
 def interface_variables(interface: str, address: str, port: int) -> dict[str, str]:
-    """Return the interface variables of gloo and NCCL; without --interface, set ones are not changed.
+    """Return the interface variables of gloo and NCCL. Without --interface, keep variables that are already set.
 
-    With InfiniBand or RoCE NCCL chooses, as it can use several network cards.
+    With InfiniBand or RoCE, leave the choice to NCCL, which can use several network cards.
 
-    Args: interface: the value of --interface, "": none; address: of another node.
+    Args: interface: value of --interface, "" if not set; address, port: another node.
     """
     name = interface or interface_towards(address, port)
     if not name:
@@ -201,9 +197,9 @@ def interface_variables(interface: str, address: str, port: int) -> dict[str, st
 
 
 def _nccl_is_configured() -> bool:
-    """Return whether a file that NCCL reads names its interface; the environment would override it."""
-    own = os.environ.get("NCCL_CONF_FILE") or Path.home() / ".nccl.conf"
-    for file in (own, SITE_CONF):
+    """Return whether an NCCL config file sets the interface, which the environment would override."""
+    user_file = os.environ.get("NCCL_CONF_FILE") or Path.home() / ".nccl.conf"
+    for file in (user_file, SITE_CONF):
         with contextlib.suppress(OSError):
             lines = Path(file).read_text(encoding="utf-8", errors="replace").splitlines()
             if any(line.startswith("NCCL_SOCKET_IFNAME=") for line in lines):
@@ -211,10 +207,10 @@ def _nccl_is_configured() -> bool:
     return False
 
 
-def reach(place: Place) -> str:
-    """Wait until node 0's port accepts a connection; return this node's own address on that route.
+def wait_for_node_0(place: NodePlacement) -> str:
+    """Wait until node 0's port accepts a connection; return this node's address on that route.
 
-    Raises: UserError after --join_timeout, with the last network error.
+    Raises: UserError with the last network error after --join_timeout.
     """
     deadline, last_print, reason = time.monotonic() + place.timeout, time.monotonic(), "no answer"
     while (remaining := deadline - time.monotonic()) > 0:
@@ -230,7 +226,7 @@ def reach(place: Place) -> str:
             print(f"waiting for node 0 at {place.address}:{place.port} ({reason})", flush=True)
         time.sleep(0.5)
     raise UserError(
-        f"MASTER_ADDR={place.address} PORT={place.port}: cannot be reached from {socket.gethostname()} within "
-        f"{place.timeout:.0f} s ({reason}); start the same command there with NODE_RANK=0, and see that no firewall is "
-        "between."
+        f"MASTER_ADDR={place.address} PORT={place.port}: no connection from {socket.gethostname()} within "
+        f"{place.timeout:.0f} s ({reason}); start the same command there with NODE_RANK=0, and check for a firewall "
+        "between the nodes."
     )

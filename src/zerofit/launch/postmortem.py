@@ -1,4 +1,4 @@
-"""Classify why an attempt ended, and write report.json and report.md."""
+"""Classify how an attempt ended, and write report.json and report.md."""
 
 import json
 import math
@@ -11,19 +11,18 @@ from zerofit.base.errors import EXIT_CODES, UserError
 from zerofit.job import run_folder
 from zerofit.job.settings import Settings
 
-EXITS = "exits.json"  # {rank: exit code}, written by launch/torchrun.py; of several nodes: exits<node>.json
+EXITS = "exits.json"  # {rank: exit code}, written by launch/torchrun.py; exits<node>.json on several nodes
 
-LAST_STEPS = 5  # in report.md
+REPORTED_STEPS = 5  # in report.md
 
 
 @dataclass
 class Outcome:
-    """How an attempt ended.
+    """Outcome of an attempt.
 
-    kind: "finished", a key of errors.EXIT_CODES or "crash"; code: the job's exit code; rank: the first that failed;
-    error: its exception in one line; step: the last optimizer step that it, or else any rank, had finished;
-    what_next: the change for the next attempt, "" if there is none, or as the rank has left it (checkpoint/restart.py);
-    phase: of errors.OutOfMemory.
+    kind: "finished", a key of errors.EXIT_CODES or "crash"; code: exit code of the job; rank: the first failed rank;
+    error: its exception in one line; step: last completed optimizer step of this rank or of any rank; what_next: change
+    for the next attempt, "" without one (a rank may set it, checkpoint/restart.py); phase: see errors.OutOfMemory.
     """
 
     kind: str
@@ -49,12 +48,11 @@ class Outcome:
 
 @dataclass
 class Evidence:
-    """What is known of an attempt after its end.
+    """Evidence of how an attempt ended.
 
-    code: exit code of the launcher, None: it goes on; signals: those that the supervisor received; hung: the rank
-    furthest behind when no rank made a step for `limit` seconds; host_kills: processes that the kernel killed for lack
-    of memory; where: the attempt's folder; steps: {rank: its last step}; records: the ranks' errors, the first one
-    first.
+    code: exit code of the launcher, None if it still runs; signals: received by the supervisor; hung: the rank furthest
+    behind when no rank made a step for `limit` seconds; host_kills: processes that the kernel's OOM killer ended;
+    where: the attempt's folder; steps: {rank: last step}; records: errors of the ranks, the earliest first.
     """
 
     code: int | None
@@ -72,30 +70,27 @@ class Evidence:
 
     @property
     def exits(self) -> dict[int | None, int]:
-        """Exit codes by rank, as far as they are known; -n for signal n."""
+        """Return the known exit codes by rank; -n for signal n."""
         files = sorted(self.where.glob(EXITS.replace(".", "*.")))
         exits = {int(rank): code for file in files for rank, code in json.loads(file.read_text()).items()}
         if exits or self.code is None:
             return exits
-        # Not launch/torchrun.py: 128 + n means signal n.
+        # Other launchers report signal n as 128 + n.
         return {None: 128 - self.code if 128 < self.code < 160 else self.code}
 
     @property
-    def own_records(self) -> list[dict]:
-        """Errors other than a broken connection to another rank."""
+    def root_errors(self) -> list[dict]:
+        """Return the errors other than a broken connection to another rank."""
         return [record for record in self.records if not record["of_a_peer"]]
 
 
 def ending(
     code: int | None, where: Path, signals: list[int], hung: int | None, limit: float, host_kills: int
 ) -> Outcome:
-    """Classify how an attempt ended, from exit codes, error records and heartbeats; the first classifier wins.
-
-    Args: where: the attempt's folder; the others: see Evidence.
-    """
-    for file in where.glob(rank_status.HUNG.replace(".", "*.")):
-        told = json.loads(file.read_text())
-        hung, limit = told["rank"], told["limit"]
+    """Classify how an attempt ended, from exit codes, error records and heartbeats. See Evidence for the arguments."""
+    for file in where.glob(rank_status.HUNG_FILE.replace(".", "*.")):
+        record = json.loads(file.read_text())
+        hung, limit = record["rank"], record["limit"]
     steps = {rank: step for rank, (_, step, _) in rank_status.heartbeats(where).items()}
     evidence = Evidence(code, signals, hung, limit, host_kills, where, steps, rank_status.records(where))
     outcomes = (classify(evidence) for classify in CLASSIFIERS)
@@ -103,16 +98,16 @@ def ending(
 
 
 def _stopped(evidence: Evidence) -> Outcome | None:
-    """Recognize a save and end that a signal asked for."""
+    """Detect a save and exit that a signal requested."""
     if not (evidence.signals and evidence.records and evidence.records[0]["kind"] == "stopped"):
         return None
     return Outcome("stopped", EXIT_CODES["stopped"], error=evidence.records[0]["error"], step=evidence.step)
 
 
 def _interrupted(evidence: Evidence) -> Outcome | None:
-    """Recognize an end by a signal without a save, other than one for which the disk had no room."""
-    no_room = evidence.own_records and evidence.own_records[0]["kind"] == "disk full"
-    if not (evidence.signals and evidence.code) or no_room:
+    """Detect an end by a signal without a save, except if the save failed on a full disk."""
+    disk_full = evidence.root_errors and evidence.root_errors[0]["kind"] == "disk full"
+    if not (evidence.signals and evidence.code) or disk_full:
         return None
     name = signal.Signals(evidence.signals[0]).name
     return Outcome("interrupted", EXIT_CODES["interrupted"], signal=name, step=evidence.step)
@@ -123,39 +118,40 @@ def _finished(evidence: Evidence) -> Outcome | None:
 
 
 def _hung(evidence: Evidence) -> Outcome | None:
-    """Recognize a hang, ended by the supervisor or by the ranks themselves (base/phases.py)."""
-    reported = [record["error"] for record in evidence.own_records[:1] if record["kind"] == "hang"]
+    """Detect a hang, ended by the supervisor or by the ranks themselves (base/phases.py)."""
+    reported = [record["error"] for record in evidence.root_errors[:1] if record["kind"] == "hang"]
     if evidence.hung is None and not reported:
         return None
     rank = _rank_not_waiting(evidence)
     phase = rank_status.phases(evidence.where).get(rank)
-    within = f", at a {phase}" if phase else ""
-    error = reported[0] if reported else f"no step for {evidence.limit:.0f} s{within}"
-    error += f"{_missing(evidence.records)}; the stacks of all ranks are in stack<rank>.txt"
+    in_phase = f" (phase: {phase})" if phase else ""
+    error = reported[0] if reported else f"no step for {evidence.limit:.0f} s{in_phase}"
+    error += f"{_missing(evidence.records)}; see the stacks of all ranks in stack<rank>.txt"
     return Outcome("hang", EXIT_CODES["hang"], rank, error, step=evidence.steps.get(rank, evidence.step))
 
 
 def _missing(records: list[dict]) -> str:
-    """Return which collective some ranks have begun and others have not, by what torch recorded in each; "" if none.
+    """Return which collective some ranks started and others did not, from torch's records on each rank, or "".
 
-    Only groups that a rank has used count: not all backends record which groups a rank is in.
+    A rank counts for groups that it has used, since not all backends record the groups of a rank.
     """
-    of_ranks = {record["rank"]: record.get("collectives", {}) for record in records}
-    for group in dict.fromkeys(group for groups in of_ranks.values() for group in groups):
-        begun = {rank: dict(groups[group]) for rank, groups in of_ranks.items() if group in groups}
+    groups_by_rank = {record["rank"]: record.get("collectives", {}) for record in records}
+    for group in dict.fromkeys(group for groups in groups_by_rank.values() for group in groups):
+        begun = {rank: dict(groups[group]) for rank, groups in groups_by_rank.items() if group in groups}
         last = {rank: max(numbers) for rank, numbers in begun.items()}
         number = min(last.values()) + 1
         if behind := [rank for rank in last if last[rank] < number <= max(last.values())]:
-            what = next((numbers[number] for numbers in begun.values() if number in numbers), "it")
+            operation = next((numbers[number] for numbers in begun.values() if number in numbers), "unknown")
             ranks = f"rank{'s' * (len(behind) > 1)} {', '.join(map(str, sorted(behind)))}"
-            return f"; {ranks} never began collective {number} of group {group}, {what}, for which the others wait"
+            collective = f"collective {number} of group {group} ({operation})"
+            return f"; {ranks} never started {collective}, which the other ranks wait for"
     return ""
 
 
 def _rank_not_waiting(evidence: Evidence) -> int | None:
-    """Return the rank with the fewest steps whose stack does not show it waiting for the others.
+    """Return the rank with the fewest steps whose stack does not wait for other ranks.
 
-    All ranks hang in the same step and ended the one before within milliseconds, so its order tells nothing.
+    All ranks hang in the same step and ended the previous one within milliseconds, so that order is not informative.
     """
     fewest = min(evidence.steps.values(), default=0)
     ranks = [rank for rank, step in sorted(evidence.steps.items()) if step == fewest]
@@ -171,22 +167,22 @@ def _waits(stack: Path) -> bool:
 
 
 def _killed(evidence: Evidence) -> Outcome | None:
-    """Recognize a rank that was ended by a signal which neither the supervisor nor torchrun sent."""
-    expected = (signal.SIGTERM, rank_status.ENDS_RANKS)
+    """Detect a rank that was ended by a signal from another program than the supervisor or torchrun."""
+    expected = (signal.SIGTERM, rank_status.TORCHRUN_END_SIGNAL)
     killed = [(rank, -code) for rank, code in evidence.exits.items() if code < 0 and -code not in expected]
-    if not killed or evidence.own_records:
+    if not killed or evidence.root_errors:
         return None
     rank, number = killed[0]
     name = signal.Signals(number).name
     if evidence.host_kills and number == signal.SIGKILL:
-        error = "the kernel: host memory was full"
+        error = "the kernel's OOM killer: host memory was full"
         return Outcome("out of memory", EXIT_CODES["out of memory"], rank, error, name, evidence.step)
     return Outcome("lost rank", 128 + number, rank, "", name, evidence.step)
 
 
 def _lost_connection(evidence: Evidence) -> Outcome | None:
-    """Recognize a rank that was lost without a record: the others report broken connections only."""
-    if not evidence.records or evidence.own_records:
+    """Detect a rank that was lost without a record, from the broken connections of the other ranks."""
+    if not evidence.records or evidence.root_errors:
         return None
     silent = sorted(set(evidence.steps) - {record["rank"] for record in evidence.records})
     error = f"lost: {evidence.records[0]['error']}"
@@ -194,31 +190,31 @@ def _lost_connection(evidence: Evidence) -> Outcome | None:
 
 
 def _failed(evidence: Evidence) -> Outcome | None:
-    """Recognize a rank that reported its error."""
-    if not evidence.own_records:
+    """Detect a rank that reported its error."""
+    if not evidence.root_errors:
         return None
-    first = evidence.own_records[0]
+    first = evidence.root_errors[0]
     code = evidence.code if 0 < (evidence.code or 0) < 128 else rank_status.exit_code(first["kind"])
     step = evidence.steps.get(first["rank"], evidence.step)
-    left = {name: first.get(name, "") for name in ("what_next", "phase")}
-    return Outcome(first["kind"], code, first["rank"], first["error"], "", step, first["traceback"], **left)
+    details = {name: first.get(name, "") for name in ("what_next", "phase")}
+    return Outcome(first["kind"], code, first["rank"], first["error"], "", step, first["traceback"], **details)
 
 
 def _crashed(evidence: Evidence) -> Outcome:
-    """Name the exit code of ranks that reported no error: an import failed, or a library has ended the process."""
+    """Report the exit code of ranks without an error record: a failed import, or a library ended the process."""
     code = evidence.code if evidence.code is not None else next(iter(evidence.exits.values()), 1)
     error = f"exit code {code}"
-    if code == 1:  # so does bitsandbytes 0.50.2 end a process, by C's exit
+    if code == 1:  # bitsandbytes 0.50.2 calls C's exit(1)
         error += (
-            " without an error recorded in Python; where no traceback precedes, a last line 'Error ... at line ... in "
-            "file ...' is a fatal CUDA error in bitsandbytes (if it says out of memory, halve "
+            " without a Python error record; without a traceback above, a last line 'Error ... at line ... in "
+            "file ...' is a fatal CUDA error in bitsandbytes (for an out-of-memory error, halve "
             "--per_device_train_batch_size)"
         )
     return Outcome("crash", code if code > 0 else 1, error=error, step=evidence.step)
 
 
 def host_kills() -> int:
-    """Return how many processes of this control group the kernel has killed for lack of memory so far."""
+    """Return how many processes of this control group the kernel's OOM killer has ended so far."""
     try:
         lines = Path("/sys/fs/cgroup/memory.events").read_text().splitlines()
     except OSError:
@@ -230,17 +226,17 @@ CLASSIFIERS = (_stopped, _interrupted, _finished, _hung, _killed, _lost_connecti
 
 
 def lost_node(who: str, where: Path) -> Outcome:
-    """Return the outcome of an attempt that lost a node. who: its name; where: the attempt's folder."""
+    """Return the outcome of an attempt that lost a node. who: name of the node; where: the attempt's folder."""
     step = max((step for _, step, _ in rank_status.heartbeats(where).values()), default=None)
     error = f"lost: {who} left, restarted, or stopped sending heartbeats"
     return Outcome("lost rank", 1, None, error, step=step)
 
 
-def write(folder: Path, endings: list[Outcome], advice: str, goes_on: bool = False) -> None:
-    """Write report.json and report.md into the run folder, one entry per attempt. goes_on: another one follows."""
+def write(folder: Path, endings: list[Outcome], advice: str, continues: bool = False) -> None:
+    """Write report.json and report.md into the run folder, one entry per attempt. continues: another one follows."""
     last = endings[-1]
     content = {
-        "status": "restarted" if goes_on else "finished" if last.kind == "finished" else "failed",
+        "status": "restarted" if continues else "finished" if last.kind == "finished" else "failed",
         "exit_code": last.code,
         "cause": "" if last.kind == "finished" else last.sentence,
         "try": advice,
@@ -255,45 +251,46 @@ def write(folder: Path, endings: list[Outcome], advice: str, goes_on: bool = Fal
         lines += ["", *(f"Slow: {sentence}" for sentence in slow)]
     if advice:
         lines += ["", f"Try: {advice}"]
-    logged = [entry for entry in run_folder.read_metrics(folder) if "loss" in entry][-LAST_STEPS:]
+    logged = [entry for entry in run_folder.read_metrics(folder) if "loss" in entry][-REPORTED_STEPS:]
     if logged and last.kind != "finished":
         lines += ["", "The last steps:", "", "| step | loss | gradient norm |", "|---|---|---|"]
-        lines += [f"| {one['step']} | {one['loss']:.4f} | {one.get('grad_norm', math.nan):.3f} |" for one in logged]
+        lines += [
+            f"| {entry['step']} | {entry['loss']:.4f} | {entry.get('grad_norm', math.nan):.3f} |" for entry in logged
+        ]
     if last.traceback:
-        lines += ["", f"Where rank {last.rank} failed:", "", "```", last.traceback.strip(), "```"]
+        lines += ["", f"Traceback of rank {last.rank}:", "", "```", last.traceback.strip(), "```"]
     paths.write_text(folder / "report.md", "\n".join(lines) + "\n")
 
 
 def _effect(before: Settings, after: Settings) -> str:
-    """Return the memory that the change saves by the plan, " (saves ...)"; "" without a memory limit."""
+    """Return " (saves ...)" with the memory that the change saves according to the plan; "" without a memory limit."""
     from zerofit.plan import predict, simulate
 
     try:
-        was, becomes = predict.predict(before), predict.predict(after)
+        old, new = predict.predict(before), predict.predict(after)
     except (UserError, simulate.SimulationFailed):
         return ""
-    if was is None or becomes is None:
+    if old is None or new is None:
         return ""
-    saved = (was["peak_bytes"] - becomes["peak_bytes"]) / hardware.GIB
-    fits = "fits" if becomes["peak_bytes"] <= becomes["limit_bytes"] else "does not fit yet"
-    return f" (saves {saved:.2f} GiB by the plan: {fits})"
+    saved = (old["peak_bytes"] - new["peak_bytes"]) / hardware.GIB
+    fits = "fits" if new["peak_bytes"] <= new["limit_bytes"] else "still does not fit"
+    return f" (according to the plan, saves {saved:.2f} GiB and {fits})"
 
 
 def advice(last: Outcome, folder: Path, settings: Settings, smaller: tuple[str, Settings] | None) -> str:
-    """Return what to do next, with the command.
+    """Return advice for the next step, with the command.
 
-    Args: folder: the run folder; smaller: the result of next_settings.next_smaller_setting, named with its effect.
+    Args: folder: the run folder; smaller: result of next_settings.next_smaller_setting.
     """
     from zerofit.checkpoint import resumable
 
     if last.kind == "out of memory":
-        plan = "`make plan` with the same arguments, which finds a setting that fits or prints what is missing"
+        plan = "`make plan` with the same arguments, to find a setting that fits"
         return plan if smaller is None else f"{smaller[0]}{_effect(settings, smaller[1])}; or {plan}"
     action = {
-        "hang": "compare the stacks in attempts/*/stack*.txt: the others wait for the rank whose stack differs",
-        "lost rank": "check the kernel log of that node (dmesg -T | tail) for GPU errors (Xid) and processes that "
-        "were killed for lack of memory",
-        "disk full": "make room",
-        "crash": "read the traceback in report.md and mend what it names: the same command would end there again",
+        "hang": "compare the stacks in attempts/*/stack*.txt: the other ranks wait for the rank with a different stack",
+        "lost rank": "check the kernel log of that node (dmesg -T | tail) for GPU errors (Xid) and OOM kills",
+        "disk full": "free disk space",
+        "crash": "fix the error of the traceback in report.md: the same command would fail there again",
     }.get(last.kind)
     return f"{action}; {resumable.next_command(folder)}" if action else ""

@@ -1,14 +1,14 @@
-"""torch's c10d rendezvous, in which torchrun's agents of several nodes meet, with what a job of zerofit knows more.
+"""torch's c10d rendezvous of torchrun's agents on several nodes, extended for zerofit jobs.
 
-`torchrun --rdzv_backend zerofit`: the nodes, their rounds and their heartbeats are torch's. Added are:
+Used by `torchrun --rdzv_backend zerofit`. It keeps torch's rounds and heartbeats and adds:
 
-- a failure that no restart mends closes the rendezvous, which ends the job on all nodes;
-- a node without heartbeats is reason for a restart: torch's agents wait for their own ranks to fail;
-- before a restart for a node that joins the ranks save, and a node with which the batch cannot be divided waits;
-- rank 0 is on the node with NODE_RANK=0, and nodes that are missing are named.
+- A failure that a restart cannot fix closes the rendezvous, which ends the job on all nodes.
+- Missing heartbeats of a node cause a restart; torch's agents wait for their own ranks to fail.
+- Ranks save before a restart for a joining node. A node that does not divide the effective batch waits.
+- Rank 0 is on the node with NODE_RANK=0. Messages list missing nodes.
 
-What the ranks of an attempt have written (base/rank_status.py) is moved into the run folder before the next round, so
-that all agents judge the attempt by the same files.
+The files of an attempt's ranks (base/rank_status.py) move into the run folder before the next round, so that all agents
+classify the attempt from the same files.
 """
 
 import contextlib
@@ -35,25 +35,25 @@ from zerofit.job import run_folder
 from zerofit.launch import node_options, postmortem
 from zerofit.launch.postmortem import Outcome
 
-NAME = "zerofit"  # of the rendezvous backend, and the id of its rounds: a job has its store for itself
+NAME = "zerofit"  # backend and id of its rounds; each job uses a separate store
 
-ENDINGS = "endings.json"  # in the launch's records: how its attempts ended, for the supervisor's report
+ENDINGS = "endings.json"  # in the launch's records: outcomes of its attempts, for the supervisor's report
 
-LAST_CALL_SECONDS = 10  # how long an elastic job with enough nodes waits for one more
+LAST_CALL_SECONDS = 10  # an elastic job with enough nodes waits this long for more
 
-LEAVE_SECONDS = 3.0  # for the other nodes to see that the rendezvous is closed, before its store ends with node 0
+CLOSE_SECONDS = 3.0  # node 0 keeps the store this long, so that the other nodes see the closed rendezvous
 
-GRACE_SECONDS = 5.0  # for ranks to end by themselves after those of another node have
+GRACE_SECONDS = 5.0  # for ranks to exit on their own after the ranks of another node have ended
 
-LOOK_SECONDS = 1.0  # between looks at the other nodes
+POLL_SECONDS = 1.0  # between checks of the other nodes
 
-WAITING_SECONDS = 30.0  # between lines about nodes that are missing
+WAITING_SECONDS = 30.0  # between messages about missing nodes
 
-_RESTARTED = ("lost rank", "hang")  # kinds of outcomes after which the same settings are tried again
+_RESTARTABLE = ("lost rank", "hang")  # kinds of outcomes that restart with the same settings
 
 
 class Ended(Exception):
-    """The job ends on this node. outcome: why."""
+    """The job has ended on this node. outcome: the reason."""
 
     def __init__(self, outcome: Outcome):
         super().__init__(outcome.sentence)
@@ -61,76 +61,76 @@ class Ended(Exception):
 
 
 def register() -> None:
-    """Add this rendezvous to those of torchrun."""
-    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the ranks' store has a port of its own
+    """Register this rendezvous with torchrun."""
+    os.environ["TORCH_DISABLE_SHARE_RDZV_TCP_STORE"] = "1"  # the ranks' store uses another port
     rendezvous.rendezvous_handler_registry.register(NAME, meet)
 
 
-_own: list["Rendezvous"] = []  # of this process
+_current: list["Rendezvous"] = []  # at most one, this process's rendezvous
 
 
-def own() -> "Rendezvous | None":
-    """Return the rendezvous of this process's agent; None under another one."""
-    return _own[0] if _own else None
+def current() -> "Rendezvous | None":
+    """Return the rendezvous of this process's agent, or None if it uses another backend."""
+    return _current[0] if _current else None
 
 
-def meet(given: rendezvous.RendezvousParameters) -> "Rendezvous":
-    """Connect to node 0's store, which node 0 opens, and return this node's part in the rendezvous.
+def meet(options: rendezvous.RendezvousParameters) -> "Rendezvous":
+    """Open node 0's store or connect to it, and return this node's rendezvous handler.
 
-    Args: given: the options of `prepare.node_command`. Raises: UserError; also for a rank that is taken.
+    Args: options: from `prepare.node_command`. Raises: UserError, e.g. for a NODE_RANK that is already in use.
     """
-    rank, lost = int(given.get("node_rank")), float(given.get("lost"))
-    address, _, port = given.endpoint.rpartition(":")
+    rank, lost = int(options.get("node_rank")), float(options.get("lost"))
+    address, _, port = options.endpoint.rpartition(":")
     store = _open(address, int(port), lost) if rank == 0 else _connect(address, int(port), lost)
-    backend = c10d_rendezvous_backend.C10dRendezvousBackend(store, given.run_id)
+    backend = c10d_rendezvous_backend.C10dRendezvousBackend(store, options.run_id)
     _check_rank_is_free(rank, backend, lost)
-    join, last_call = timedelta(seconds=int(given.get("join_timeout"))), timedelta(seconds=LAST_CALL_SECONDS)
-    # torch ranks the nodes by it; "-": node 0, which needs no way to itself
-    node = f"{rank:05d} {given.get('gpus')} {given.get('own_address', '-')} {socket.gethostname()}"
-    meeting = Rendezvous.from_backend(
-        given.run_id, store, backend, given.min_nodes, given.max_nodes, node,
+    join, last_call = timedelta(seconds=int(options.get("join_timeout"))), timedelta(seconds=LAST_CALL_SECONDS)
+    # torch sorts the nodes by this string; "-" for node 0
+    node = f"{rank:05d} {options.get('gpus')} {options.get('local_address', '-')} {socket.gethostname()}"
+    handler = Rendezvous.from_backend(
+        options.run_id, store, backend, options.min_nodes, options.max_nodes, node,
         dynamic_rendezvous.RendezvousTimeout(join, last_call), keep_alive_interval=max(1, int(lost / 3)),
     )  # fmt: skip
-    meeting.given, meeting.backend = given, backend
-    meeting.rank, meeting.lost, meeting.address, meeting.port = rank, lost, address, int(port)
-    meeting.address_of_node, meeting.name = node, _name(node)
-    _own[:] = [meeting]
-    return meeting
+    handler.options, handler.backend = options, backend
+    handler.rank, handler.lost, handler.address, handler.port = rank, lost, address, int(port)
+    handler.node_key, handler.name = node, _name(node)
+    _current[:] = [handler]
+    return handler
 
 
 class Rendezvous(dynamic_rendezvous.DynamicRendezvousHandler):
-    """torch's rendezvous, as this node takes part in it; from `meet`."""
+    """This node's rendezvous handler, created by `meet`."""
 
-    given: rendezvous.RendezvousParameters
+    options: rendezvous.RendezvousParameters
     backend: c10d_rendezvous_backend.C10dRendezvousBackend
     rank: int  # NODE_RANK
-    lost: float  # seconds without a heartbeat
-    address: str  # of node 0
+    lost: float  # seconds without a heartbeat until a node is lost
+    address: str  # node 0
     port: int
-    address_of_node: str  # what torch knows this node by
-    name: str  # of this node, for messages
+    node_key: str  # torch's identifier of this node
+    name: str  # this node, for messages
 
     def __init__(self, *args):
         super().__init__(*args)
         self.folder, self.records = Path(os.environ[rank_status.RUN_FOLDER]), rank_status.folder() or Path()
-        self.attempt = 0  # number of the attempt whose ranks run here or ran last; 0: none did
-        self.nodes: set = set()  # of the last round, as torch describes them
-        self._awaited: set = set()  # those among them without which this node does not go on
-        self._is_short = False  # whether one has left before this node has seen it
+        self.attempt = 0  # number of the current or last attempt; 0 before the first
+        self.nodes: set = set()  # the last round, as torch's descriptions
+        self._required: set = set()  # nodes without which this node cannot continue
+        self._is_short = False  # whether a node left before this node saw it
         self.endings: list[Outcome] = []
-        self._restarts, self._asked = 0, False
+        self._restarts, self._save_requested = 0, False
         self._leaves = self._is_over = self._lingers = False
-        self._last_look, self._kills, self._healthy = 0.0, postmortem.host_kills(), health.look()
-        self._left_since: float | None = None  # seconds of time.monotonic()
+        self._last_poll, self._kills, self._healthy = 0.0, postmortem.host_kills(), health.read()
+        self._left_since: float | None = None  # time.monotonic()
 
-    # --- torchrun's agent asks ---
+    # --- called by torchrun's agent ---
 
     def get_backend(self) -> str:
         return NAME
 
     def next_rendezvous(self) -> rendezvous.RendezvousInfo:
-        """Judge the attempt that has ended, and wait for the next round. Raises: Ended, UserError."""
-        self._lingers = self.rank == 0  # if this raises, the others are to see that the rendezvous is closed
+        """Classify the ended attempt, and wait for the next round. Raises: Ended, UserError."""
+        self._lingers = self.rank == 0  # if this raises, the other nodes must see the closed rendezvous
         where = self._end_attempt() if self.attempt else None
         before = self.nodes
         while True:
@@ -141,45 +141,45 @@ class Rendezvous(dynamic_rendezvous.DynamicRendezvousHandler):
             if where:
                 self._conclude(where, before - self.nodes, count, attempt, info.rank == 0)
                 where = None
-            self._awaited = set(sorted(self.nodes)[:count]) if info.rank < count else self.nodes
+            self._required = set(sorted(self.nodes)[:count]) if info.rank < count else self.nodes
             self._is_short = len(self.nodes) < info.world_size
             if info.rank < count:
                 break
             print(f"{self.name}: not needed now; waiting", flush=True)
             while not super().num_nodes_waiting() and not self._left():
-                time.sleep(LOOK_SECONDS)
-        self.attempt, self._asked, self._lingers, self._left_since = attempt, False, False, None
+                time.sleep(POLL_SECONDS)
+        self.attempt, self._save_requested, self._lingers, self._left_since = attempt, False, False, None
         others = [node.addr.split()[2] for node in sorted(self.nodes)[1:]]
-        towards = self.address if self.rank or not others else others[0]
-        os.environ |= node_options.interface_variables(self.given.get("interface", ""), towards, self.port)
+        peer = self.address if self.rank or not others else others[0]
+        os.environ |= node_options.interface_variables(self.options.get("interface", ""), peer, self.port)
         place = f"{self._ranks(count)} process{'es' * (self._ranks(count) > 1)} on {count} node{'s' * (count > 1)}"
         print(f"{self.name}: {place}; run folder {self.folder}", flush=True)
-        where_ranks_meet = rendezvous.RendezvousStoreInfo(self.address, self.port + 1)
-        return rendezvous.RendezvousInfo(info.store, info.rank, count, where_ranks_meet)
+        rank_store = rendezvous.RendezvousStoreInfo(self.address, self.port + 1)
+        return rendezvous.RendezvousInfo(info.store, info.rank, count, rank_store)
 
     def num_nodes_waiting(self) -> int:
-        """Return how many nodes are reason to end the ranks of this one and to meet again: lost ones.
+        """Return the number of lost nodes, for which torchrun ends this node's ranks and starts a new round.
 
-        For those that wait to join, the ranks are asked to save and end first.
+        For nodes that wait to join, request the ranks to save and end first.
         """
-        if time.monotonic() - self._last_look < LOOK_SECONDS:
+        if time.monotonic() - self._last_poll < POLL_SECONDS:
             return 0
-        self._last_look = time.monotonic()
+        self._last_poll = time.monotonic()
         try:
             waiting = super().num_nodes_waiting()
             if left := self._left():
                 return left if self._is_time_to_end() else 0
-            if waiting and not self._asked and self._grows(waiting) and self._is_training():
-                self._asked = True
-                rank_status.ask_to_save(self.records)
+            if waiting and not self._save_requested and self._grows(waiting) and self._is_training():
+                self._save_requested = True
+                rank_status.request_save(self.records)
         except rendezvous.RendezvousError:  # node 0 is lost
             return 1
         return 0
 
     def _is_time_to_end(self) -> bool:
-        """Return whether ranks here, whose peers have left, have had their time to end by themselves.
+        """Return whether this node's ranks have had time to exit on their own after their peers left.
 
-        Those that save and end, as their peers have, are given all the time that they need.
+        The time for a save is unlimited.
         """
         records = [*rank_status.records(self.records), *rank_status.records(self._where())]
         self._left_since = self._left_since or time.monotonic()
@@ -187,7 +187,7 @@ class Rendezvous(dynamic_rendezvous.DynamicRendezvousHandler):
         return not is_saving and time.monotonic() - self._left_since > GRACE_SECONDS
 
     def shutdown(self) -> bool:
-        """Close the rendezvous for all nodes, or leave it if this node alone is to end."""
+        """Close the rendezvous for all nodes, or leave it if only this node ends."""
         if self._leaves:
             self._expire()
         if self._leaves or self._is_over:
@@ -195,11 +195,11 @@ class Rendezvous(dynamic_rendezvous.DynamicRendezvousHandler):
         with contextlib.suppress(rendezvous.RendezvousError, RuntimeError):
             super().shutdown()
             if self._lingers:
-                time.sleep(LEAVE_SECONDS)
+                time.sleep(CLOSE_SECONDS)
         return True
 
     def interrupted(self, number: int) -> None:
-        """End the job after a signal to torchrun; an elastic job goes on without this node, but after Ctrl-C."""
+        """End the job after a signal to torchrun. Except for Ctrl-C, an elastic job continues without this node."""
         if self.attempt:
             record = {
                 "rank": None, "time": time.time(), "kind": "interrupted", "traceback": "", "of_a_peer": False,
@@ -211,101 +211,103 @@ class Rendezvous(dynamic_rendezvous.DynamicRendezvousHandler):
         self._leaves = self._is_elastic() and number != signal.SIGINT and self.rank != 0
         self.shutdown()
 
-    # --- the store, and the nodes in it ---
+    # --- the store and its nodes ---
 
     def _state(self):
-        """Return torch's state of the rendezvous as all nodes see it; None before its first round."""
+        """Return torch's shared state of the rendezvous, or None before its first round."""
         return _state_of(self.backend)
 
     def _check_clocks(self) -> None:
-        """Refuse a node whose clock is far ahead: torch tells by it which nodes are dead. Raises: UserError."""
+        """Check the nodes' clocks, by which torch detects dead nodes. Raises: UserError."""
         for node, beat in self._state().last_heartbeats.items():
             ahead = (beat - datetime.now(UTC)).total_seconds()
-            if ahead > self.lost / 2 and node.addr != self.address_of_node:
+            if ahead > self.lost / 2 and node.addr != self.node_key:
                 raise UserError(
-                    f"the clock of {_name(node.addr)} is {ahead:.0f} s ahead of that of {self.name}: by their clocks "
-                    "nodes know which of them are alive; set them by NTP."
+                    f"the clock of {_name(node.addr)} is {ahead:.0f} s ahead of the clock of {self.name}; nodes use "
+                    "their clocks to detect dead nodes: synchronize them with NTP."
                 )
 
     def _left(self) -> int:
-        """Return how many of the nodes that this one goes on with have left; 1 if the rendezvous is closed."""
+        """Return how many required nodes have left; 1 if the rendezvous is closed."""
         state = self._state()
-        return 1 if state.closed else len(self._awaited - set(state.participants)) + self._is_short
+        return 1 if state.closed else len(self._required - set(state.participants)) + self._is_short
 
     def _expire(self) -> None:
-        """Let the other nodes see at once that this one has left: its last heartbeat is old."""
+        """Make the other nodes see immediately that this node has left, by an old heartbeat."""
         with contextlib.suppress(rendezvous.RendezvousError):
             for _ in range(10):
                 content, token = self.backend.get_state()
                 state = pickle.loads(content)
                 for node in state.last_heartbeats:
-                    if node.addr == self.address_of_node and node.pid == os.getpid():
+                    if node.addr == self.node_key and node.pid == os.getpid():
                         state.last_heartbeats[node] = datetime.min.replace(tzinfo=UTC)
-                if (answer := self.backend.set_state(pickle.dumps(state), token)) and answer[2]:
+                if (result := self.backend.set_state(pickle.dumps(state), token)) and result[2]:
                     return
 
     # --- a round ---
 
     def _join(self, where: Path | None) -> rendezvous.RendezvousInfo:
-        """Wait for torch's next round. where: the records of the attempt before it, None: there is none."""
-        here: set[str] = set()
+        """Wait for torch's next round. where: records of the previous attempt, None before the first."""
+        present: set[str] = set()
         done = threading.Event()
-        thread = threading.Thread(target=self._tell_who_is_missing, args=(here, done), daemon=True)
+        thread = threading.Thread(target=self._print_missing_nodes, args=(present, done), daemon=True)
         thread.start()
         try:
             return super().next_rendezvous()
         except rendezvous.RendezvousTimeoutError:
             if where:
-                gone = {node for node in self.nodes if node.addr not in here}
-                raise self._ended(self._named(self._outcome(where), gone, where)) from None
-            raise UserError(self._who_is_missing(here)) from None
+                gone = {node for node in self.nodes if node.addr not in present}
+                raise self._ended(self._with_lost_nodes(self._outcome(where), gone, where)) from None
+            raise UserError(self._missing_nodes_error(present)) from None
         except (rendezvous.RendezvousError, RuntimeError) as error:
             self._is_over = True
             is_closed = isinstance(error, rendezvous.RendezvousClosedError | rendezvous.RendezvousGracefulExitError)
-            if not self.nodes and len(here) < self.given.min_nodes:  # another one waits no longer
-                raise UserError(self._who_is_missing(here)) from None
+            if not self.nodes and len(present) < self.options.min_nodes:  # another node has timed out
+                raise UserError(self._missing_nodes_error(present)) from None
             raise self._ended(self._ended_elsewhere(where, is_closed)) from None
         finally:
             done.set()
-            thread.join(2 * LOOK_SECONDS)
+            thread.join(2 * POLL_SECONDS)
 
-    def _tell_who_is_missing(self, here: set[str], done: threading.Event) -> None:
-        """Print now and then for which nodes this one waits. here: becomes the addresses of those that have come."""
+    def _print_missing_nodes(self, present: set[str], done: threading.Event) -> None:
+        """Print from time to time which nodes are missing. present: receives the addresses of present nodes."""
         began, first, wait = time.monotonic(), 3.0, self._number("join_timeout")
         with contextlib.suppress(rendezvous.RendezvousError, RuntimeError):
-            while not done.wait(LOOK_SECONDS):
+            while not done.wait(POLL_SECONDS):
                 seconds, state = time.monotonic() - began, self._state()
-                if state is None or done.is_set() or seconds > wait - 2:  # then the others give up and leave
+                if state is None or done.is_set() or seconds > wait - 2:  # other nodes may already have timed out
                     continue
-                here.clear()
-                here |= {node.addr for node in {*state.participants, *state.wait_list} if node in state.last_heartbeats}
-                if seconds > first and len(here) < self.given.min_nodes:
+                present.clear()
+                present |= {
+                    node.addr for node in {*state.participants, *state.wait_list} if node in state.last_heartbeats
+                }
+                if seconds > first and len(present) < self.options.min_nodes:
                     first = seconds + WAITING_SECONDS
-                    present = f"{len(here)} of {self.given.min_nodes} nodes are here"
-                    missing = f"waiting {wait} s for {self._missing(here)}, to be started by the same command"
-                    print(f"{self.name}: {present}; {missing}", flush=True)
+                    status = f"{len(present)} of {self.options.min_nodes} nodes are present"
+                    missing = f"waiting {wait} s for {self._missing(present)}; start it with the same command"
+                    print(f"{self.name}: {status}; {missing}", flush=True)
 
     def _number(self, name: str) -> int:
-        """Return one of the numbers among the options."""
-        return int(self.given.get(name))
+        """Return a numeric option."""
+        return int(self.options.get(name))
 
-    def _missing(self, here: set[str]) -> str:
-        missing = set(range(self.given.max_nodes)) - {int(address[:5]) for address in here}
+    def _missing(self, present: set[str]) -> str:
+        missing = set(range(self.options.max_nodes)) - {int(address[:5]) for address in present}
         return f"node {', '.join(map(str, sorted(missing)))}"
 
-    def _who_is_missing(self, here: set[str]) -> str:
+    def _missing_nodes_error(self, present: set[str]) -> str:
         wait = self._number("join_timeout")
         return (
-            f"{self._missing(here)} of {self.given.max_nodes} did not come within {wait} s (here: "
-            f"{', '.join(map(_name, sorted(here)))}): start the same command there with its NODE_RANK, and see that it "
-            f"reaches {self.address}:{self.port} and that the nodes' clocks agree."
+            f"{self._missing(present)} of {self.options.max_nodes} did not join within {wait} s (present: "
+            f"{', '.join(map(_name, sorted(present)))}): start the same command there with its NODE_RANK; check that "
+            f"it can connect to {self.address}:{self.port} and that the nodes' clocks agree."
         )
 
     def _agreed(self, info: rendezvous.RendezvousInfo) -> tuple[int, int]:
-        """Return (number of the attempt, its nodes), which rank 0 writes into the round's store."""
+        """Return (attempt number, number of nodes), which rank 0 writes into the round's store."""
         if info.rank == 0:
             if not self.attempt:
-                (self.folder / run_folder.SMALLER).unlink(missing_ok=True)  # an earlier job's
+                (self.folder / run_folder.NEXT_START).unlink(missing_ok=True)  # from an earlier job
             earlier = [int(file.name) for file in (self.folder / "attempts").glob("[0-9]*") if file.name.isdigit()]
             agreed = max([self.attempt, *earlier]) + 1, self._usable(self._gpus(self.nodes)), self.attempt > 0
             info.store.set(NAME, json.dumps(agreed))
@@ -315,24 +317,24 @@ class Rendezvous(dynamic_rendezvous.DynamicRendezvousHandler):
         return attempt, count
 
     def _gpus(self, nodes: set) -> list[int]:
-        """Return the processes of each node, by rank."""
+        """Return the number of processes of each node, by rank."""
         return [int(node.addr.split()[1]) for node in sorted(nodes)]
 
     def _usable(self, gpus: list[int]) -> int:
-        """Return with how many of the nodes, from the first on, the effective batch can be divided.
+        """Return the largest number of nodes, counted from the first, that divides the effective batch.
 
-        Args: gpus: processes of each. All, if the batch is not known yet, or none divides it: then the ranks say it.
+        If the batch is unknown or never divisible, return all: the ranks report the error. Args: gpus: per node.
         """
-        of_run = run_folder.read_json(self.folder / "run.json").get("arguments", {}).get("effective_batch_size", {})
-        whole = of_run.get("value") or self._number("effective_batch_size")
-        for count in range(len(gpus), 0, -1) if whole else ():
+        recorded = run_folder.read_json(self.folder / "run.json").get("arguments", {}).get("effective_batch_size", {})
+        batch = recorded.get("value") or self._number("effective_batch_size")
+        for count in range(len(gpus), 0, -1) if batch else ():
             groups, rest = divmod(sum(gpus[:count]), self._number("ranks_per_row"))
-            if groups and not rest and whole % groups == 0:
+            if groups and not rest and batch % groups == 0:
                 return count
         return len(gpus)
 
     def _grows(self, waiting: int) -> bool:
-        """Return whether the job would have more nodes with those that wait."""
+        """Return whether the job could use more nodes together with the waiting nodes."""
         gpus = self._gpus(self.nodes)
         return self._usable([*gpus, *[gpus[0]] * waiting]) > self._usable(gpus)
 
@@ -340,7 +342,7 @@ class Rendezvous(dynamic_rendezvous.DynamicRendezvousHandler):
         return len(rank_status.heartbeats(self.records)) == self._number("gpus")
 
     def _is_elastic(self) -> bool:
-        return self.given.min_nodes < self.given.max_nodes
+        return self.options.min_nodes < self.options.max_nodes
 
     def _ranks(self, count: int) -> int:
         """Return the number of ranks on the first `count` nodes of the round."""
@@ -349,51 +351,48 @@ class Rendezvous(dynamic_rendezvous.DynamicRendezvousHandler):
     # --- the end of an attempt ---
 
     def _end_attempt(self) -> Path:
-        """Return the records of the attempt that has ended. Raises: Ended, if this node's ranks ended it for good."""
-        asked = (self.records / rank_status.ASKED).exists()
+        """Return the ended attempt's records. Raises: Ended if this node's ranks ended the job."""
+        save_requested = (self.records / rank_status.SAVE_REQUESTED_FILE).exists()
         where = self._archive()
         last = self._outcome(where)
-        if last.kind in _RESTARTED and self._restarts == self._number("max_restarts"):
-            time.sleep(GRACE_SECONDS)  # another node may have to tell of an error that a change mends
+        if last.kind in _RESTARTABLE and self._restarts == self._number("max_restarts"):
+            time.sleep(GRACE_SECONDS)  # another node may report an error that a change fixes
             last = self._outcome(where)
             try:
-                last = self._named(last, self._awaited - set(self._state().participants), where)
+                last = self._with_lost_nodes(last, self._required - set(self._state().participants), where)
             except rendezvous.RendezvousError:
                 raise self._ended(self._ended_elsewhere(where, is_closed=False)) from None
-        elif last.kind in _RESTARTED:
+        elif last.kind in _RESTARTABLE:
             return where
-        if last.what_next or (last.kind == "stopped" and not asked):  # another node is asked to end, or one joins
+        if last.what_next or (last.kind == "stopped" and not save_requested):  # another node ends or joins
             return where
         self._leaves = last.kind == "stopped" and self._is_elastic() and self.rank != 0
         raise self._ended(last)
 
-    def _named(self, last: Outcome, gone: set, where: Path) -> Outcome:
-        """Return an outcome with the names of the nodes that have gone, if that is why ranks were lost."""
-        if last.kind not in _RESTARTED or not gone:
+    def _with_lost_nodes(self, last: Outcome, gone: set, where: Path) -> Outcome:
+        """Return the outcome with the names of lost nodes if they explain the lost ranks."""
+        if last.kind not in _RESTARTABLE or not gone:
             return last
         return postmortem.lost_node(", ".join(_name(node.addr) for node in sorted(gone)), where)
 
     def _where(self) -> Path:
-        """Return the attempt's folder, attempts/<n> of the run folder.
-
-        Before the run folder is opened, and where it is another node's, it is among this launch's records.
-        """
+        """Return the attempt's folder: attempts/<n> of the run folder, or of the launch's records before that."""
         is_opened = (self.folder / "run.json").exists()
         return (self.folder if is_opened else self.records) / "attempts" / str(self.attempt)
 
     def _archive(self) -> Path:
-        """Move what this node's ranks have written to the attempt's folder; return that."""
+        """Move the files of this node's ranks to the attempt's folder; return the folder."""
         where = self._where()
         where.mkdir(parents=True, exist_ok=True)
         for file in [file for file in self.records.iterdir() if file.is_file() and file.name != ENDINGS]:
-            of_each_node = file.name in (postmortem.EXITS, rank_status.HUNG)
-            name = f"{file.stem}{self.rank}{file.suffix}" if of_each_node else file.name
-            shutil.move(file, where / f".{name}")  # a copy to another disk, which other nodes may read meanwhile
+            is_per_node = file.name in (postmortem.EXITS, rank_status.HUNG_FILE)
+            name = f"{file.stem}{self.rank}{file.suffix}" if is_per_node else file.name
+            shutil.move(file, where / f".{name}")  # other nodes may read during the copy
             (where / f".{name}").rename(where / name)
         return where
 
     def _outcome(self, where: Path) -> Outcome:
-        """Return how an attempt ended, by what its nodes' ranks have written so far."""
+        """Classify how an attempt ended, from the files that the ranks of all nodes have written so far."""
         records = rank_status.records(where)
         if not records and not [*where.glob(postmortem.EXITS.replace(".", "*."))]:  # agents have ended the ranks
             return postmortem.lost_node("a node", where)
@@ -402,27 +401,27 @@ class Rendezvous(dynamic_rendezvous.DynamicRendezvousHandler):
         return postmortem.ending(None, where, stops, None, 0.0, self._kills - before)
 
     def _ended_elsewhere(self, where: Path | None, is_closed: bool) -> Outcome:
-        """Return why the job has ended, as this node sees it. is_closed: by another node; else node 0 is gone."""
+        """Return this node's view of why the job ended. is_closed: closed by another node, else node 0 is lost."""
         if where is None and run_folder.finished(self.folder):  # this node was not needed
             return Outcome("finished", 0)
         last = self._outcome(where) if where else None
-        if last is None or last.kind in _RESTARTED:
+        if last is None or last.kind in _RESTARTABLE:
             reason = "the job has ended on another node" if is_closed else (
-                f"node 0 ({self.address}) has left, or does not answer within {self.lost:.0f} s; start again with "
+                f"node 0 ({self.address}) has left or did not respond within {self.lost:.0f} s; start again with "
                 "--resume_from_checkpoint auto"
             )  # fmt: skip
             return Outcome("lost rank", 1, error=f"lost: {reason}", step=last and last.step)
         return last
 
     def _conclude(self, where: Path, gone: set, count: int, attempt: int, leads: bool) -> None:
-        """Note how an attempt ended, now that all its nodes have told. Raises: Ended after --max_restarts."""
-        last = self._named(self._outcome(where), gone, where)
+        """Record how an attempt ended after all its nodes have reported. Raises: Ended after --max_restarts."""
+        last = self._with_lost_nodes(self._outcome(where), gone, where)
         if last.kind == "stopped":
             names = ", ".join(_name(node.addr) for node in sorted(gone))
             change = f"{names} was asked to leave" if gone else "more nodes joined"
-        elif last.kind in _RESTARTED:
+        elif last.kind in _RESTARTABLE:
             self._restarts += 1
-            most, worse = self._number("max_restarts"), health.worse(self._healthy, health.look())
+            most, worse = self._number("max_restarts"), health.degradations(self._healthy, health.read())
             if self._restarts > most:
                 raise self._ended(last)
             change = f"the same settings (restart {self._restarts} of {most})"
@@ -432,57 +431,58 @@ class Rendezvous(dynamic_rendezvous.DynamicRendezvousHandler):
         ranks = self._ranks(count)
         last.what_next = f"{change}, on {count} node{'s' * (count > 1)} with {ranks} process{'es' * (ranks > 1)}"
         self.endings.append(last)
-        self._tell_supervisor()
+        self._write_endings()
         if leads:
             if (self.folder / "run.json").exists():
-                with contextlib.suppress(OSError):  # a full disk: the job goes on without
-                    postmortem.write(self.folder, self.endings, "", goes_on=True)
+                with contextlib.suppress(OSError):  # the job continues on a full disk
+                    postmortem.write(self.folder, self.endings, "", continues=True)
             print(f"zerofit: {last.sentence}\nzerofit: attempt {attempt}: {last.what_next}", flush=True)
 
     def _ended(self, outcome: Outcome) -> Ended:
         self.endings.append(replace(outcome, what_next=""))
-        self._tell_supervisor()
+        self._write_endings()
         return Ended(outcome)
 
     def refused(self, error: UserError) -> None:
-        """Tell the supervisor of a mistake that is printed already."""
+        """Record a user error that has already been printed."""
         self.endings.append(Outcome("user error", EXIT_CODES["user error"], error=f"UserError: {error}"))
-        self._tell_supervisor()
+        self._write_endings()
 
-    def _tell_supervisor(self) -> None:
+    def _write_endings(self) -> None:
+        """Write the outcomes for the supervisor."""
         rank_status.write_json(self.records / ENDINGS, {"endings": [asdict(ending) for ending in self.endings]})
 
 
 def _open(address: str, port: int, lost: float) -> TCPStore:
-    """Open node 0's store, on its own address if MASTER_ADDR is that, else on all. lost: seconds for each call."""
-    own_address = node_options.own_address(address, port)
+    """Open node 0's store on MASTER_ADDR if it is a local address, else on all. lost: timeout of each call."""
+    local_address = node_options.local_address(address, port)
     return TCPStore(
-        own_address or "127.0.0.1", port, None, True, timedelta(seconds=lost), wait_for_workers=False,
-        master_listen_fd=node_options.listen(own_address, port).detach() if own_address else None,
+        local_address or "127.0.0.1", port, None, True, timedelta(seconds=lost), wait_for_workers=False,
+        master_listen_fd=node_options.listen(local_address, port).detach() if local_address else None,
     )  # fmt: skip
 
 
 def _connect(address: str, port: int, lost: float) -> TCPStore:
-    """Connect to node 0's store. Raises: UserError if something else answers there."""
+    """Connect to node 0's store. Raises: UserError if another program uses the port."""
     try:
         store = TCPStore(address, port, None, False, timedelta(seconds=lost), wait_for_workers=False)
     except RuntimeError as error:
         raise UserError(
-            f"MASTER_ADDR={address} PORT={port}: no zerofit launch answers there ({first_line(error)}); start the same "
+            f"MASTER_ADDR={address} PORT={port}: no zerofit launch responds ({first_line(error)}); start the same "
             "command on that node with NODE_RANK=0."
         ) from None
-    _give_up(port, timedelta(seconds=lost))
+    _set_ack_timeout(port, timedelta(seconds=lost))
     return store
 
 
 def _state_of(backend: c10d_rendezvous_backend.C10dRendezvousBackend):
-    """Return torch's state of the rendezvous; None before its first round."""
+    """Return torch's state of the rendezvous, or None before its first round."""
     content = backend.get_state()
     return pickle.loads(content[0]) if content else None
 
 
 def _check_rank_is_free(rank: int, backend, lost: float) -> None:
-    """Refuse the rank of a node that sends heartbeats. Raises: UserError."""
+    """Check that no running node has this rank. Raises: UserError."""
 
     def beats() -> dict:
         last = state.last_heartbeats if (state := _state_of(backend)) else {}
@@ -490,31 +490,33 @@ def _check_rank_is_free(rank: int, backend, lost: float) -> None:
 
     if not (before := beats()):
         return
-    deadline = time.monotonic() + 2 * lost / 3 + 1  # torch may leave one heartbeat out
+    deadline = time.monotonic() + 2 * lost / 3 + 1  # torch may skip a heartbeat
     while time.monotonic() < deadline:
         if taken := [node for node, beat in beats().items() if before.get(node, beat) != beat]:
             name = _name(taken[0].addr)
-            raise UserError(f"NODE_RANK={rank} is taken by {name}, which is running; give each node its own number.")
-        time.sleep(LOOK_SECONDS)
+            raise UserError(
+                f"NODE_RANK={rank} is taken by {name}, which is running; use a different number on each node."
+            )
+        time.sleep(POLL_SECONDS)
 
 
-def _give_up(port: int, after: timedelta) -> None:
-    """Let this process's connections to a port end when nothing is acknowledged for so long.
+def _set_ack_timeout(port: int, timeout: timedelta) -> None:
+    """Close this process's connections to a port if data stays unacknowledged for `timeout`.
 
-    A link that is cut is silence, and most calls of torch's store wait without a timeout. What a suspended process is
-    sent, its machine still acknowledges.
+    Most calls of torch's store would wait forever on a cut link. The machine of a suspended process
+    still sends acknowledgements.
     """
     if not hasattr(socket, "TCP_USER_TIMEOUT"):  # Linux only
         return
     for connection in psutil.Process().net_connections("tcp"):
         if connection.raddr and connection.raddr.port == port:
-            with socket.socket(fileno=os.dup(connection.fd)) as own:
-                milliseconds = round(after.total_seconds() * 1000)
-                own.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
+            with socket.socket(fileno=os.dup(connection.fd)) as duplicate:
+                milliseconds = round(timeout.total_seconds() * 1000)
+                duplicate.setsockopt(socket.IPPROTO_TCP, socket.TCP_USER_TIMEOUT, milliseconds)
 
 
 def endings(records: Path) -> list[Outcome]:
-    """Return how the attempts of a launch ended, as its agent has told; [] if it has told nothing."""
+    """Return the outcomes that a launch's agent has recorded; [] without a record."""
     return [Outcome(**ending) for ending in run_folder.read_json(records / ENDINGS).get("endings", [])]
 
 

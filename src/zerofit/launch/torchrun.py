@@ -1,4 +1,4 @@
-"""torchrun that exits with the exit code of the rank that failed first, and has the rendezvous of launch/rendezvous.py.
+"""torchrun with the rendezvous of launch/rendezvous.py. It exits with the code of the rank that failed first.
 
 python -m zerofit.launch.torchrun --nproc_per_node 4 recipes/sft.py ...      same options as torchrun
 """
@@ -11,8 +11,8 @@ import sys
 from zerofit.base import process
 
 if __name__ == "__main__":
-    process.begin()  # before the next lines, which take seconds
-    # Of this process, not of its ranks: torch reads it when it is imported. A store that ends is a stack trace of C++.
+    process.begin()  # before the slow imports
+    # Only for this process, not for its ranks. Without it, torch logs a C++ stack trace when a store closes.
     level = os.environ.get("TORCH_CPP_LOG_LEVEL")
     os.environ["TORCH_CPP_LOG_LEVEL"] = level or "ERROR"
 
@@ -30,12 +30,12 @@ if __name__ == "__main__" and not level:
 
 
 class Agent(LocalElasticAgent):
-    """torchrun's agent, which writes the exit codes of ranks that have failed before it starts them again.
+    """Write the exit codes of failed ranks before torchrun restarts them.
 
-    Training ranks save at SIGTERM (rank_status.StopRequest), so it ends them with rank_status.ENDS_RANKS.
+    Training ranks save on SIGTERM (rank_status.StopRequest), so this agent ends them with TORCHRUN_END_SIGNAL.
     """
 
-    def _shutdown(self, death_sig=rank_status.ENDS_RANKS, **options):
+    def _shutdown(self, death_sig=rank_status.TORCHRUN_END_SIGNAL, **options):
         super()._shutdown(death_sig, **options)
 
     def _monitor_workers(self, worker_group):
@@ -48,10 +48,10 @@ class Agent(LocalElasticAgent):
 
 
 def main() -> None:
-    logging.disable(logging.ERROR)  # not for the ranks; torch's signal loggers have their own levels
+    logging.disable(logging.ERROR)  # not inherited by the ranks
     argv = sys.argv[1:]
     if rank_status.folder():
-        argv = [*_for_a_supervisor(), *argv]
+        argv = [*_ignore_save_signals(), *argv]
     rendezvous.register()
     try:
         run.main(argv)
@@ -59,12 +59,12 @@ def main() -> None:
         raise SystemExit(error.outcome.code) from None
     except UserError as error:
         print(f"zerofit: error: {error}", file=sys.stderr)
-        if meeting := rendezvous.own():
-            meeting.refused(error)
+        if handler := rendezvous.current():
+            handler.refused(error)
         raise SystemExit(error.exit_code) from None
     except api.SignalException as error:
-        if meeting := rendezvous.own():
-            meeting.interrupted(error.sigval)
+        if handler := rendezvous.current():
+            handler.interrupted(error.sigval)
         raise SystemExit(128 + error.sigval) from None
     except ChildFailedError as error:
         rank, failure = error.get_first_failure()
@@ -73,14 +73,14 @@ def main() -> None:
         raise SystemExit(failure.exitcode if failure.exitcode > 0 else 128 - failure.exitcode) from None
 
 
-def _for_a_supervisor() -> list[str]:
+def _ignore_save_signals() -> list[str]:
     """Ignore the signals that request a save; return the matching torchrun options.
 
-    SLURM sends them to every process of a job; the supervisor handles them.
+    SLURM sends them to every process of a job, and the supervisor handles them.
     """
-    for number in rank_status.SENT_TO_ALL:
+    for number in rank_status.BROADCAST_SIGNALS:
         signal.signal(number, signal.SIG_IGN)
-    api._get_default_signal = lambda: rank_status.ENDS_RANKS
+    api._get_default_signal = lambda: rank_status.TORCHRUN_END_SIGNAL
     launcher.api.LocalElasticAgent = Agent
     return ["--signals-to-handle", "SIGINT,SIGHUP,SIGQUIT"]
 

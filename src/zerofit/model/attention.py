@@ -1,12 +1,12 @@
 """Choose the attention implementation and keep packed documents apart.
 
-transformers' `sdpa` needs a dense S x S mask for that and, given a padding mask, builds none at all: documents then
-attend to each other without an error. The implementation registered here as "zerofit_packed" uses the varlen kernel of
-torch.nn.attention on CUDA (in bf16 or fp16, without dropout), else a loop over documents, and plain sdpa without
-document boundaries (evaluation, generation).
+transformers' `sdpa` needs a dense S x S mask to separate documents and, with a padding mask, builds no such mask:
+documents then attend to each other without an error. The implementation registered here as "zerofit_packed" uses the
+varlen kernel of torch.nn.attention on CUDA (in bf16 or fp16, without dropout), else a loop over documents. Without
+document boundaries (evaluation, generation) it uses plain sdpa.
 
-transformers' own flash and flex implementations keep documents apart by cu_seq_lens and by position_ids. The trainer
-checks this on the loaded model before the first step: `packed_logit_error` and `cross_document_gradient`.
+transformers' flash and flex implementations separate documents by cu_seq_lens and by position_ids. The trainer checks
+this on the loaded model before the first step: `packed_logit_error` and `cross_document_gradient`.
 """
 
 import contextlib
@@ -24,30 +24,30 @@ from transformers.masking_utils import sdpa_mask
 from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.data.batches import Collator, PackedCollator
-from zerofit.job import groups
+from zerofit.job import parallel_dims
 from zerofit.job.settings import decide
 from zerofit.job.technique import Conflict, Technique
 from zerofit.model import patches
-from zerofit.model.experimental import flex_proof
+from zerofit.model.experimental import flex_self_test
 from zerofit.model.image_text import classes
 from zerofit.model.kernels import linear_attention
 from zerofit.model.kernels.linear_attention import spans
 
 NAME = "zerofit_packed"
 
-FP32_TOKENS = 256  # on a CPU a document up to this long is attended to in fp32: see _dtype_of_document
+FP32_TOKENS = 256  # longest document that a CPU attends to in fp32: see _dtype_of_document
 
-# Of a model in half precision: the largest difference of packed logits over the largest logit that may be rounding. 80
-# layers of bf16 round more than 5 %; wrong positions and windows, which leave no gradient between documents, make more.
-BEYOND_ROUNDING = 0.3
+# Largest relative difference of packed logits in half precision that may be rounding. 80 layers in bf16 exceed 5 %;
+# wrong positions and windows, which leave no gradient between documents, exceed this.
+MAX_ROUNDING_ERROR = 0.3
 
-DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # their names in config.json
+DROPOUT_KEYS = ("attention_dropout", "attn_pdrop", "attention_probs_dropout_prob")  # keys of config.json
 
-WIDEST_HEAD = 256  # numbers of a head that FlashAttention takes
+MAX_HEAD_DIM = 256  # limit of FlashAttention
 
-KERNELS = "pip install 'transformers[kernels]'"  # with it transformers loads the kernel from the Hub
+KERNELS = "pip install 'transformers[kernels]'"  # transformers then loads the kernel from the Hub
 
-INSTALL = {  # flash attention: (function of transformers that checks for it, how to install it)
+INSTALL = {  # flash attention: (transformers' function that checks for it, install command)
     "flash_attention_2": ("is_flash_attn_2_available", "pip install flash-attn --no-build-isolation"),
     "flash_attention_3": ("is_flash_attn_3_available", KERNELS),
     "flash_attention_4": ("is_flash_attn_4_available", KERNELS),
@@ -63,10 +63,10 @@ def avoid_wrong_kernels(settings=None) -> None:
 
     sdpa prefers them on H100, H200 and B200. They fail in the backward with a mask and a length of 64 more than a
     multiple of 128 (pytorch issue 196678), in the forward with fewer than 8 key heads on B200 (issue 193893), and with
-    a query of one token (cudnn-frontend issue 1072). tests/gpu/test_attention.py computes these cases with them on a
-    GPU, and fails with the release that mends them: until then they stay off.
+    a query of one token (cudnn-frontend issue 1072). tests/gpu/test_attention.py runs these cases on a GPU and fails
+    with the first release that fixes them.
     Called before every model is loaded: recipe.start_processes, model/load.load_model, export/source.load.
-    Args: settings: of a recipe, to add a line to its decisions; None: add none.
+    Args: settings: a recipe's settings, to add a decision; None: add none.
     """
     torch.backends.cuda.enable_cudnn_sdp(False)
     if settings is not None and not settings.use_cpu:
@@ -76,7 +76,7 @@ def avoid_wrong_kernels(settings=None) -> None:
 
 
 def hold_no_scores(settings) -> None:
-    """Have transformers' "sdpa" hold no scores on a GPU without FlashAttention: before Ampere, and in fp32."""
+    """Keep transformers' "sdpa" from materializing scores on GPUs without FlashAttention: before Ampere, or in fp32."""
     if not settings.use_cpu and (settings.precision == "fp32" or not hardware.is_ampere_or_later(settings.planned_gpu)):
         AttentionInterface.register("sdpa", sdpa_without_scores)
 
@@ -87,7 +87,7 @@ def check_available(name: str, use_cpu: bool) -> None:
     Raises: UserError for flex or flash attention without a GPU, or flash attention without its package.
     """
     if use_cpu and name == "flex_attention":
-        raise UserError("--attn_implementation flex_attention: torch has no backward of it on a CPU; use sdpa.")
+        raise UserError("--attn_implementation flex_attention: torch has no backward for it on a CPU; use sdpa.")
     if use_cpu and is_flash(name):
         raise UserError(f"--attn_implementation {name}: needs a GPU; use sdpa.")
     check, install = INSTALL.get(name, (None, KERNELS))
@@ -98,8 +98,7 @@ def check_available(name: str, use_cpu: bool) -> None:
 def resolve(settings) -> None:
     """Decide --padding_free and the attention that keeps the documents of a row apart.
 
-    Raises: UserError for an attention implementation that is not there, or with which packed documents would read each
-        other.
+    Raises: UserError for an unavailable attention implementation, or one that would mix packed documents.
     """
     attn = settings.attn_implementation
     check_available(attn, settings.use_cpu)
@@ -107,7 +106,7 @@ def resolve(settings) -> None:
     if (settings.packing or settings.padding_free is True) and not keeps_apart:
         flag = "--packing" if settings.packing else "--padding_free true"
         raise UserError(
-            f"{flag} with --attn_implementation {attn}: documents in one row would read each other; use sdpa, "
+            f"{flag} with --attn_implementation {attn}: documents in one row would attend to each other; use sdpa, "
             "flex_attention or flash_attention_2."
         )
     if settings.padding_free == "auto":
@@ -116,23 +115,23 @@ def resolve(settings) -> None:
         else:
             decide(settings, "padding_free", False)
     if settings.padding_free and attn == "sdpa":
-        decide(settings, "attn_implementation", NAME, "plain sdpa would let the documents of a row read each other")
+        decide(settings, "attn_implementation", NAME, "with plain sdpa the documents of a row attend to each other")
 
 
 def resolve_for_model(settings, config) -> None:
     """Choose, validate and register the attention implementation from config.json, before loading weights.
 
-    Args: config: of the model; settings: padding_free is turned off in it if documents cannot be kept apart.
+    Args: config: the model's; settings: padding_free is turned off in them if documents cannot be kept apart.
     Raises: UserError for --packing in that case, and for dropout that the implementation would ignore.
     """
-    _flex_where_sdpa_is_missing(settings, config)
+    _use_flex_without_sdpa(settings, config)
     chosen = settings.attn_implementation
     key, dropout = _dropout(config)
-    # flash_attention_3 and 4 would silently train without it, flex_attention fails in the first step.
+    # flash_attention_3 and 4 would silently train without dropout, flex_attention fails in the first step.
     if dropout and (chosen == "flex_attention" or (is_flash(chosen) and "2" not in chosen)):
         raise UserError(
-            f"--attn_implementation {chosen}: has no dropout, and the model's config.json has {key} {dropout}; use "
-            f"sdpa, or set {key} to 0 there."
+            f"--attn_implementation {chosen} does not support dropout, and the model's config.json has {key} "
+            f"{dropout}; use sdpa, or set {key} to 0 in config.json."
         )
     packed = settings.padding_free
     why = cannot_pack(config, chosen, settings.max_length) if packed else None
@@ -143,47 +142,47 @@ def resolve_for_model(settings, config) -> None:
         if chosen == NAME:
             decide(settings, "attn_implementation", "sdpa", "batches are padded")
     elif packed and chosen == NAME:
-        tell_of_loop(settings, config)
-    _eager_where_sdpa_is_missing(settings, config)
+        add_loop_decision(settings, config)
+    _use_eager_without_sdpa(settings, config)
     if settings.attn_implementation == NAME:
         register()
 
 
 def _dropout(config) -> tuple[str | None, float]:
-    """Return the dropout of the attention, with its name in config.json."""
+    """Return the key in config.json and the value of the attention's dropout."""
     text = config.get_text_config()
     return next(((key, getattr(text, key)) for key in DROPOUT_KEYS if getattr(text, key, 0)), (None, 0))
 
 
-def tell_of_loop(settings, config) -> None:
-    """Add a line to the decisions where a GPU cannot use the varlen kernel, but attends to documents one by one."""
+def add_loop_decision(settings, config) -> None:
+    """Add a decision if a GPU cannot use the varlen kernel and loops over documents."""
     why, where = why_one_by_one(settings, config), ""
     sizes = head_dims(config.get_text_config())
     if not settings.use_cpu and not why and not all(map(varlen_takes, sizes)):
-        why = f"head_dim {max(sizes)}: the varlen kernel takes multiples of 8 up to {WIDEST_HEAD}"
-        where = "in these layers "
+        why = f"head_dim {max(sizes)}: the varlen kernel supports multiples of 8 up to {MAX_HEAD_DIM}"
+        where = " in these layers"
     if why:
-        settings.decisions.append(f"{why}; {where}documents are attended to one by one, which is slower")
+        settings.decisions.append(f"{why}; attention{where} loops over documents, which is slower")
 
 
 def why_one_by_one(settings, config) -> str | None:
-    """Return why no layer's attention can use the varlen kernel on the job's GPU; None: it can, or there is no GPU."""
+    """Return why no layer can use the varlen kernel on the job's GPU; None if a layer can, or without a GPU."""
     if settings.use_cpu or not (settings.attn_implementation == NAME or settings.sp_size > 1):
         return None
     key, dropout = _dropout(config)
     if not hardware.is_ampere_or_later(settings.planned_gpu):
-        return "the varlen kernel needs an Ampere GPU or a later one"
+        return "the varlen kernel needs an Ampere GPU or newer"
     if settings.precision == "fp32":
-        return "fp32: the varlen kernel computes in bf16 and fp16 only"
-    return f"{key} {dropout}: the varlen kernel has no dropout" if dropout else None
+        return "fp32: the varlen kernel supports bf16 and fp16 only"
+    return f"{key} {dropout}: the varlen kernel does not support dropout" if dropout else None
 
 
 def varlen_takes(head_dim: int) -> bool:
-    return head_dim <= WIDEST_HEAD and head_dim % 8 == 0
+    return head_dim <= MAX_HEAD_DIM and head_dim % 8 == 0
 
 
 def head_dims(text) -> set[int]:
-    """Return the sizes of a head of the queries, of all layers."""
+    """Return the head dimensions of the queries in all layers."""
     layers = text.per_layer_config if getattr(text, "is_heterogeneous", False) else [text]
     return {size for layer in layers if (size := _head_dim(layer))}
 
@@ -192,35 +191,35 @@ def _head_dim(text) -> int | None:
     if latent := getattr(text, "qk_nope_head_dim", None):
         return latent + text.qk_rope_head_dim
     sizes = [getattr(text, name, None) for name in ("head_dim", "hidden_size", "num_attention_heads")]
-    own, hidden, heads = (size if isinstance(size, int) else 0 for size in sizes)  # a list has one for each layer
-    return own or (hidden // heads if heads else None) or None
+    size, hidden, heads = (size if isinstance(size, int) else 0 for size in sizes)  # a list has an entry for each layer
+    return size or (hidden // heads if heads else None) or None
 
 
 def has_sdpa(cls, config) -> bool:
-    """Return whether sdpa computes what a class asks for by this configuration: it has no soft cap and no sinks.
+    """Return whether a class supports sdpa with this configuration; sdpa has neither a soft cap nor sinks.
 
-    The class of Gemma-2 in transformers 5.17 has sdpa all the same, which leaves out its soft cap.
+    The Gemma-2 class of transformers 5.17 claims to support sdpa, but ignores its soft cap.
     """
     return bool(cls._supports_sdpa) and not getattr(config.get_text_config(), "attn_logit_softcapping", None)
 
 
 def has_only_flex(config) -> bool:
-    """Return whether a model has flex_attention and no sdpa: Gemma-2, gpt-oss and others with a soft cap or sinks."""
+    """Return whether a model supports flex_attention but not sdpa, as those with a soft cap or sinks do."""
     cls = classes.text_class(config)
     return cls is not None and not has_sdpa(cls, config) and bool(cls._supports_flex_attn)
 
 
 def why_not_flex(settings, config) -> str | None:
-    """Return why flex_attention is not for this run of such a model, even where it is proven; None if it is."""
+    """Return why this run cannot use flex_attention, even after a passed self-test; None if it can."""
     key, dropout = _dropout(config)
-    split = [f"--{way.flag} splits its rows" for way, _ in groups.in_use(settings.values)]
+    split = [f"--{way.flag} splits its rows" for way, _ in parallel_dims.active(settings.values)]
     adapter = settings.values.get("adapter")
     reasons = {
         "Triton has no kernels for GPUs before Ampere": not hardware.is_ampere_or_later(settings.planned_gpu),
-        f"{key} {dropout}: it has no dropout": dropout,
+        f"{key} {dropout}: flex_attention does not support dropout": dropout,
         "".join(split[:1]): split,
         f"--adapter {adapter} lengthens the rows": adapter in ("prompt_tuning", "prefix_tuning"),
-        "it is proven for models of text": classes.has_towers(config),
+        "the self-test covers text models only": classes.has_towers(config),
         "--compile_layers": settings.values.get("compile_layers"),
         "--torch_compile": settings.torch_compile,
         "--full_determinism": settings.full_determinism,
@@ -228,39 +227,39 @@ def why_not_flex(settings, config) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def _flex_where_sdpa_is_missing(settings, config) -> None:
-    """Choose flex_attention for a model without sdpa where an earlier start on this GPU has proven it."""
-    is_open = settings.attn_implementation in ("sdpa", NAME) and "attn_implementation" not in settings.given
+def _use_flex_without_sdpa(settings, config) -> None:
+    """Choose flex_attention for a model without sdpa if it passed its self-test in an earlier start on this GPU."""
+    is_open = settings.attn_implementation in ("sdpa", NAME) and "attn_implementation" not in settings.explicit
     if settings.use_cpu or not is_open or not has_only_flex(config) or why_not_flex(settings, config):
         return
-    if flex_proof.is_kept(settings, config):
-        why = f"{classes.text_class(config).__name__} has no sdpa, and an earlier start has proven it on this GPU"
-        decide(settings, "attn_implementation", flex_proof.NAME, f"{why} (off: --attn_implementation eager)")
+    if flex_self_test.has_passed(settings, config):
+        why = f"{classes.text_class(config).__name__} does not support sdpa; it passed its self-test on this GPU"
+        decide(settings, "attn_implementation", flex_self_test.NAME, f"{why} (off: --attn_implementation eager)")
 
 
-def _eager_where_sdpa_is_missing(settings, config) -> None:
-    """Choose eager for models without sdpa, until flex_attention is proven when the ranks start.
+def _use_eager_without_sdpa(settings, config) -> None:
+    """Choose eager for models without sdpa, until flex_attention passes its self-test when the ranks start.
 
     Raises: UserError for an explicit --attn_implementation sdpa.
     """
     cls = classes.text_class(config)
     if settings.attn_implementation != "sdpa" or cls is None or has_sdpa(cls, config):
         return
-    if "attn_implementation" in settings.given:
-        raise UserError(f"--attn_implementation sdpa: {cls.__name__} has none; use eager.")
-    why = f"{cls.__name__} has no sdpa"
+    if "attn_implementation" in settings.explicit:
+        raise UserError(f"--attn_implementation sdpa: {cls.__name__} does not support it; use eager.")
+    why = f"{cls.__name__} does not support sdpa"
     if has_only_flex(config) and not settings.use_cpu:
         if why_not := why_not_flex(settings, config):
-            why += f"; not flex_attention, which holds no scores of S x S tokens: {why_not}"
+            why += f"; flex_attention, which needs no memory for S x S scores, is not possible: {why_not}"
         else:
-            why += "; flex_attention, which holds no scores of S x S tokens, follows where the ranks prove it"
+            why += "; flex_attention, which needs no memory for S x S scores, replaces it if it passes a self-test"
     decide(settings, "attn_implementation", "eager", why)
 
 
 @contextlib.contextmanager
 def for_generation(settings, model):
-    """Context in which a model with flex_attention generates by another: each token would be a length of its own."""
-    if settings.attn_implementation != flex_proof.NAME:
+    """Context in which a model with flex_attention generates by another one, as flex would compile every length."""
+    if settings.attn_implementation != flex_self_test.NAME:
         yield
         return
     owner = model.get_base_model() if hasattr(model, "get_base_model") else model
@@ -268,7 +267,7 @@ def for_generation(settings, model):
     try:
         yield
     finally:
-        owner.set_attn_implementation(flex_proof.NAME)
+        owner.set_attn_implementation(flex_self_test.NAME)
 
 
 def cannot_pack(config, chosen: str, max_length: int) -> str | None:
@@ -278,22 +277,22 @@ def cannot_pack(config, chosen: str, max_length: int) -> str | None:
     """
     text = config.get_text_config()
     if getattr(text, "attention_chunk_size", None):  # Llama-4
-        return "the chunks of its attention are counted from the start of a row, not of a document"
+        return "its attention counts chunks from the start of a row, not of a document"
     cls = classes.text_class(config)
     if why := linear_attention.mixes_documents(config):
         return why
     if chosen != NAME or cls is None:  # remote code is left to the check on the loaded model
         return None
-    # Without sdpa: a soft cap or sinks (Gemma-2, gpt-oss); without the interface: Mamba, BLOOM, GPT-J ... Hybrids
-    # have it, though the flag of most is off (Qwen3.5, Falcon-H1).
+    # Models with a soft cap or sinks do not support sdpa (Gemma-2, gpt-oss); Mamba, BLOOM, GPT-J and others do not use
+    # the attention interface. Hybrids use it, though the flag of most is off (Qwen3.5, Falcon-H1).
     has_interface = cls._supports_attention_backend or linear_attention.reads_documents(config)
     if not (has_sdpa(cls, config) and has_interface):
-        flex = ", but with --attn_implementation flex_attention on a GPU" if cls._supports_flex_attn else ""
+        flex = ", only with --attn_implementation flex_attention on a GPU" if cls._supports_flex_attn else ""
         return f"{cls.__name__} cannot keep documents of one row apart with sdpa{flex}"
-    # Only a model that passes sliding_window= to its attention function tells packed_attention about the window.
+    # Other models do not pass sliding_window= to the attention function, so packed_attention cannot apply the window.
     window = getattr(text, "sliding_window", None) or max_length
     if window < max_length and "sliding_window=" not in inspect.getsource(sys.modules[cls.__module__]):
-        return f"{cls.__name__} tells only its mask about the window of {window} tokens (--max_length {max_length})"
+        return f"{cls.__name__} applies its window of {window} tokens in the mask only (--max_length {max_length})"
     return None
 
 
@@ -304,12 +303,12 @@ def packed_attention(module, query, key, value, attention_mask, dropout=0.0, sca
         query: (1, heads, tokens, head_dim); key, value: (1, kv_heads, tokens, head_dim); value's head_dim may be
             smaller (multi-head latent attention).
         kwargs: cu_seq_lens_q, int32 (documents + 1), the documents' boundaries on the token axis, and max_length_q;
-            without them the call goes to transformers' sdpa. sliding_window as the model sets it.
-        documents: replaces `spans` where the boundaries have no values (a simulation).
+            without them transformers' sdpa is called. sliding_window as the model sets it.
+        documents: replaces `spans` in a simulation, whose boundaries do not have values.
     Returns: (1, tokens, heads, head_dim) and None, as transformers' attention functions do.
     """
     if kwargs.get("softcap") is not None or kwargs.get("s_aux") is not None:
-        raise ValueError("sdpa has no soft cap and no sinks; use --attn_implementation eager or flex_attention")
+        raise ValueError("sdpa supports no soft cap or sinks; use --attn_implementation eager or flex_attention")
     bounds = kwargs.get("cu_seq_lens_q")
     window = kwargs.get("sliding_window") or 0
     if bounds is None:
@@ -317,21 +316,21 @@ def packed_attention(module, query, key, value, attention_mask, dropout=0.0, sca
             attention_mask = _window_mask(query.shape[2], window, query.device)
         return sdpa_without_scores(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     dtype = autocast_dtype(value)
-    # The varlen kernel supports no other dtype, no dropout, no wider head and no earlier GPU.
-    is_taken = dtype in (torch.float16, torch.bfloat16) and not dropout and varlen_takes(query.shape[-1])
-    if query.is_cuda and is_taken and _is_ampere_or_later(query.device):
+    # The varlen kernel does not support other dtypes, dropout, wider heads or earlier GPUs.
+    is_supported = dtype in (torch.float16, torch.bfloat16) and not dropout and varlen_takes(query.shape[-1])
+    if query.is_cuda and is_supported and _is_ampere_or_later(query.device):
         rounded = in_autocast_dtype(query, key, value)
         return varlen(*rounded, bounds, int(kwargs["max_length_q"]), window, scaling), None
     lengths = [end - start for start, end in (documents or spans)(bounds)]
     if query.is_cuda:
         key, value = _in_all_heads(query, key, value)
     parts = []
-    with torch.autocast(query.device.type, enabled=False):  # sdpa would cast to its dtype
-        # Slices by index would each have a gradient of the size of the whole row.
+    with torch.autocast(query.device.type, enabled=False):  # sdpa would cast to the dtype of autocast
+        # The gradient of a slice by index would have the size of the full row.
         for document in zip(*(x.split(lengths, dim=2) for x in (query, key, value)), strict=True):
             tokens = document[0].shape[2]
-            of_document = _dtype_of_document(query.device, dtype, tokens)
-            q, k, v = (x.to(of_document) for x in document)
+            document_dtype = _dtype_of_document(query.device, dtype, tokens)
+            q, k, v = (x.to(document_dtype) for x in document)
             mask = _window_mask(tokens, window, query.device) if window and tokens > window else None
             attended = torch.nn.functional.scaled_dot_product_attention(
                 q, k, v, attn_mask=mask, dropout_p=dropout, is_causal=mask is None, scale=scaling, enable_gqa=True
@@ -342,17 +341,17 @@ def packed_attention(module, query, key, value, attention_mask, dropout=0.0, sca
 
 
 def sdpa_without_scores(module, query, key, value, attention_mask, *args, **kwargs):
-    """Call transformers' sdpa so that torch takes no kernel that holds all scores; arguments and result are its."""
+    """Call transformers' sdpa so that torch picks no kernel that materializes scores."""
     is_half = autocast_dtype(value) in (torch.float16, torch.bfloat16)
     if query.is_cuda and attention_mask is None and not (is_half and _is_ampere_or_later(query.device)):
-        key, value = _in_all_heads(query, key, value)  # with a mask transformers does it
+        key, value = _in_all_heads(query, key, value)  # with a mask, transformers repeats them
     return sdpa_attention_forward(module, query, key, value, attention_mask, *args, **kwargs)
 
 
 def _in_all_heads(query, key, value) -> tuple[torch.Tensor, torch.Tensor]:
     """Return key and value repeated for each head of the query.
 
-    Of torch 2.13's kernels for GPUs only FlashAttention, and the one that holds all scores, have groups of heads.
+    Of torch 2.13's GPU kernels only FlashAttention and the one that materializes scores support grouped heads.
     """
     groups = query.shape[1] // key.shape[1]
     return tuple(x.repeat_interleave(groups, dim=1) if groups > 1 else x for x in (key, value))
@@ -364,10 +363,10 @@ def _is_ampere_or_later(device) -> bool:
 
 
 def _dtype_of_document(device, dtype, tokens: int) -> torch.dtype:
-    """Return the dtype to attend to a document in: fp32 for a short one of bf16 on an x86 CPU without AMX.
+    """Return the dtype for a document's attention: fp32 for a short bf16 document on an x86 CPU without AMX.
 
-    torch 2.13's kernel takes 1.1 to 2.7 times as long in bf16 there, and rounds more. It keeps no scores in either.
-    Where the CPU emulates bf16, a long one takes 4.7 times as long too (1,024 tokens).
+    torch 2.13's kernel takes 1.1 to 2.7 times as long in bf16 there, and rounds more; it materializes no scores in
+    either dtype. If the CPU emulates bf16, long documents take 4.7 times as long too (1,024 tokens).
     """
     if device.type != "cpu" or dtype != torch.bfloat16:
         return dtype
@@ -378,15 +377,15 @@ def _dtype_of_document(device, dtype, tokens: int) -> torch.dtype:
 
 
 def autocast_dtype(value: torch.Tensor) -> torch.dtype:
-    """Return the dtype of autocast on the device of `value`, else its own."""
+    """Return the dtype of autocast on the device of `value`, or without autocast the dtype of `value`."""
     device = value.device.type
     return torch.get_autocast_dtype(device) if torch.is_autocast_enabled(device) else value.dtype
 
 
 def in_autocast_dtype(query, key, value) -> tuple[torch.Tensor, torch.Tensor, torch.Tensor]:
-    """Return the three in the dtype of autocast, else in that of `value`.
+    """Return query, key and value in the dtype of autocast, or without autocast in the dtype of `value`.
 
-    Under autocast rotary embeddings leave q and k in fp32; plain sdpa casts them, the kernels here would not.
+    Under autocast rotary embeddings leave q and k in fp32; plain sdpa casts them, the kernels here do not.
     """
     dtype = autocast_dtype(value)
     return query.to(dtype), key.to(dtype), value.to(dtype)
@@ -403,7 +402,7 @@ def varlen(query, key, value, bounds, longest, window, scaling):
     from torch.nn.attention.varlen import varlen_attn
 
     size = value.shape[-1]
-    if missing := query.shape[-1] - size:  # the kernel needs equal head_dims; F.pad copies even by 0, hence the if
+    if missing := query.shape[-1] - size:  # the kernel needs equal head_dims; F.pad would copy even if it pads by 0
         value = torch.nn.functional.pad(value, (0, missing))
     groups = query.shape[1] // key.shape[1]
     if groups > 1 and "enable_gqa" not in inspect.signature(varlen_attn).parameters:  # torch before 2.12
@@ -419,23 +418,23 @@ def varlen(query, key, value, bounds, longest, window, scaling):
 
 
 def mask(*args, attention_mask=None, **kwargs):
-    """Return no mask for packed documents; sdpa's for padded batches (evaluation, generation)."""
+    """Return None for packed documents, and sdpa's mask for padded batches (evaluation, generation)."""
     return None if attention_mask is None else sdpa_mask(*args, attention_mask=attention_mask, **kwargs)
 
 
 def register(documents=None) -> str:
-    """Register packed_attention, and its mask, under NAME with transformers; return NAME.
+    """Register packed_attention and its mask under NAME with transformers; return NAME.
 
     Args: documents: see packed_attention.
     """
     linear_attention.read_boundaries_by(documents or spans)
     AttentionInterface.register(NAME, functools.partial(packed_attention, documents=documents))
     AttentionMaskInterface.register(NAME, mask)
-    patches.look_for_no_documents(NAME)
+    patches.skip_document_search(NAME)
     return NAME
 
 
-def _few(documents, count, longest):
+def _truncated(documents, count, longest):
     return [{"input_ids": documents[i]["input_ids"][:longest], "labels": documents[i]["labels"][:longest]}
             for i in range(min(count, len(documents)))]  # fmt: skip
 
@@ -446,13 +445,13 @@ def packed_logit_error(
 ) -> float:
     """Return the largest |logit difference| between packed and single documents, over the largest logit.
 
-    It finds wrong positions and windows as well as mixed documents, if they exceed the rounding of the precision.
+    It detects wrong positions and windows as well as mixed documents, if they exceed the rounding of the precision.
     Collective under ZeRO-3: every rank calls it with the same documents.
     Args:
         documents: rows with input_ids and labels; the first `count` are used, truncated to `longest` tokens.
         seq_idx: see PackedCollator.
     """
-    rows, training = _few(documents, count, longest), model.training
+    rows, training = _truncated(documents, count, longest), model.training
     model.eval()
 
     def logits(batch):
@@ -467,19 +466,20 @@ def packed_logit_error(
 def cross_document_gradient(model, documents, args, seq_idx: bool = False, count: int = 3, longest: int = 128) -> float:
     """Return how much the loss of the middle document depends on the embeddings of the others.
 
-    It is the largest |gradient| by their embeddings over that by its own: exactly 0 in every precision if documents
-    are isolated. Runs in training mode (dropout, gradient checkpointing) and leaves no gradient in a parameter.
-    Args: model: without DDP or DeepSpeed's engine, whose backward would start; others: as in packed_logit_error.
+    It is the ratio of the largest |gradient| for their embeddings to the largest for its own: exactly 0 in every
+    precision if documents are isolated. Runs in training mode (dropout, gradient checkpointing) and leaves no gradient
+    in a parameter.
+    Args: model: not wrapped by DDP or DeepSpeed, whose backward would start; others: as in packed_logit_error.
     """
-    rows, training, seen = _few(documents, count, longest), model.training, []
+    rows, training, embeddings = _truncated(documents, count, longest), model.training, []
     lengths = [len(row["input_ids"]) for row in rows]
     start, end = sum(lengths[: len(rows) // 2]), sum(lengths[: len(rows) // 2 + 1])
 
     def cut(module, inputs, output):
-        seen.append(output.detach().requires_grad_())
-        return seen[-1]
+        embeddings.append(output.detach().requires_grad_())
+        return embeddings[-1]
 
-    reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)  # lacks autograd.grad
+    reentrant = (args.gradient_checkpointing_kwargs or {}).get("use_reentrant", False)  # does not support autograd.grad
     model.train(not reentrant)
     hook = model.get_input_embeddings().register_forward_hook(cut)
     try:
@@ -489,7 +489,7 @@ def cross_document_gradient(model, documents, args, seq_idx: bool = False, count
             batch = send_to_device(PackedCollator(seq_idx=seq_idx)(rows), args.device)
             logits = model(**batch, use_cache=False).logits[0, start:end].float()
             loss = torch.nn.functional.cross_entropy(logits, batch["input_ids"][0, start:end], reduction="sum")
-            (gradient,) = torch.autograd.grad(loss, seen[0])
+            (gradient,) = torch.autograd.grad(loss, embeddings[0])
     finally:
         hook.remove()
         model.train(training)

@@ -1,8 +1,8 @@
-"""Add LoRA's product to the output of its linear layer in the matrix product itself.
+"""Accumulate LoRA's product into the output of its linear layer, in one kernel.
 
-peft computes result + B(A(x)) * scaling: three passes over each output for two additions and a multiplication (and one
-more over that of a packed base, which it clones). Here B's product accumulates into the output, scaled, and the
-backward multiplies by the scaling where a row has only r numbers.
+peft computes result + B(A(x)) * scaling with three passes over each output, and a fourth for a packed base, whose
+output it clones. Here B's product accumulates, scaled, into the output, and the backward applies the scaling to rows of
+only r numbers.
 """
 
 import functools
@@ -15,7 +15,7 @@ from zerofit.job.technique import Technique
 
 
 class AddScaledProduct(torch.autograd.Function):
-    """result + scaling * hidden @ weight.T, of shapes (..., n), (..., r) and (n, r)."""
+    """result + scaling * hidden @ weight.T, with shapes (..., n), (..., r) and (n, r)."""
 
     @staticmethod
     def forward(ctx, result, hidden, weight, scaling: float, in_place: bool):
@@ -33,19 +33,19 @@ class AddScaledProduct(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, gradient):
         hidden, weight = ctx.saved_tensors
-        rows, of_output = hidden.reshape(-1, hidden.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
-        of_hidden = of_weight = None
+        rows, upstream = hidden.reshape(-1, hidden.shape[-1]), gradient.reshape(-1, gradient.shape[-1])
+        d_hidden = d_weight = None
         if ctx.needs_input_grad[1]:
-            of_hidden = (of_output @ weight.to(gradient.dtype)).mul_(ctx.scaling).view(hidden.shape).to(hidden.dtype)
+            d_hidden = (upstream @ weight.to(gradient.dtype)).mul_(ctx.scaling).view(hidden.shape).to(hidden.dtype)
         if ctx.needs_input_grad[2]:
-            of_weight = (of_output.t() @ rows.to(gradient.dtype)).to(weight.dtype).mul_(ctx.scaling)
-        return gradient, of_hidden, of_weight, None, None
+            d_weight = (upstream.t() @ rows.to(gradient.dtype)).to(weight.dtype).mul_(ctx.scaling)
+        return gradient, d_hidden, d_weight, None, None
 
 
 def _add(linear, in_place: bool, hidden, result=None, scaling: float = 1.0):
-    """Forward of LoRA's B: as ever, or into the output of the base layer.
+    """Forward of LoRA's B: unchanged without a result, else accumulate into the output of the base layer.
 
-    It stays the call of a module, whose hooks gather its weight at ZeRO-3.
+    It remains a module call, whose hooks gather the weight at ZeRO-3.
     """
     if result is None:
         return type(linear).forward(linear, hidden)
@@ -53,7 +53,7 @@ def _add(linear, in_place: bool, hidden, result=None, scaling: float = 1.0):
 
 
 def _forward(layer, x, *args, **kwargs):
-    """Forward of peft's LoRA layer, for one adapter that is neither off, merged, dropped out nor a variant."""
+    """Forward of peft's LoRA layer for a single active, unmerged adapter without dropout or variant."""
     adapters = layer.active_adapters
     if layer.disable_adapters or layer.merged or kwargs or len(adapters) != 1 or not _is_plain(layer, adapters[0]):
         return type(layer).forward(layer, x, *args, **kwargs)
@@ -69,10 +69,10 @@ def _is_plain(layer, name: str) -> bool:
 
 
 def install(settings, model) -> None:
-    """Fuse the LoRA of the model's linear layers, packed ones too.
+    """Fuse the LoRA of the model's linear layers, including packed ones.
 
-    In place where autograd allows it: not with a bias, whose sum is a view, at ZeRO-3, whose hooks return views, and
-    under selective checkpointing, which keeps the output, and with --fp8, whose output is a view too.
+    It works in place unless the output is a view (with a bias, at ZeRO-3 because of its hooks, with --fp8) or is kept
+    by selective checkpointing.
     """
     if settings.values.get("adapter") != "lora" or not settings.fused_lora:
         return
@@ -80,7 +80,7 @@ def install(settings, model) -> None:
     kept = settings.gradient_checkpointing_policy == "selective" or settings.fp8
     in_place = settings.zero != 3 and not kept
     for layer in model.modules():
-        # packed layers are subclasses of torch's
+        # Packed layers are subclasses of torch.nn.Linear.
         if not isinstance(layer, LoraLayer) or not isinstance(layer.get_base_layer(), torch.nn.Linear):
             continue
         layer.forward = functools.partial(_forward, layer)

@@ -1,10 +1,10 @@
 """Compute the language-model loss without materializing the logits, in chunks of tokens.
 
 A dense loss holds the logits of T tokens over a vocabulary of V three times in fp32: 12 T V bytes. Here the logits of
-one chunk of rows are computed, turned into their gradient in place and multiplied with the head at once. Only the
-gradients of the hidden states (and of a trained head) are kept; the backward merely scales them.
+each chunk of rows are computed, turned into their gradient in place and immediately multiplied with the head. Only the
+gradients of the hidden states (and of a trained head) are kept; the backward only scales them.
 
-torch.nn.functional.linear_cross_entropy (torch 2.13) works alike, but rounds the loss of bf16 inputs to bf16 and
+torch.nn.functional.linear_cross_entropy (torch 2.13) is similar, but rounds the loss of bf16 inputs to bf16 and
 supports neither a soft cap nor a scale.
 """
 
@@ -15,12 +15,12 @@ import torch
 from torch.autograd.function import once_differentiable
 
 from zerofit.base import distributed
-from zerofit.base.buffers import LARGE_VOCABULARY
 from zerofit.base.errors import UserError
+from zerofit.base.limits import LARGE_VOCABULARY
 from zerofit.job.settings import decide
 from zerofit.job.technique import Conflict, Technique
 
-CHUNK_BYTES = 2**30  # of fp32 logits: 2,048 rows at V = 128k
+CHUNK_BYTES = 2**30  # fp32 logits per chunk: 2,048 rows at V = 128k
 
 IGNORED = -100
 
@@ -28,7 +28,7 @@ SMALL, LARGE = 2.0**-13, 2.0**20  # test logits far below and far above any soft
 
 
 def rows_per_chunk(vocabulary: int) -> int:
-    """Return how many rows have fp32 logits within CHUNK_BYTES: 256 to 4096, a multiple of 64."""
+    """Return the number of rows whose fp32 logits fit CHUNK_BYTES: 256 to 4096, a multiple of 64."""
     return max(256, min(4096, CHUNK_BYTES // (4 * vocabulary) // 64 * 64))
 
 
@@ -36,8 +36,8 @@ def linear_cross_entropy(hidden, weight, bias, labels, scale=1.0, softcap=None, 
     """Return the summed cross entropy of softcap(scale x (hidden weight' + bias)); skip label -100.
 
     Args: hidden: (tokens, features); weight: (vocabulary, features); bias: (vocabulary) or None; labels: (tokens);
-        softcap: c of c tanh(x / c), or None; rows: tokens per chunk; count: labels other than -100, or None: the
-        device is asked, and waited for (a wrong count gives NaN). Under autocast products have its dtype.
+        softcap: c of c tanh(x / c), or None; rows: tokens per chunk; count: number of labels other than -100, None to
+        count them on the device and wait for the result (a wrong count gives NaN). Products have autocast's dtype.
     Returns: a scalar in fp32 (fp64 for fp64 inputs). Gradients are computed in the forward: backward runs only once.
     """
     rows = rows or rows_per_chunk(weight.shape[0])
@@ -50,7 +50,7 @@ def linear_cross_entropy(hidden, weight, bias, labels, scale=1.0, softcap=None, 
 def document_log_probs(hidden, weight, bias, labels, documents, number, scale=1.0, softcap=None, rows=None, count=None):
     """Return the summed log-probability of the labels of each document, (number,), in chunks like linear_cross_entropy.
 
-    Args: documents: (tokens), the index of each token's document; number: of documents; others: as there.
+    Args: documents: (tokens), the index of each token's document; number: number of documents; others: the same.
     """
     rows = rows or rows_per_chunk(weight.shape[0])
     total = _PerDocument.apply(
@@ -60,24 +60,24 @@ def document_log_probs(hidden, weight, bias, labels, documents, number, scale=1.
 
 
 def _labelled(labels, count: int | None):
-    """Return the indices of the labels that are in the loss; without `count` after a wait for the device."""
+    """Return the indices of the labels that are in the loss; without `count`, wait for the device."""
     mask = labels != IGNORED
     return (mask.nonzero() if count is None else mask.nonzero_static(size=count))[:, 0]
 
 
 def _unless_miscounted(total, labels, count: int | None):
-    """Return `total`, or NaN where `count` is not the number of labels: the step is then not applied."""
+    """Return `total`, or NaN if `count` is not the number of labels, so that the step is not applied."""
     if count is None:
         return total
     return total * torch.where((labels != IGNORED).sum() == count, 1.0, torch.nan).to(total.dtype)  # gradients too
 
 
 def dense_log_probs(logits, labels, documents, count):
-    """Return what document_log_probs returns, from the logits of a batch: (rows, tokens, vocabulary)."""
+    """Return the result of document_log_probs from the logits of a batch: (rows, tokens, vocabulary)."""
     targets = torch.nn.functional.pad(labels, (0, 1), value=IGNORED)[..., 1:].flatten()
     precise = torch.promote_types(logits.dtype, torch.float32)
     losses = torch.nn.functional.cross_entropy(logits.flatten(0, -2).to(precise), targets, reduction="none")
-    # In fp64, as a GPU adds in an order of its own each time: the same sum whatever the order.
+    # In fp64, because a GPU adds in a different order each time, and the sum must not depend on it.
     sums = losses.new_zeros(count, dtype=torch.float64).index_add(0, documents, -losses.double())
     return sums.to(losses.dtype)
 
@@ -95,7 +95,7 @@ class _Chunked(torch.autograd.Function):
         ctx.dtypes = [None if t is None else t.dtype for t in (hidden, weight, bias)]
         ctx.gradients = [None, None, None]
         if training:
-            # fp16 gradients are kept in fp32 here, as the loss scale is applied only in the backward.
+            # fp16 gradients are kept in fp32, because the loss scale is only applied in the backward.
             dtypes = (dtype, torch.promote_types(weight.dtype, dtype), precise)
             ctx.gradients = [
                 torch.zeros(t.shape, dtype=precise if kind == torch.float16 else kind, device=t.device)
@@ -116,7 +116,7 @@ class _Chunked(torch.autograd.Function):
     @once_differentiable
     def backward(ctx, upstream):
         if ctx.gradients is None:
-            raise RuntimeError("the fused loss keeps no graph: its backward has already run")
+            raise RuntimeError("the fused loss does not keep its graph: its backward has already run")
         gradients, ctx.gradients = ctx.gradients, None
         scaled = [
             None if g is None else g.mul_(upstream).to(dtype) for g, dtype in zip(gradients, ctx.dtypes, strict=True)
@@ -125,8 +125,8 @@ class _Chunked(torch.autograd.Function):
 
 
 class _PerDocument(torch.autograd.Function):
-    """Log-probabilities summed by document. How the loss weighs a document is known only in the backward, which
-    computes the chunks again: one more product with the head, and still no logits.
+    """Log-probabilities summed by document. The weight of a document in the loss is only known in the backward, which
+    computes the chunks again: one more product with the head, without storing the logits.
     """
 
     @staticmethod
@@ -162,13 +162,14 @@ class _PerDocument(torch.autograd.Function):
         scale, softcap, rows = ctx.form
         matrix, offset = weight.to(ctx.dtype), None if bias is None else bias.to(ctx.dtype)
         for part in labelled.split(rows):
-            of_part = None if weights is None else weights[part, None]
+            part_weights = None if weights is None else weights[part, None]
             states = hidden[part].to(ctx.dtype)
-            yield part, _chunk(states, part, labels[part, None], matrix, offset, scale, softcap, gradients, of_part)
+            target = labels[part, None]
+            yield part, _chunk(states, part, target, matrix, offset, scale, softcap, gradients, part_weights)
 
 
 def _chunk(hidden, part, target, weight, bias, scale, softcap, gradients, weights=None):
-    """Return the losses of one chunk of rows, and add their gradients, times `weights`, to `gradients`."""
+    """Return the losses of a chunk of rows, and add their gradients, times `weights`, to `gradients`."""
     training = any(g is not None for g in gradients)
     target = target.clamp(min=0)  # below 0 only if the count from the host is too large: the loss is NaN then
     products = hidden @ weight.t() if bias is None else torch.addmm(bias, hidden, weight.t())
@@ -191,18 +192,18 @@ def _chunk(hidden, part, target, weight, bias, scale, softcap, gradients, weight
         logits.mul_(slope)
     # (softmax - one hot) in the dtype of the products, as in the backward of the dense loss.
     gradient = torch.mul(logits, (scale if weights is None else scale * weights) / sums, out=products)
-    of_hidden, of_weight, of_bias = gradients
-    if of_hidden is not None:
-        of_hidden[part] = _product(gradient, weight, of_hidden.dtype)
-    if of_weight is not None:
-        _add_product(of_weight, gradient.t(), hidden)
-    if of_bias is not None:
-        of_bias += gradient.sum(0, dtype=of_bias.dtype)
+    d_hidden, d_weight, d_bias = gradients
+    if d_hidden is not None:
+        d_hidden[part] = _product(gradient, weight, d_hidden.dtype)
+    if d_weight is not None:
+        _add_product(d_weight, gradient.t(), hidden)
+    if d_bias is not None:
+        d_bias += gradient.sum(0, dtype=d_bias.dtype)
     return loss
 
 
 def _product(a, b, dtype):
-    """Return a b in `dtype`; half-precision factors neither round nor overflow."""
+    """Return a b in `dtype`, without rounding or overflow for half-precision factors."""
     if a.dtype == dtype:
         return a @ b
     if a.device.type != "cpu":  # CUDA or a simulated GPU
@@ -216,16 +217,16 @@ def _add_product(total, a, b) -> None:
         total.addmm_(a, b)
     elif a.device.type != "cpu":
         torch.addmm(total, a, b, out_dtype=total.dtype, out=total)
-    elif a.dtype == torch.bfloat16:  # twice as fast as in fp32; each chunk is rounded once, as the dense gradient is
+    elif a.dtype == torch.bfloat16:  # twice as fast as in fp32; each chunk is rounded once, like the dense gradient
         total.add_(a @ b)
     else:
         total.addmm_(a.to(total.dtype), b.to(total.dtype))
 
 
 def find_head(model) -> torch.nn.Linear:
-    """Return the linear layer that computes the logits; with PEFT's modules_to_save its trained copy.
+    """Return the linear layer that computes the logits, or its trained copy with PEFT's modules_to_save.
 
-    Raises: NotFused if it is no plain linear layer (adapted, quantized ...).
+    Raises: NotFused if it is not a plain linear layer (adapted, quantized ...).
     """
     head = model.get_output_embeddings()
     if hasattr(head, "modules_to_save"):
@@ -237,8 +238,8 @@ def find_head(model) -> torch.nn.Linear:
 
 @functools.cache
 def outputs_of_any_class() -> type:
-    """Return a class for a backbone's output: other attributes that a model reads (cache, router logits) are None."""
-    from transformers.modeling_outputs import BaseModelOutput  # a second, with the model code that it imports
+    """Return a class for a backbone's output whose missing attributes (cache, router logits) are read as None."""
+    from transformers.modeling_outputs import BaseModelOutput  # its import takes a second
 
     class Outputs(BaseModelOutput):
         def __getattr__(self, name):
@@ -251,10 +252,10 @@ def outputs_of_any_class() -> type:
 def logit_form(base, head) -> tuple[float, float | None]:
     """Return (scale, soft cap or None) of the model's logits, measured by its forward without layers.
 
-    The layers return zeros and the head test logits from -60 to 60; the loss function must receive cap tanh(scale x /
-    cap). A second run with logits of width 0 must give the same loss, which shows that only the loss function reads
-    them. No weight is used, so the model may be on the meta device or sharded by ZeRO-3. (The keys of config.json do
-    not tell: Granite divides by `logits_scaling`, HyperCLOVA X multiplies by it.)
+    The layers return zeros, and the head returns test logits from -60 to 60; the loss function must receive cap
+    tanh(scale x / cap). A second run with logits of width 0 must give the same loss, which shows that only the loss
+    function reads them. Weights are not used, so the model may be on the meta device or sharded by ZeRO-3. (The keys of
+    config.json are ambiguous: Granite divides by `logits_scaling`, HyperCLOVA X multiplies by it.)
     Raises: NotFused if the forward does anything else.
     """
     grid = torch.linspace(-60, 60, 2 * head.out_features, dtype=torch.float64).view(1, 2, -1)
@@ -263,44 +264,44 @@ def logit_form(base, head) -> tuple[float, float | None]:
     backbone = base.base_model
     if backbone is base:  # Llama-4 with images has a causal model inside
         backbone = getattr(base.get_decoder(), "model", base.get_decoder())
-    dense_loss, seen, values = base.loss_function, [], []
+    dense_loss, received, values = base.loss_function, [], []
 
-    def note(logits, labels, vocab_size, **kwargs):
-        seen.append(logits)
+    def record(logits, labels, vocab_size, **kwargs):
+        received.append(logits)
         values.append(values[0] if values else dense_loss(logits, labels, vocab_size, **kwargs))
         if vocab_size != head.out_features:
-            raise NotFused("this model cuts its logits before the loss")
+            raise NotFused("this model truncates its logits before the loss")
         return values[-1]
 
     if getattr(dense_loss, "__name__", "") != "ForCausalLMLoss":
         raise NotFused("this model's loss is not transformers' ForCausalLMLoss")
     inputs = {"input_ids": ids, "labels": ids, "use_cache": False}
     if hasattr(base.config, "output_router_logits"):
-        inputs["output_router_logits"] = False  # the replaced layers return none; RouterLoss adds that loss
-    losses, base.loss_function = [], note
+        inputs["output_router_logits"] = False  # the replaced layers return no router logits; RouterLoss adds the loss
+    losses, base.loss_function = [], record
     try:
         with attribute(backbone, "forward", lambda *_, **__: outputs_of_any_class()(last_hidden_state=hidden)):
             for logits in (grid, grid[..., :0]):
                 with attribute(head, "forward", lambda _, logits=logits: logits.clone()), torch.no_grad():
                     losses.append(float(base.forward(**inputs).loss))
     except (RuntimeError, TypeError, ValueError, AttributeError, KeyError, IndexError) as error:
-        raise NotFused(f"this model's forward cannot do without its logits ({error})") from None
+        raise NotFused(f"this model's forward needs its logits ({error})") from None
     finally:
         base.loss_function = dense_loss
-    if len(seen) != 2 or losses[0] != losses[1]:
-        raise NotFused("this model does not compute its loss with its loss function alone")
-    scale, at_large = seen[0][0, 0, 0].item() / SMALL, seen[0][0, 0, 1].item()
+    if len(received) != 2 or losses[0] != losses[1]:
+        raise NotFused("this model computes a part of its loss outside of its loss function")
+    scale, at_large = received[0][0, 0, 0].item() / SMALL, received[0][0, 0, 1].item()
     scale = 1.0 if abs(scale - 1) < 1e-6 else scale
     softcap = at_large if at_large < 0.5 * scale * LARGE else None
     expected = torch.tanh(grid * scale / softcap) * softcap if softcap else grid * scale
-    if not torch.allclose(seen[0].double(), expected, rtol=1e-5, atol=1e-5):
-        raise NotFused("this model changes its logits in a way that is neither a scale nor a soft cap")
+    if not torch.allclose(received[0].double(), expected, rtol=1e-5, atol=1e-5):
+        raise NotFused("this model transforms its logits by more than a scale and a soft cap")
     return scale, softcap
 
 
 @contextlib.contextmanager
 def attribute(module, name, value):
-    """Context in which `module.name` is `value`, set as an attribute of the instance."""
+    """Context in which the instance attribute `module.name` is `value`."""
     before = vars(module).get(name)
     setattr(module, name, value)
     try:
@@ -313,11 +314,11 @@ def attribute(module, name, value):
 
 
 class FusedLoss:
-    """Compute the loss without logits inside `with fused.on():`; elsewhere the model is unchanged.
+    """Compute the loss without logits inside `with fused.on():`; otherwise the model is unchanged.
 
-    The model's forward runs as it is. Its head stores the hidden states and returns logits of width 0; its loss
-    function then calls the head again, with the labels, to get the loss. That is a call of the module, so that ZeRO-3
-    gathers the weight and reduces its gradient. Parameters, state_dict and saving are not touched.
+    The model's forward is not changed. The head stores the hidden states and returns logits of width 0; the loss
+    function then calls the head again, with the labels, to get the loss. This second call is a module call too, so that
+    ZeRO-3 gathers the weight and reduces its gradient. Parameters, state_dict and saving are unchanged.
     Raises: NotFused for a model whose loss cannot be fused.
     """
 
@@ -334,7 +335,7 @@ class FusedLoss:
         """Context in which the model computes its loss without logits.
 
         Args: documents: (index of each token's document, their number): the loss is then a vector, the summed
-            log-probability of each document; None: a mean over tokens. count: see linear_cross_entropy.
+            log-probability of each document, default: a mean over tokens; count: see linear_cross_entropy.
         """
         self.active, self.documents, self.count = True, documents, count
         try:
@@ -345,17 +346,17 @@ class FusedLoss:
     def _head(self, hidden, labels=None):
         if labels is not None:
             tokens = hidden.reshape(-1, hidden.shape[-1])
-            of_head, form = (self.head.weight, self.head.bias), (self.scale, self.softcap, self.rows)
+            weights, form = (self.head.weight, self.head.bias), (self.scale, self.softcap, self.rows)
             if self.documents is not None:
-                return document_log_probs(tokens, *of_head, labels.reshape(-1), *self.documents, *form, self.count)
-            return linear_cross_entropy(tokens, *of_head, labels.reshape(-1), *form, self.count)
+                return document_log_probs(tokens, *weights, labels.reshape(-1), *self.documents, *form, self.count)
+            return linear_cross_entropy(tokens, *weights, labels.reshape(-1), *form, self.count)
         if not self.active:
             return self.dense_head(hidden)
         self.hidden = hidden
         return hidden.new_empty(*hidden.shape[:-1], 0)
 
     def _loss(self, logits, labels, vocab_size, num_items_in_batch=None, ignore_index=IGNORED, **kwargs):
-        """Compute ForCausalLMLoss of transformers; without any label 0, where the dense mean is NaN."""
+        """Compute transformers' ForCausalLMLoss; without any label the result is 0, not NaN as for the dense mean."""
         if self.hidden is None:
             return self.dense_loss(
                 logits, labels, vocab_size, num_items_in_batch=num_items_in_batch, ignore_index=ignore_index, **kwargs
@@ -377,9 +378,9 @@ class FusedLoss:
 class RouterLoss:
     """Load-balancing loss of a mixture of experts, added to the training loss outside of the model.
 
-    Models of transformers add coefficient x loss to every micro batch, so it counts accumulation x ranks times, and in
-    evaluation too. Here the coefficient of the model is set to 0 (config.json keeps it), and the term of each micro
-    batch is weighted like its cross entropy, by the supervised tokens.
+    transformers' models add coefficient x loss to every micro batch, so it counts accumulation x ranks times, also in
+    evaluation. Here the coefficient in the model is set to 0 (config.json keeps it), and the term of each micro batch
+    is weighted like its cross entropy, by supervised tokens.
     """
 
     def __init__(self, model):
@@ -388,38 +389,38 @@ class RouterLoss:
         name = next((n for n in ("router_aux_loss_coef", "aux_loss_coef") if hasattr(base, n)), None)
         if name is None:
             raise UserError(
-                f"config.json: output_router_logits is true, but {type(base).__name__} computes no router loss whose "
-                "coefficient (router_aux_loss_coef) it keeps; set output_router_logits to false."
+                f"config.json: output_router_logits is true, but {type(base).__name__} does not have a router loss "
+                "with a coefficient (router_aux_loss_coef); set output_router_logits to false."
             )
         self.coefficient = getattr(base, name)
         setattr(base, name, 0.0)
 
     def share(self, outputs, supervised, num_items_in_batch) -> torch.Tensor:
-        """Return a micro batch's router loss x its share of `num_items_in_batch`: supervised tokens, or pairs."""
+        """Return a micro batch's router loss times its share of `num_items_in_batch`, supervised tokens or pairs."""
         return self.coefficient * outputs.aux_loss * (supervised / num_items_in_batch)
 
 
 def router_loss(model) -> RouterLoss | None:
-    """Return the RouterLoss of a model with output_router_logits in config.json, else None."""
+    """Return the RouterLoss of a model with output_router_logits in config.json, or None."""
     config = model.config.get_text_config()
     return RouterLoss(model) if getattr(config, "output_router_logits", False) else None
 
 
 def resolve_for_model(settings, config) -> None:
-    """Decide `--fused_loss auto` from the model's config.json: off with a flag that excludes it.
+    """Decide `--fused_loss auto` from the model's vocabulary and conflicting flags.
 
-    Raises: UserError for a configuration without a vocabulary, as that of an image model.
+    Raises: UserError for a configuration without a vocabulary, such as an image model's.
     """
     if settings.fused_loss != "auto":
         return
     vocabulary, conflict = getattr(config.get_text_config(), "vocab_size", None), TECHNIQUE.conflict(settings)
     if not vocabulary:
         raise UserError(
-            f"--model {settings.model}: {config.model_type} is no language model of text: its config.json has no "
-            "vocab_size; name a causal language model."
+            f"--model {settings.model}: {config.model_type} is not a language model: vocab_size is missing in its "
+            "config.json; use a causal language model."
         )
     is_large = vocabulary >= LARGE_VOCABULARY
-    why = f"a vocabulary of {vocabulary:,} words, {'from' if is_large else 'below'} {LARGE_VOCABULARY:,}"
+    why = f"a vocabulary of {vocabulary:,} tokens, {'at least' if is_large else 'below'} {LARGE_VOCABULARY:,}"
     if conflict:
         why = f"with {conflict.typed(settings)} {conflict.why}"
     decide(settings, "fused_loss", is_large and not conflict, why)
@@ -428,7 +429,7 @@ def resolve_for_model(settings, config) -> None:
 def install(settings, model) -> FusedLoss | None:
     """Fuse the loss of the model and return the FusedLoss; None if it is off.
 
-    Raises: UserError for `--fused_loss true` with an unsuitable model; `auto` prints a note and stays dense.
+    Raises: UserError for `--fused_loss true` with an unsupported model; `auto` prints a note and uses the dense loss.
     """
     if not settings.fused_loss:
         return None

@@ -1,4 +1,4 @@
-"""Stop generation where trained answers end; generate greedy answers: samples and the exact-match score."""
+"""Set the end tokens of generation; generate greedy answers for samples and the exact-match score."""
 
 import copy
 import math
@@ -22,23 +22,23 @@ def ids_of(eos_token_id: int | list[int] | None) -> list[int]:
     return [eos_token_id] if isinstance(eos_token_id, int) else list(eos_token_id or [])
 
 
-def stops_of(model) -> list[int]:
+def stop_ids(model) -> list[int]:
     """Return the ids at which the model's generation stops."""
     return ids_of(getattr(getattr(model, "generation_config", None), "eos_token_id", None))
 
 
 def stop_at_ends(model, tokenizer, ends_of_rows: list[dict]):
-    """Set where the model's generation stops: where trained answers end, where the tokenizer ends, where the base did.
+    """Stop the model's generation at the end tokens of trained answers, of the tokenizer and of the base.
 
-    Returns: (end_tokens.Ends, the tokenizer to save: a copy with another eos_token where Ends.eos says so; the given
-    one keeps tokenizing rows as it did).
+    Returns: (end_tokens.Ends, the tokenizer to save: a copy with the eos_token of Ends.eos if that is set, so that rows
+    are still tokenized as before).
     Args: ends_of_rows: statistics["ends"] of the training set.
     """
     from transformers.trainer_utils import align_special_tokens
 
     owner = model.get_base_model() if hasattr(model, "get_base_model") else model
     generation, config = getattr(owner, "generation_config", None), owner.config.get_text_config()
-    if generation is None or not isinstance(tokenizer, PreTrainedTokenizerBase):  # it cannot generate; a simulation
+    if generation is None or not isinstance(tokenizer, PreTrainedTokenizerBase):  # no generation, or a simulation
         return end_tokens.Ends((), (), "", ()), tokenizer
     known = ids_of(generation.eos_token_id)
     ends = end_tokens.decide(ends_of_rows, tokenizer, known)
@@ -54,9 +54,9 @@ def stop_at_ends(model, tokenizer, ends_of_rows: list[dict]):
 
 
 def stops(ends: end_tokens.Ends, tokenizer, known: list[int]) -> int | list[int]:
-    """Return the eos_token_id of generation_config.json: trained ends first, then the tokenizer's and the base's own.
+    """Return the eos_token_id of generation_config.json: the ends of answers, the tokenizer's and the base's.
 
-    Args: known: the base's own; they stay in their order where they hold all others.
+    Args: known: the base's ids, whose order is kept if they include all others.
     """
     needed = [*ends.ids, tokenizer.eos_token_id]
     ids = known if set(needed) <= set(known) else list(dict.fromkeys([*needed, *known]))
@@ -64,10 +64,10 @@ def stops(ends: end_tokens.Ends, tokenizer, known: list[int]) -> int | list[int]
 
 
 def _reloaded(generation):
-    """Return the generation configuration as one that was loaded, and that can be saved.
+    """Return the generation configuration saved and loaded again, so that it can be saved.
 
-    Some published ones hold settings that contradict each other, as Llama-2's temperature without sampling.
-    transformers saves them only as they were loaded, and 5.17 not at all: then sampling, which they are for, is on.
+    Some published configurations contradict themselves, such as Llama-2's temperature without sampling. transformers
+    saves them only unchanged after loading, and 5.17 does not save them: sampling is then turned on.
     """
     with tempfile.TemporaryDirectory() as folder:
         generation.to_json_file(Path(folder) / "generation_config.json")
@@ -80,7 +80,7 @@ def _reloaded(generation):
 
 
 def prompt_and_answer(row: dict) -> tuple[list[int], list[int]]:
-    """Return (token ids up to the first answer, that answer); plain text is split at half or 16 tokens."""
+    """Return (token ids before the first answer, the answer); plain text is split in the middle or after 16 tokens."""
     labels = row["labels"]
     start = next(i for i, label in enumerate(labels) if label != conversations.IGNORE)
     if start == 0:
@@ -92,15 +92,15 @@ def prompt_and_answer(row: dict) -> tuple[list[int], list[int]]:
 def answers(trainer, rows: list[dict], max_new_tokens: int, batch: int = 64) -> list[str]:
     """Generate the greedy answer to each row's prompt, in order. Collective: the ranks share the rows."""
     tokenizer, model, args = trainer.processing_class, trainer.model, trainer.args
-    together = trainer.settings.ranks_that_split("matrices")  # and so compute each row with one another
+    together = trainer.settings.parallel_size("matrices")  # these ranks compute each row together
     rank, ranks = args.process_index // together, args.world_size // together
     was_training = model.training
     model.eval()
     own_rows, texts = list(range(rank, len(rows), ranks)), {}
-    # As many on every rank: under ZeRO-3 each forward is collective.
+    # The same number on every rank: under ZeRO-3 each forward is collective.
     rounds = math.ceil(math.ceil(len(rows) / ranks) / batch)
     for i in range(rounds):
-        # A rank without rows left answers row 0 again, to take part in ZeRO-3's gathers.
+        # A rank without further rows answers row 0 again, to take part in ZeRO-3's gathers.
         indices = own_rows[i * batch : (i + 1) * batch] or [0]
         prompts = [prompt_and_answer(rows[j])[0] for j in indices]
         width = max(map(len, prompts))
@@ -121,7 +121,7 @@ def answers(trainer, rows: list[dict], max_new_tokens: int, batch: int = 64) -> 
 def exact_match(trainer, rows: list[dict] | None = None) -> float:
     """Return the share of rows whose greedy answer equals the expected one, letter for letter. Collective.
 
-    Args: rows: default: all evaluation rows. An answer may be as long as the longest expected one and its end.
+    Args: rows: default: all evaluation rows. Answers are limited to the length of the longest expected answer.
     """
     rows = list(trainer.eval_tokens.dataset) if rows is None else rows
     expected = [prompt_and_answer(row)[1] for row in rows]
@@ -133,10 +133,10 @@ def exact_match(trainer, rows: list[dict] | None = None) -> float:
     return sum(matches) / len(matches)
 
 
-def exact_match_of_some(trainer) -> dict[str, float]:
-    """Return {"exact_match"} of --eval_generation_rows; {} without. Collective.
+def exact_match_of_first_rows(trainer) -> dict[str, float]:
+    """Return {"exact_match"} for --eval_generation_rows; {} if it is not set. Collective.
 
-    Of the first evaluation rows whose expected answer has at most --max_tokens_per_sample tokens.
+    Only rows whose expected answer has at most --max_tokens_per_sample tokens are used.
     """
     settings, first = trainer.settings, trainer.args.process_index == 0
     if not settings.eval_generation_rows:
@@ -146,26 +146,24 @@ def exact_match_of_some(trainer) -> dict[str, float]:
     rows = list(islice(short, settings.eval_generation_rows))
     began = time.perf_counter()
     share = exact_match(trainer, rows) if rows else float("nan")
-    if first and not trainer.tells_generation:
-        trainer.tells_generation = True
+    if first and not trainer.generation_time_reported:
+        trainer.generation_time_reported = True
         print(
-            f"exact match: of {len(rows)} of {len(trainer.eval_tokens)} eval rows, with answers of up to {most} "
-            f"tokens, {time.perf_counter() - began:.1f} s an evaluation",
+            f"exact match: {len(rows)} of {len(trainer.eval_tokens)} eval rows, with answers of up to {most} tokens, "
+            f"{time.perf_counter() - began:.1f} s per evaluation",
             flush=True,
         )
     return {"exact_match": share}
 
 
 def _resolve(settings) -> None:
-    """Refuse --eval_generation_rows where there are no answers to compare. Raises: UserError."""
+    """Check --eval_generation_rows. Raises: UserError if there are no answers to compare."""
     if not settings.eval_generation_rows:
         return
     if settings.objective.score_name != "exact match":
         raise UserError("--eval_generation_rows: answers are compared in supervised fine-tuning only; leave it out.")
     if not (settings.eval_data or settings.eval_fraction):
-        raise UserError(
-            "--eval_generation_rows: there are no rows to answer; name them with --eval_data or --eval_fraction."
-        )
+        raise UserError("--eval_generation_rows: evaluation rows are required; set --eval_data or --eval_fraction.")
 
 
 TECHNIQUE = Technique(
@@ -173,7 +171,7 @@ TECHNIQUE = Technique(
     flag="eval_generation_rows",
     example="--eval_generation_rows 2 --eval_data examples/tiny/eval.jsonl",
     conflicts=(
-        Conflict("pp_size", AllBut(1), "the stages of a pipeline generate nothing", "leave it out"),
+        Conflict("pp_size", AllBut(1), "a pipeline cannot generate", "leave it out"),
         Conflict("loss_type", AllBut(), "answers are compared in supervised fine-tuning only", "leave it out"),
     ),
     resolve=_resolve,
@@ -181,7 +179,7 @@ TECHNIQUE = Technique(
 
 
 def samples(trainer, count: int) -> list[tuple[str, str, str]]:
-    """Return (prompt, answer, expected answer) of the first `count` evaluation rows, else training rows."""
+    """Return (prompt, answer, expected answer) for the first `count` evaluation rows, or training rows without any."""
     tokens = trainer.eval_tokens or trainer.tokens
     rows = [tokens.dataset[i] for i in range(min(count, len(tokens)))]
     if not rows:

@@ -1,4 +1,4 @@
-"""Gradient checkpointing: which layers are recomputed, what they still store, and where."""
+"""Gradient checkpointing: which layers are recomputed, which activations are stored, and where."""
 
 import json
 
@@ -11,9 +11,9 @@ from zerofit.job.technique import AllBut, Conflict, Technique
 from zerofit.model import load
 from zerofit.model.image_text import classes
 
-SIMULATED_ATTENTION = "zerofit::attention"  # of a plan (plan/fake_device.py)
+SIMULATED_ATTENTION = "zerofit::attention"  # the operation in simulations (plan/fake_device.py)
 
-# Matrix products and attention, which are slow to recompute. Norms, activations, rotations and casts are recomputed.
+# Matrix products and attention are slow to recompute. Norms, activations, rotations and casts are recomputed.
 SAVED_OPERATIONS = frozenset(
     """
     aten::mm aten::addmm aten::bmm aten::baddbmm aten::_scaled_mm aten::_grouped_mm
@@ -32,7 +32,7 @@ ARGUMENTS = (
 
 
 def is_open(settings) -> bool:
-    """Return whether nothing but a default says how to checkpoint."""
+    """Return whether all checkpointing arguments have default values."""
     in_json = settings.deepspeed and "activation_checkpointing" in settings.deepspeed
     sources = {settings.source[name] for name in ARGUMENTS}
     return settings.gradient_checkpointing and sources <= {"default", "transformers default"} and not in_json
@@ -52,7 +52,7 @@ def resolve(settings) -> None:
         if key in kwargs:
             value = kwargs.pop(key)
             if settings.source[flag] != "default" and values[flag] != value:
-                raise UserError(f"--{flag} is {values[flag]}, but gradient_checkpointing_kwargs says {key} {value}.")
+                raise UserError(f"--{flag} is {values[flag]}, but --gradient_checkpointing_kwargs has {key} {value}.")
             decide(settings, flag, value, source=settings.source["gradient_checkpointing_kwargs"])
     kwargs = {"use_reentrant": False, **kwargs}
     decide(settings, "gradient_checkpointing_kwargs", kwargs, source=settings.source["gradient_checkpointing_kwargs"])
@@ -63,25 +63,23 @@ def resolve(settings) -> None:
     selective = values["gradient_checkpointing_policy"] == "selective"
     if selective and kwargs["use_reentrant"]:
         raise UserError(
-            "--gradient_checkpointing_policy selective needs non-reentrant checkpointing: delete use_reentrant from "
+            "--gradient_checkpointing_policy selective needs non-reentrant checkpointing; delete use_reentrant from "
             "--gradient_checkpointing_kwargs."
         )
     if values["activation_offload"] and settings.use_cpu:
-        settings.decisions.append(
-            "activation_offload: nothing to move, the activations of a CPU run are in host memory"
-        )
+        settings.decisions.append("activation_offload: no effect, activations of a CPU run are in host memory")
     if settings.deepspeed and "activation_checkpointing" in settings.deepspeed:
         settings.decisions.append(
-            "the DeepSpeed JSON's activation_checkpointing section has no effect: models of transformers never call "
+            "the DeepSpeed JSON's activation_checkpointing section has no effect: transformers' models do not call "
             "DeepSpeed's checkpointing; see --gradient_checkpointing and --activation_offload"
         )
 
 
 def resolve_for_model(settings, config) -> None:
-    """Leave it out, where only a default asks for it, for a class of transformers that has none (JetMoE, CTRL)."""
+    """Turn the default off for classes of transformers that do not support it (JetMoE, CTRL)."""
     cls = classes.text_class(config) if is_open(settings) else None
     if cls is not None and not cls.supports_gradient_checkpointing:
-        decide(settings, "gradient_checkpointing", False, f"{cls.__name__} of transformers has none")
+        decide(settings, "gradient_checkpointing", False, f"{cls.__name__} of transformers does not support it")
 
 
 def _one_name(settings, old: str, new: str) -> None:
@@ -91,15 +89,13 @@ def _one_name(settings, old: str, new: str) -> None:
         return
     old_is_set = settings.source[old] not in ("default", "bundled task", "transformers default")
     if old_is_set and settings.values[old] != value:
-        raise UserError(
-            f"--{old} is {settings.values[old]}, but --{new} is {value}: give one of them, they are the same."
-        )
+        raise UserError(f"--{old} is {settings.values[old]}, but --{new} is {value}; set only one of these synonyms.")
     decide(settings, old, value, source=settings.source[new])
     decide(settings, new, None, source=settings.source[new])
 
 
 def _parsed(kwargs) -> dict:
-    """Return the dictionary of --gradient_checkpointing_kwargs, a dict or JSON text."""
+    """Return --gradient_checkpointing_kwargs, a dict or JSON text, as a dict."""
     if not isinstance(kwargs, str):
         return kwargs or {}
     try:
@@ -114,7 +110,7 @@ def _parsed(kwargs) -> dict:
 def enable(settings, model) -> None:
     """Enable gradient checkpointing; call it once, before the Trainer is created.
 
-    The Trainer cannot do it: it takes the policy only from TrainingArguments, which must be serializable as JSON.
+    The Trainer cannot enable the policy: it reads only TrainingArguments, which must be serializable as JSON.
     Raises: UserError for a model without support, or with fewer layers than --gradient_checkpointing_every.
     """
     if not settings.gradient_checkpointing:
@@ -124,8 +120,8 @@ def enable(settings, model) -> None:
         kwargs["context_fn"] = _keeping_products
     layers = len(load.transformer_layers(model))
     if every > max(layers, 1):
-        raise UserError(f"--gradient_checkpointing_every {every}: the model has {layers} layers; choose fewer.")
-    # Renamed in transformers 5.20. `offload` needs pinned memory, which does not exist on a CPU alone.
+        raise UserError(f"--gradient_checkpointing_every {every}: the model has {layers} layers; use a smaller number.")
+    # Renamed in transformers 5.20. `offload` needs pinned memory, which requires a GPU.
     turn_on = getattr(model, "activation_checkpointing_enable", None) or model.gradient_checkpointing_enable
     offload = settings.activation_offload and not settings.use_cpu
     try:
@@ -144,7 +140,7 @@ class _Products(TorchDispatchMode):
     """Pass only SAVED_OPERATIONS to torch's selective checkpointing.
 
     It requires the same operations in the same order in forward and recomputation, but ZeRO-3 gathers parameters in
-    one and finds them gathered in the other.
+    only one of them.
     """
 
     def __init__(self, context: TorchDispatchMode):
@@ -161,11 +157,11 @@ class _Products(TorchDispatchMode):
 _IS_OFF = Conflict(
     "gradient_checkpointing",
     (False,),
-    "checkpointing that is off cannot be refined",
+    "it has no effect without checkpointing",
     "use --gradient_checkpointing true",
 )
 
-# The first one's hooks are for all.
+# The hooks of the first technique handle all of them.
 TECHNIQUES = (
     Technique(
         name="gradient checkpointing",

@@ -1,4 +1,4 @@
-"""Go on from a LoRA adapter that was trained before (--initial_adapter): its configuration and its weights."""
+"""Continue training a LoRA adapter (--initial_adapter): take its configuration and load its weights."""
 
 import json
 import re
@@ -14,55 +14,55 @@ from zerofit.model.weights import files, finite
 
 FILE, CONFIG = "adapter_model.safetensors", "adapter_config.json"
 
-# Flags whose values the adapter's configuration has, by the same names or those behind them.
-OF_CONFIG = {"lora_r": "r", "lora_alpha": "lora_alpha", "use_dora": "use_dora", "use_rslora": "use_rslora",
-             "lora_target_modules": "target_modules", "modules_to_save": "modules_to_save"}  # fmt: skip
+# Flag -> key of the adapter's configuration.
+CONFIG_KEYS = {"lora_r": "r", "lora_alpha": "lora_alpha", "use_dora": "use_dora", "use_rslora": "use_rslora",
+               "lora_target_modules": "target_modules", "modules_to_save": "modules_to_save"}  # fmt: skip
 
 # Flags that would change the configuration.
-NOT_BESIDE = ("adapter_config", "init_lora_weights", "lora_target_parameters", "new_tokens")
+EXCLUDED_FLAGS = ("adapter_config", "init_lora_weights", "lora_target_parameters", "new_tokens")
 
-# Values of init_lora_weights with which an adapter is for its base as it is, or for one that peft makes of it alone.
-GOES_ON = r"True|False|gaussian|orthogonal|eva|olora|pissa(_niter_\d+)?"
+# Values of init_lora_weights that keep the base, or that peft can recompute from the base alone.
+SUPPORTED_INITS = r"True|False|gaussian|orthogonal|eva|olora|pissa(_niter_\d+)?"
 
-SNAPSHOT = re.compile(r"models--(.+?)--([^/]+)/snapshots/")  # of a hub model in its cache
+SNAPSHOT = re.compile(r"models--(.+?)--([^/]+)/snapshots/")  # path of a Hub model in the cache
 
 
 def resolve(settings) -> None:
     """Take the adapter's settings from its configuration.
 
-    Raises: UserError for a folder without one, another kind than LoRA, a flag that differs, or another base.
+    Raises: UserError for a missing configuration, an adapter that is not LoRA, a flag that differs, or another base.
     """
-    where = settings.values.get("initial_adapter")
-    if where is None:
+    folder = settings.values.get("initial_adapter")
+    if folder is None:
         return
-    named = f"--initial_adapter {where}"
-    _check_one(where, settings.model)
+    place = f"--initial_adapter {folder}"
+    _check_single(folder, settings.model)
     if settings.adapter != "lora":
-        raise UserError(f"{named} without --adapter lora: only a LoRA adapter can go on; add --adapter lora.")
-    config = read(where)
+        raise UserError(f"{place} without --adapter lora: only LoRA adapters can be continued; add --adapter lora.")
+    config = read(folder)
     if config.get("peft_type") != "LORA":
-        raise UserError(f"{named}: it is {config.get('peft_type')}, and only a LoRA adapter can go on.")
+        raise UserError(f"{place}: its type is {config.get('peft_type')}, and only LoRA adapters can be continued.")
     init = str(config.get("init_lora_weights", True))
-    if not re.fullmatch(GOES_ON, init):
+    if not re.fullmatch(SUPPORTED_INITS, init):
         raise UserError(
-            f"{named}: {CONFIG} says init_lora_weights {init}, which changes the base in a way that is not done here; "
-            "merge it with peft, and train on the merged model."
+            f"{place}: init_lora_weights {init} in {CONFIG} is not supported, because it changes the base; merge the "
+            "adapter with peft, and train on the merged model."
         )
     if config.get("trainable_token_indices"):
-        raise UserError(f"{named}: it has rows of new tokens; merge it first (zerofit export --merge) and train on.")
+        raise UserError(f"{place}: it has rows of new tokens; merge it (zerofit export --merge), and train on that.")
     if config.get("modules_to_save") and settings.zero == 3:
-        raise UserError(f"{named}: its modules_to_save cannot be loaded into the shards of stage 3; use --zero 2.")
-    for flag in NOT_BESIDE:
+        raise UserError(f"{place}: its modules_to_save cannot be loaded at stage 3; use --zero 2.")
+    for flag in EXCLUDED_FLAGS:
         if settings.values.get(flag) and settings.source[flag] not in ("default", "bundled task"):
-            raise UserError(f"--{flag} with {named}: the adapter keeps its own configuration; leave the flag out.")
-    for flag, name in OF_CONFIG.items():
-        _take(settings, named, flag, config.get(name))
-    _check_base(settings, named, config.get("base_model_name_or_path"))
+            raise UserError(f"--{flag} with {place}: the adapter's configuration is used; leave the flag out.")
+    for flag, key in CONFIG_KEYS.items():
+        _set_from_config(settings, place, flag, config.get(key))
+    _check_base(settings, place, config.get("base_model_name_or_path"))
     shape = f"rank {settings.lora_r}, alpha {settings.lora_alpha}"
-    settings.decisions.append(f"initial_adapter {where}: training goes on from its weights ({shape})")
+    settings.decisions.append(f"initial_adapter {folder}: training continues from its weights ({shape})")
 
 
-def _check_one(where: str, model: str) -> None:
+def _check_single(where: str, model: str) -> None:
     """Raise UserError for several adapters, with the commands that merge all but the last."""
     several = [word.strip() for word in where.split(",") if word.strip()]
     if len(several) < 2 or Path(where).expanduser().exists():
@@ -73,18 +73,18 @@ def _check_one(where: str, model: str) -> None:
         for adapter, before, after in zip(several, bases, bases[1:], strict=False)
     ]
     raise UserError(
-        f"--initial_adapter {where}: one adapter can go on; merge those before it, then train with --model {bases[-1]} "
-        f"--initial_adapter {several[-1]}:\n  " + "\n  ".join(commands)
+        f"--initial_adapter {where}: only one adapter can be continued; merge the others, then train with --model "
+        f"{bases[-1]} --initial_adapter {several[-1]}:\n  " + "\n  ".join(commands)
     )
 
 
 def read(where: str) -> dict:
-    """Return an adapter's configuration. Raises: UserError for a folder that holds no adapter."""
+    """Return an adapter's configuration. Raises: UserError for a folder without an adapter."""
     folder = Path(where).expanduser()
     missing = next((name for name in (CONFIG, FILE) if not (folder / name).is_file()), None)
     if missing:
         raise UserError(
-            f"--initial_adapter {where}: {missing} is missing; name the folder of an adapter, such as runs/x/final."
+            f"--initial_adapter {where}: {missing} is missing; pass the folder of an adapter, such as runs/x/final."
         )
     if reason := files.damage(folder / FILE):
         raise UserError(f"--initial_adapter {where}: {FILE} is damaged ({reason}); copy it again.")
@@ -95,23 +95,23 @@ def read(where: str) -> dict:
         raise UserError(f"--initial_adapter {where}: {CONFIG} is damaged: {first_line(error)}") from None
 
 
-def _take(settings, named: str, flag: str, value) -> None:
-    """Decide a flag as the configuration has it. Raises: UserError where the user has given another value."""
+def _set_from_config(settings, place: str, flag: str, value) -> None:
+    """Set a flag from the adapter's configuration. Raises: UserError if the user has set another value."""
     if flag == "lora_target_modules":
         value = sorted(value) if isinstance(value, list) else [value]
-    given = settings.values[flag]
-    differs = sorted(given) != value if isinstance(given, list) and value else given != value
-    if settings.source[flag] not in ("default", "bundled task") and differs and given != ["all-linear"]:
+    current = settings.values[flag]
+    differs = sorted(current) != value if isinstance(current, list) and value else current != value
+    if settings.source[flag] not in ("default", "bundled task") and differs and current != ["all-linear"]:
         raise UserError(
-            f"--{flag} {as_typed(flag, given)} with {named}: the adapter has {value}; leave the flag out, or begin "
-            "another adapter."
+            f"--{flag} {as_typed(flag, current)} with {place}: the adapter has {value}; leave the flag out, or train a "
+            "new adapter."
         )
     if value is not None:
         decide(settings, flag, value)
 
 
-def _check_base(settings, named: str, base: str | None) -> None:
-    """Raise UserError if the adapter was trained on another base than --model, as far as names and files tell it."""
+def _check_base(settings, place: str, base: str | None) -> None:
+    """Raise UserError if names and files show that the adapter was trained on another base than --model."""
     model = settings.model
     if not base or _name(base) == _name(model):
         return
@@ -122,15 +122,15 @@ def _check_base(settings, named: str, base: str | None) -> None:
         return
     if any(are_here) and not all(are_here):
         settings.decisions.append(
-            f"initial_adapter: its configuration names the base {base}, and whether --model {model} is a copy of it is "
-            "not known; only shapes are compared"
+            f"initial_adapter: it was trained on {base}; --model {model} may be another model, as only shapes can be "
+            "compared"
         )
         return
-    raise UserError(f"{named}: it was trained on {base}, not on --model {model}; use that base, or another adapter.")
+    raise UserError(f"{place}: it was trained on {base}, not on --model {model}; use that base, or another adapter.")
 
 
 def _name(model: str) -> str:
-    """Return the hub id of a model in the cache, the whole path of a folder, else the word itself."""
+    """Return the Hub id of a model in the cache, the absolute path of a folder, or the name as it is."""
     if match := SNAPSHOT.search(model):
         return f"{match[1]}/{match[2]}"
     path = Path(model).expanduser()
@@ -139,12 +139,12 @@ def _name(model: str) -> str:
 
 def _shapes(folder: Path) -> dict[str, list[int]]:
     """Return the shape of each tensor of a model's files."""
-    tensors = [files.tensors(file) for file in folder.glob("*.safetensors")]
-    return {name: entry["shape"] for of_file in tensors for name, entry in of_file.items()}
+    headers = [files.tensors(file) for file in folder.glob("*.safetensors")]
+    return {name: entry["shape"] for header in headers for name, entry in header.items()}
 
 
 def load(model, where: str) -> None:
-    """Load the adapter's weights into a PEFT model. Raises: UserError for weights that do not fit the base."""
+    """Load the adapter's weights into a PEFT model. Raises: UserError if they do not fit the base."""
     weights = load_file(Path(where).expanduser() / FILE)
     finite.check(weights, f"--initial_adapter {where}", FILE)
     expected = get_peft_model_state_dict(model, save_embedding_layers=False)
@@ -154,9 +154,9 @@ def load(model, where: str) -> None:
     if wrong:
         raise UserError(
             f"--initial_adapter {where}: {len(wrong)} of its weights do not fit the model: {', '.join(wrong[:2])}; it "
-            "was trained on another base, or the copy is not complete."
+            "was trained on another base, or the copy is incomplete."
         )
-    if not any(tensor.is_meta for tensor in expected.values()):  # those of load.check_model have no values
+    if not any(tensor.is_meta for tensor in expected.values()):  # load.check_model builds on the meta device
         set_peft_model_state_dict(model, weights)
 
 

@@ -13,7 +13,7 @@ from zerofit.model import patches
 from zerofit.model.kernels import linear_attention
 from zerofit.model.weights import complete
 
-# Adapters with support for bitsandbytes' linear layers; others would compute with the packed bytes.
+# Adapters that support bitsandbytes' linear layers; others would compute with the packed bytes.
 ADAPTERS = ("lora", "ia3", "prompt_tuning", "prefix_tuning")
 
 
@@ -24,7 +24,7 @@ def bits(settings) -> int | None:
 
 
 def resolve(settings) -> None:
-    """Check that the package for a quantized base is there. Raises: UserError."""
+    """Check that the package for a quantized base is installed. Raises: UserError."""
     width = bits(settings)
     if width and importlib.util.find_spec("bitsandbytes") is None:
         raise UserError(
@@ -34,36 +34,37 @@ def resolve(settings) -> None:
 
 
 def resolve_for_model(settings, config) -> None:
-    """Say that a base in MXFP4 (gpt-oss) is unpacked, which its training needs. Raises: UserError where it cannot be.
+    """Add a decision that an MXFP4 base (gpt-oss) is unpacked for training. Raises: UserError if it cannot be unpacked.
 
-    The plan counts its weights unpacked too: it builds the model from config.json.
+    The plan counts unpacked weights too, because it builds the model from config.json.
     """
     if not complete.is_mxfp4(config) or settings.random_init:
         return
-    place = f"--model {settings.model}: its experts are packed already (MXFP4)"
+    place = f"--model {settings.model}: its experts are packed (MXFP4)"
     if bits(settings):
         raise UserError(
-            f"{place}, and are trained unpacked: --load_in_{bits(settings)}bit would pack the other layers only; "
-            "leave it out."
+            f"{place} and are unpacked for training, so --load_in_{bits(settings)}bit would pack only the other "
+            "layers; leave it out."
         )
     if settings.zero == 3 and settings.world_size > 1:
         raise UserError(
-            f"{place}, and transformers unpacks them whole on every rank, which stage 3 should not hold; use --zero 2, "
-            'or unpack them once: python -c "import sys, transformers as t; a, b = sys.argv[1:]; '
+            f"{place}, and transformers unpacks all of them on every rank, which defeats stage 3; use --zero 2, or "
+            'unpack them once: python -c "import sys, transformers as t; a, b = sys.argv[1:]; '
             "t.AutoModelForCausalLM.from_pretrained(a, quantization_config=t.Mxfp4Config(dequantize=True))"
             '.save_pretrained(b, save_original_format=False); t.AutoTokenizer.from_pretrained(a).save_pretrained(b)" '
             f"{settings.model} NEW_FOLDER"
         )
-    settings.decisions.append("base weights: the files are MXFP4, unpacked for training to about 4 times their size")
+    settings.decisions.append("base weights: MXFP4 files, unpacked for training to about 4 times their size")
 
 
-def config(width: int, dtype, left: tuple[str, ...] = ()):
+def config(width: int, dtype, excluded: tuple[str, ...] = ()):
     """Return the BitsAndBytesConfig: NF4 with double quantization, or LLM.int8.
 
-    Args: width: 4 or 8 bits; dtype: of the matrix products, and of the storage of packed weights: ZeRO-3 partitions
-        these only in the dtype of the other parameters; left: modules that are left as they are, beside the head.
+    Args: width: 4 or 8 bits; dtype: dtype of the matrix products and of the storage of packed weights, which ZeRO-3
+        only partitions in the dtype of the other parameters; excluded: modules that are not packed, besides the head.
     """
-    skipped = {"llm_int8_skip_modules": [*left, "lm_head"]} if left else {}  # without: upstream finds the head itself
+    # By default transformers excludes the head.
+    skipped = {"llm_int8_skip_modules": [*excluded, "lm_head"]} if excluded else {}
     if width == 8:
         return BitsAndBytesConfig(load_in_8bit=True, **skipped)
     return BitsAndBytesConfig(
@@ -77,58 +78,58 @@ def config(width: int, dtype, left: tuple[str, ...] = ()):
 
 
 def keep_layout(model) -> None:
-    """Keep bitsandbytes from repacking weights in evaluation on AVX512-BF16 CPUs: training misreads them."""
+    """Keep bitsandbytes from repacking weights during evaluation on AVX512-BF16 CPUs, as training misreads them."""
     for module in model.modules():
         if hasattr(module, "support_avx512bf16_for_cpu"):
             module.support_avx512bf16_for_cpu = False
 
 
 def frozen_bytes(model) -> dict[str, int]:
-    """Return the bytes of the frozen base, in all and on this rank.
+    """Return the bytes of the frozen base: {"total", "on_rank", "packed", "packed_on_rank", "constants"}.
 
-    {"whole": of all weights, "here": of these on this rank, "packed": of packed weights, "packed_here": of these on
-    this rank, "constants": of the quantization constants, which every rank has}. Under ZeRO-3 a parameter below the
-    persistence threshold counts in full on each rank, where it is held.
+    "total" and "packed" count all ranks, the constants of the quantization are the same on every rank. Under ZeRO-3 a
+    parameter below the persistence threshold counts in full on each rank.
     """
-    base = dict.fromkeys(("whole", "here", "packed", "packed_here", "constants"), 0)
+    base = dict.fromkeys(("total", "on_rank", "packed", "packed_on_rank", "constants"), 0)
     for parameter in model.parameters():
         if parameter.requires_grad:
             continue
         all_bytes = (getattr(parameter, "ds_numel", None) or parameter.numel()) * parameter.element_size()
         partition = getattr(parameter, "ds_tensor", None)
-        own_bytes = parameter.numel() * parameter.element_size()  # 0 under ZeRO-3 while it is not gathered
+        rank_bytes = parameter.numel() * parameter.element_size()  # 0 under ZeRO-3 while it is not gathered
         if partition is not None:
-            kept = all_bytes if getattr(parameter, "ds_persist", False) else own_bytes
-            own_bytes = kept + partition.numel() * partition.element_size()
-        base["whole"] += all_bytes
-        base["here"] += own_bytes
+            gathered = all_bytes if getattr(parameter, "ds_persist", False) else rank_bytes
+            rank_bytes = gathered + partition.numel() * partition.element_size()
+        base["total"] += all_bytes
+        base["on_rank"] += rank_bytes
         if _is_packed(parameter):
             base["packed"] += all_bytes
-            base["packed_here"] += own_bytes
+            base["packed_on_rank"] += rank_bytes
             base["constants"] += _constants(parameter)
     return base
 
 
 def packed_weights(model) -> int:
-    """Return the number of frozen weights that bitsandbytes packs: of linear layers but the head and what kernels read.
+    """Return the number of frozen weights that bitsandbytes packs.
 
-    Args: model: before it is quantized, with or without its adapter.
+    It packs linear layers, except the head and layers whose weights kernels read.
+    Args: model: before quantization, with or without its adapter.
     """
     head = model.get_output_embeddings()
-    head = getattr(head, "base_layer", head)  # below its adapter
+    head = getattr(head, "base_layer", head)  # the adapted layer
     read = linear_attention.read_by_kernels(model.config)
     linear = [
         module
         for name, module in model.named_modules()
         if type(module) in (torch.nn.Linear, Conv1D)
         and module is not head
-        and name.removesuffix(".base_layer").rpartition(".")[2] not in read  # below an adapter peft adds that part
+        and name.removesuffix(".base_layer").rpartition(".")[2] not in read  # peft adds this suffix
     ]
     return sum(m.weight.numel() for m in linear if not m.weight.requires_grad)
 
 
 def numel(parameter) -> int:
-    """Return the number of weights in a parameter: unpacked, and under ZeRO-3 of all ranks."""
+    """Return the number of weights in a parameter: unpacked, and under ZeRO-3 summed over all ranks."""
     state = getattr(parameter, "quant_state", None)
     return state.shape.numel() if state is not None else getattr(parameter, "ds_numel", None) or parameter.numel()
 
@@ -137,8 +138,8 @@ def _is_packed(parameter) -> bool:
     return getattr(parameter, "quant_state", None) is not None or getattr(parameter, "SCB", None) is not None
 
 
-def _shared_out(parameter, ranks: int) -> bool:
-    """Return whether ZeRO-3 partitions it over the ranks (a small one may persist in full as well)."""
+def _is_partitioned(parameter, ranks: int) -> bool:
+    """Return whether ZeRO-3 partitions a parameter over the ranks; a small one may also persist in full."""
     partition = getattr(parameter, "ds_tensor", None)
     if partition is None or partition.numel() > -(-parameter.ds_numel // ranks):
         return False
@@ -158,40 +159,40 @@ def _constants(parameter) -> int:
 def verify_shares(trainer) -> None:
     """Print the bytes of the base on each rank; at stage 3 check that packed weights are partitioned.
 
-    Raises: UserError when they are not: every rank would silently hold the full base.
+    Raises: UserError if they are not: every rank would silently hold the full base.
     """
     settings, ranks = trainer.settings, trainer.args.world_size
     if bits(settings) is None:
         return
     base = frozen_bytes(trainer.model)
     if settings.zero == 3 and ranks > 1:
-        unsharded = [n for n, p in trainer.model.named_parameters() if _is_packed(p) and not _shared_out(p, ranks)]
+        unsharded = [n for n, p in trainer.model.named_parameters() if _is_packed(p) and not _is_partitioned(p, ranks)]
         if unsharded:
             raise UserError(
-                f"--load_in_{bits(settings)}bit with stage 3: {len(unsharded)} packed weights are whole on every rank "
-                f"({unsharded[0]}, ...); use --zero 2, which says so, or another model."
+                f"--load_in_{bits(settings)}bit with stage 3: {len(unsharded)} packed weights are not partitioned "
+                f"({unsharded[0]}, ...), so each rank would hold all of them; use --zero 2 or another model."
             )
     if trainer.args.process_index == 0:
         print(
-            f"{bits(settings)}-bit base: {base['here'] + base['constants']:,} bytes on each rank of "
-            f"{base['whole'] + base['constants']:,} (packed weights {base['packed_here']:,} of {base['packed']:,}; "
-            f"their constants, whole everywhere, {base['constants']:,})",
+            f"{bits(settings)}-bit base: {base['on_rank'] + base['constants']:,} of "
+            f"{base['total'] + base['constants']:,} bytes on each rank (packed weights {base['packed_on_rank']:,} of "
+            f"{base['packed']:,}; constants, in full on each rank, {base['constants']:,})",
             flush=True,
         )
 
 
 def install(settings, model) -> None:
-    """Have each gathered 4-bit weight released after its layer: at stage 3 peft's layers would keep it."""
+    """Release each gathered 4-bit weight after its layer: at stage 3 the backward would keep it."""
     if bits(settings) == 4 and settings.zero == 3:
         patches.release_gathered_4bit_weights()
 
 
-_EITHER = (
-    Conflict("random_init", (True,), "weights are quantized while they load", "save the model first"),
+_COMMON_CONFLICTS = (
+    Conflict("random_init", (True,), "weights are quantized while they are loaded", "save the model first"),
     Conflict(
         "adapter",
         AllBut(*ADAPTERS),
-        "its layers would compute with packed numbers",
+        "it does not support packed layers",
         f"use --adapter {', '.join(ADAPTERS[:-1])} or {ADAPTERS[-1]}",
     ),
     Conflict(
@@ -200,32 +201,32 @@ _EITHER = (
     Conflict(
         "adapter",
         ("ia3",),
-        "peft computes it in fp32 outside of autocast, which only stage 0 has",
+        "peft computes it in fp32 outside of autocast, which only stage 0 uses",
         "use --zero 0, or --adapter lora",
         stages=(1, 2, 3),
     ),
     Conflict(
         "offload",
         ("all",),
-        "DeepSpeed moves parameters without the constants that unpack them",
+        "DeepSpeed moves parameters without their quantization constants",
         "use --offload optimizer",
     ),
-    Conflict("new_tokens", None, "the base cannot grow while it is packed"),
+    Conflict("new_tokens", None, "a packed base cannot grow"),
 )
 
-# The first one's hooks are for both.
+# The hooks of the first technique handle both.
 TECHNIQUES = (
     Technique(
         name="4-bit base",
         flag="load_in_4bit",
         example="--load_in_4bit true --bf16 true",
         conflicts=(
-            Conflict("load_in_8bit", (True,), "a base has one width", "choose one"),
-            *_EITHER,
+            Conflict("load_in_8bit", (True,), "a base is loaded in one width", "choose one"),
+            *_COMMON_CONFLICTS,
             Conflict(
                 "use_dora",
                 (True,),
-                "DoRA measures whole base weights, and peft cannot gather packed ones under DeepSpeed",
+                "DoRA needs the norms of full base weights, and peft cannot gather packed weights under DeepSpeed",
                 "use --zero 2, or leave --use_dora out",
                 stages=(3,),
             ),
@@ -239,17 +240,17 @@ TECHNIQUES = (
         flag="load_in_8bit",
         example="--load_in_8bit true --bf16 true",
         conflicts=(
-            *_EITHER,
+            *_COMMON_CONFLICTS,
             Conflict(
                 "use_dora",
                 (True,),
-                "DoRA unpacks the weights, and the first step loses the scales that this takes",
+                "DoRA unpacks the weights, but the first step deletes their scales",
                 "use --load_in_4bit, or leave --use_dora out",
             ),
             Conflict(
                 "zero",
                 (3,),
-                "its layers keep a whole copy beside what DeepSpeed shares out: every rank would hold the whole base",
+                "its layers keep a full copy that DeepSpeed does not partition, so every rank would hold the full base",
                 "use --load_in_4bit, or --zero 2",
             ),
         ),

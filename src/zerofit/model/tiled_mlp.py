@@ -1,8 +1,8 @@
-"""Compute each MLP over tiles of tokens, so that its wide intermediate is never held for all of them.
+"""Compute each MLP over tiles of tokens, so that its wide intermediate is never stored for all tokens.
 
 Each tile is checkpointed: its forward runs again in the backward. Autograd sums the gradients of all tiles before the
 hook of a weight runs, so DDP and every ZeRO stage reduce it once. (deepspeed's TiledMLP runs a backward per tile and
-delays only DeepSpeed's hooks, not DDP's: it is for stages 1 to 3.)
+only delays DeepSpeed's hooks, not DDP's: it supports stages 1 to 3.)
 """
 
 import inspect
@@ -19,7 +19,7 @@ NAMES = ("mlp", "feed_forward", "ffn")
 
 
 def resolve(settings) -> None:
-    """Check --tiled_mlp, before the model is known. Raises: UserError for another word than auto."""
+    """Check --tiled_mlp. Raises: UserError for a string other than auto."""
     if isinstance(settings.tiled_mlp, str) and settings.tiled_mlp != "auto":
         raise UserError(f"--tiled_mlp {settings.tiled_mlp}: must be auto or a number of tiles, 1 or more.")
 
@@ -27,21 +27,21 @@ def resolve(settings) -> None:
 def resolve_for_model(settings, config) -> None:
     """Decide `--tiled_mlp auto`: about as many tokens per tile as hidden features (arXiv 2506.13996)."""
     if settings.tiled_mlp == "auto":
-        tokens = settings.per_device_train_batch_size * settings.max_length // settings.ranks_that_split("tokens")
+        tokens = settings.per_device_train_batch_size * settings.max_length // settings.parallel_size("tokens")
         features = config.get_text_config().hidden_size
         tiles = automatic(tokens, features)
-        decide(settings, "tiled_mlp", tiles, f"{tokens:,} tokens a batch at most, {features:,} features")
+        decide(settings, "tiled_mlp", tiles, f"up to {tokens:,} tokens per micro batch, {features:,} features")
 
 
 def automatic(tokens: int, features: int) -> int:
-    """Return the tiles of `--tiled_mlp auto` for a micro batch of so many tokens on a rank."""
+    """Return the number of tiles of `--tiled_mlp auto`. Args: tokens: per micro batch and rank."""
     return max(1, math.ceil(tokens / features))
 
 
 def find(model) -> list[torch.nn.Module]:
     """Return the MLPs of the layers: modules named as in NAMES.
 
-    Raises: UserError if there is none, or one that takes several tensors or is a mixture of experts.
+    Raises: UserError without such a module, or if one takes several tensors or is a mixture of experts.
     """
     named = [(name, module) for name, module in model.named_modules() if name.rsplit(".", 1)[-1] in NAMES]
     for name, module in named:
@@ -49,25 +49,25 @@ def find(model) -> list[torch.nn.Module]:
         required = [p for p in parameters if p.default is p.empty and p.kind is not p.VAR_KEYWORD]
         if len(required) != 1 or any(hasattr(module, word) for word in ("experts", "router", "gate")):
             raise UserError(
-                f"--tiled_mlp: {name} ({type(module).__name__}) is a mixture of experts or takes more than the hidden "
-                "states, so it cannot be cut along the tokens; use --tiled_mlp 1."
+                f"--tiled_mlp: {name} ({type(module).__name__}) is a mixture of experts or needs more inputs than the "
+                "hidden states, so it cannot be tiled; use --tiled_mlp 1."
             )
     if not named:
-        raise UserError(f"--tiled_mlp: no module of this model is called {' or '.join(NAMES)}; use --tiled_mlp 1.")
+        raise UserError(f"--tiled_mlp: no module of this model is named {' or '.join(NAMES)}; use --tiled_mlp 1.")
     return [module for _, module in named]
 
 
 def tile(module: torch.nn.Module, tiles: int) -> None:
     """Make the module process its input, flattened to (tokens, features), in `tiles` parts.
 
-    Every call has exactly `tiles` parts, so that ranks with other lengths gather a ZeRO-3 weight equally often.
+    Every call has exactly `tiles` parts, so that ranks with different lengths gather a ZeRO-3 weight equally often.
     """
     untiled = module.forward
 
     def forward(hidden):
         flat = hidden.reshape(1, -1, hidden.shape[-1])
         each, more = divmod(flat.shape[1], tiles)
-        # not tensor_split, whose backward writes and adds a whole tensor of zeros for each tile
+        # tensor_split would allocate and add a full tensor of zeros for each tile in the backward.
         parts = flat.split([each + (tile < more) for tile in range(tiles)], dim=1)
         if torch.is_grad_enabled():
             outputs = [checkpoint(untiled, part, use_reentrant=False) for part in parts]

@@ -1,1 +1,1 @@
-"""Objectives: what a training row is, how it is read, and what is trained on it."""
+"""Objectives: formats of training rows, losses and metrics."""

@@ -1,47 +1,47 @@
-"""Define Objective: what a training row is, how it is read, and what is trained on it."""
+"""Define Objective: the format of training rows, the loss and the metrics."""
 
 import contextlib
 from typing import Any
 
-from zerofit.data.reading import Examples, Form
+from zerofit.data.reading import Examples, RowFormat
 
 
 class Objective:
-    """An objective of training, one file each. A recipe names those it has: `Recipe(objectives=("module:Class",))`.
+    """A training objective, one per file. Recipes list theirs: `Recipe(objectives=("module:Class",))`.
 
-    The class describes the rows to the data, the plan and the certificate. An instance computes the losses and metrics
-    of one trainer; it is made when the trainer is complete.
+    The class describes the rows for the data, the plan and the certificate. An instance computes the losses and metrics
+    of one trainer; it is created at the end of the trainer's set-up.
     """
 
-    name = ""  # the word for it in run.json
+    name = ""  # name in run.json
 
-    loss_types: tuple[str, ...] = ()  # values of --loss_type that select it; (): all
+    loss_types: tuple[str, ...] = ()  # values of --loss_type that select it; () for all
 
     # --- rows ---
 
-    format = ""  # the format of every row; "": detected for each source
+    format = ""  # format of all rows; "" to detect it for each source
 
-    documents = 1  # sequences of a row, which the model reads separately
+    documents = 1  # separate sequences per row
 
-    unit = "rows"  # the word for examples in sentences
+    unit = "rows"  # word for examples in messages
 
-    own_columns: frozenset[str] = frozenset()  # columns of the data that `parse` reads beside those of the formats
+    own_columns: frozenset[str] = frozenset()  # columns that `parse` reads in addition to the formats' columns
 
-    columns: tuple[str, ...] = ()  # columns of a tokenized row beside input_ids and labels
+    columns: tuple[str, ...] = ()  # columns of a tokenized row besides input_ids and labels
 
-    counts: tuple[str, ...] = ()  # counts of data.reading.ReadingReport that only such rows have
+    counts: tuple[str, ...] = ()  # counts of data.reading.ReadingReport for such rows only
 
     @staticmethod
-    def parse(place: str, row: dict[str, Any], form: Form, settings) -> Examples:
-        """Parse a row, whose columns have been renamed by --columns, into examples.
+    def parse(place: str, row: dict[str, Any], form: RowFormat, settings) -> Examples:
+        """Parse a row, with columns renamed by --columns, into examples.
 
-        Raises: UserError naming the place, for a row that cannot be used.
+        Raises: UserError with the place for a malformed row.
         """
         raise NotImplementedError
 
     @staticmethod
     def count(rows) -> dict[str, int]:
-        """Return the `counts` of a part of a set, a datasets.Dataset, as far as they can be counted there."""
+        """Return the `counts` that can be computed from a part of a set, a datasets.Dataset."""
         return {}
 
     @staticmethod
@@ -53,37 +53,34 @@ class Objective:
 
     @staticmethod
     def extra_forwards(settings) -> int:
-        """Return how often a step runs the model on a row without a backward."""
+        """Return the number of forwards per row and step without a backward."""
         return 0
 
     # --- the model ---
 
     @staticmethod
     def prepare_model(model):
-        """Return the loaded model, before an adapter is added, as the losses need it."""
+        """Return the loaded model, prepared for the losses, before an adapter is added."""
         return model
 
     # --- the certificate ---
 
-    not_recomputed = ""  # why the certificate does not compute the loss a second time; "": it does
+    not_recomputed = ""  # why the certificate does not recompute the loss; "" if it does
 
     # --- training ---
 
-    metrics: tuple[str, ...] = ("loss",)  # metrics of an evaluation, lower is better, for --metric_for_best_model
+    metrics: tuple[str, ...] = ("loss",)  # evaluation metrics for --metric_for_best_model; lower is better
 
-    score_name = ""  # of `score`, in sentences
+    score_name = ""  # name of `score` in messages
 
-    score_metric = ""  # the metric of an evaluation that `score` returns
+    score_metric = ""  # evaluation metric that `score` returns
 
     def __init__(self, trainer):
-        """Args: trainer: the ZerofitTrainer, complete but for its objective."""
+        """Args: trainer: the ZerofitTrainer, complete except for its objective."""
         self.trainer, self.settings = trainer, trainer.settings
 
     def items(self, batches: list[dict], device):
-        """Return what the losses of an optimizer step are divided by, on all ranks; None: as transformers counts.
-
-        Collective.
-        """
+        """Return the divisor of the losses of a step, over all ranks; None to use transformers' count. Collective."""
         return
 
     def begin_step(self, batches: list[dict]) -> None:
@@ -92,7 +89,7 @@ class Objective:
     def loss(self, model, inputs: dict, items) -> tuple:
         """Return (loss of a micro batch, the model's outputs).
 
-        Args: items: of the whole step; None: the loss is a mean over the micro batch.
+        Args: items: number for the complete step; None: the loss is a mean over the micro batch.
         """
         raise NotImplementedError
 
@@ -101,7 +98,7 @@ class Objective:
         return contextlib.nullcontext()
 
     def evaluation_sums(self, model, inputs: dict):
-        """Return what a batch adds to the sums of an evaluation, a float64 tensor."""
+        """Return the batch's contribution to the sums of an evaluation, a float64 tensor."""
         raise NotImplementedError
 
     def evaluation_metrics(self, total) -> dict[str, float]:
@@ -109,7 +106,7 @@ class Objective:
         raise NotImplementedError
 
     def score(self) -> float:
-        """Return how well the model does on the held-out rows of the bundled task, as a share. Collective."""
+        """Return the score on the held-out rows of the bundled task, from 0 to 1. Collective."""
         state = self.trainer.state
         latest = next((line for line in reversed(state.log_history) if "eval_loss" in line), {"step": -1})
         metrics = latest if latest["step"] == state.global_step else self.trainer.evaluate()
@@ -118,15 +115,15 @@ class Objective:
     # --- logs and checkpoints ---
 
     def step_metrics(self) -> dict[str, float]:
-        """Return the metrics of the steps since the last line, and begin the next one. Collective."""
+        """Return the metrics of the steps since the last log line, and reset them. Collective."""
         return {}
 
-    def unlogged(self) -> dict:
-        """Return what `step_metrics` holds so far, for a checkpoint. Collective."""
+    def pending_log_state(self) -> dict:
+        """Return the metrics since the last log line, for a checkpoint. Collective."""
         return {}
 
-    def take_unlogged(self, kept: dict) -> None:
-        """Continue with what a checkpoint holds of `unlogged`."""
+    def restore_log_state(self, state: dict) -> None:
+        """Restore the `pending_log_state` of a checkpoint."""
 
     def before_first_step(self) -> None:
-        """Prepare what the first step needs, with the engine built. Collective."""
+        """Prepare the first step, after the engine is built. Collective."""

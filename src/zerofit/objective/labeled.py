@@ -1,7 +1,4 @@
-"""Labeled: single answers, each with a label that says whether it is wanted (KTO).
-
-A pair of two answers is taken apart into two such rows.
-"""
+"""Labeled: single answers, each labeled as wanted or unwanted (KTO). A pair of answers is split into two such rows."""
 
 import contextlib
 import dataclasses
@@ -14,35 +11,34 @@ from transformers import TrainerCallback
 
 from zerofit.base import phases
 from zerofit.base.errors import UserError
-from zerofit.data import formats, meaning
+from zerofit.data import formats, loss_marks
 from zerofit.data.batches import LABEL_COUNT, lengths_of, tables
-from zerofit.data.published import columns, comparisons
-from zerofit.data.reading import OF_LABELED, Example, Examples
+from zerofit.data.dataset_conventions import columns, comparisons
+from zerofit.data.reading import LABEL_COUNTS, Example, Examples
 from zerofit.model import patches
 from zerofit.objective import mismatched, pairs, preference_losses
 from zerofit.objective.preference import Preference, answer_tokens
 
 KIND = "labeled"
 
-FROM_PAIRS = "pairs taken apart"  # the format of a row that holds two answers
+FROM_PAIRS = "pairs taken apart"  # format of a row with two answers
 
-# Values of the label in published data, in lower case: TRL's and ms-swift's booleans, and the same as text or numbers.
+# Label values in published data, in lower case: TRL's and ms-swift's booleans, also as text or numbers.
 LABELS = {"true": True, "1": True, "1.0": True, "false": False, "0": False, "0.0": False}
 
-PREFIX = "kl_"  # of the inputs of a batch that hold the second documents
+PREFIX = "kl_"  # prefix of the batch inputs for the second documents
 
-WANTED = "wanted"  # input of a batch: whether each answer is
+WANTED = "wanted"  # batch input: whether each answer is wanted
 
-WITHOUT_PROMPT = ("text", "tokens")  # formats that do not say where the answer begins
+WITHOUT_PROMPT = ("text", "tokens")  # formats without a marked start of the answer
 
 
 def parse(place: str, row: dict[str, Any], known) -> Examples:
-    """Parse a row into its answers; a pair has two.
+    """Parse a row into its answers; a pair has two. Only the turns after the last question are trained.
 
-    Only the turns behind the last question are trained.
-    Raises: UserError naming the place for a label that is missing or unknown, and as the parsers of both forms.
+    Raises: UserError with the place for a missing or unknown label, and as the parsers of both formats.
     """
-    pair, notes = comparisons.standard(place, row) if meaning.label_of(row) is None else (row, ())
+    pair, notes = comparisons.standard(place, row) if loss_marks.label_of(row) is None else (row, ())
     if pair.get("chosen") is not None and pair.get("rejected") is not None:
         sides = pairs.parse(place, pair)
         answers = [
@@ -51,76 +47,76 @@ def parse(place: str, row: dict[str, Any], known) -> Examples:
         ]
         return Examples(FROM_PAIRS, answers, pairs.not_used(pair), [*notes])
     wanted = _label(place, row)
-    row = {name: value for name, value in row.items() if name not in meaning.LABELS}
+    row = {name: value for name, value in row.items() if name not in loss_marks.LABELS}
     kind, guessed = formats.recognize(place, row, known)
-    row, notes = formats.renamed(row, guessed), [columns.said(guessed)] if guessed else []
+    row, notes = formats.rename_columns(row, guessed), [columns.describe_guess(guessed)] if guessed else []
     if kind in WITHOUT_PROMPT:
         raise UserError(
-            f"{place}: format {kind}: nothing says where the answer begins that 'label' is about; give a `prompt` and "
-            "a `completion`, or `messages`."
+            f"{place}: format {kind} does not mark the start of the answer for 'label'; use `prompt` and `completion`, "
+            "or `messages`."
         )
     conversation = formats.parse(place, row, kind, known)
-    asked = max((i for i, turn in enumerate(conversation.turns) if turn["role"] == "user"), default=-1)
-    trained = [on and i > asked for i, on in enumerate(conversation.trained)]
+    last_question = max((i for i, turn in enumerate(conversation.turns) if turn["role"] == "user"), default=-1)
+    trained = [on and i > last_question for i, on in enumerate(conversation.trained)]
     conversation = dataclasses.replace(conversation, trained=trained)
-    return Examples(kind, [Example(place, (conversation,), wanted)], formats.not_used(row, kind, known), notes)
+    return Examples(kind, [Example(place, (conversation,), wanted)], formats.unused_columns(row, kind, known), notes)
 
 
 def _label(place: str, row: dict[str, Any]) -> bool:
     """Return whether the row's answer is wanted."""
-    meaning.check_labels(place, row)
-    value = next((row[name] for name in meaning.LABELS if row.get(name) is not None), None)
+    loss_marks.check_labels(place, row)
+    value = next((row[name] for name in loss_marks.LABELS if row.get(name) is not None), None)
     if value is None:
         present = ", ".join(k for k, v in row.items() if v is not None) or "none"
         raise UserError(
-            f"{place}: column 'label' is missing or null; a row of --loss_type kto has a prompt, a completion and a "
-            f"label (true: wanted), or is a pair with `chosen` and `rejected`; columns here: {present}; --columns "
-            "label=... maps another name."
+            f"{place}: column 'label' is missing or null; --loss_type kto needs `prompt`, `completion` and `label` "
+            f"(true: wanted), or a pair with `chosen` and `rejected`; columns found: {present}; map another name "
+            "with --columns label=..."
         )
     if str(value).lower() not in LABELS:
         raise UserError(f"{place}: column 'label' must be true or false (1 or 0), found {value!r}.")
     return LABELS[str(value).lower()]
 
 
-# --- how many of each ---
+# --- checks of the training set ---
 
 
 def check(settings, rows) -> list[str]:
     """Return sentences about the labels of the training rows and the weights of the loss.
 
-    Args: rows: the TokenizedDataset that is trained on.
-    Raises: UserError where all rows have the same label.
+    Args: rows: the training TokenizedDataset.
+    Raises: UserError if all rows have the same label.
     """
     wanted = count_wanted(rows.dataset)
     unwanted = len(rows) - wanted
     if not wanted or not unwanted:
         which = "wanted (label true)" if wanted else "unwanted (label false)"
-        mend = "train on them with recipes/sft.py" if wanted else "add answers that are wanted"
+        fix = "train on them with recipes/sft.py" if wanted else "add wanted answers"
         raise UserError(
-            f"--loss_type {settings.loss_type}: each of the {len(rows):,} training answers is {which}, so there is "
-            f"nothing to tell apart; {mend}{_not_used(rows.statistics)}."
+            f"--loss_type {settings.loss_type}: all {len(rows):,} training answers are {which}, but the loss needs "
+            f"both kinds; {fix}{_not_used(rows.statistics)}."
         )
-    said = [f"labels: {wanted:,} answers are wanted, {unwanted:,} are not"]
+    sentences = [f"labels: {wanted:,} wanted and {unwanted:,} unwanted answers"]
     if FROM_PAIRS in rows.statistics["format"]:
-        said[0] += "; pairs are taken apart, each into a chosen answer that is wanted and a rejected one that is not"
+        sentences[0] += "; each pair is split into a wanted (chosen) and an unwanted (rejected) answer"
     balance = settings.desirable_weight * wanted / max(settings.undesirable_weight * unwanted, 1e-12)
     if settings.loss_type == "kto" and not 0.99 <= balance <= 4 / 3 + 0.01 and wanted != unwanted:
         weight = settings.undesirable_weight * unwanted / wanted
-        said.append(
-            f"the weights and numbers of both kinds of answers are as {balance:.2f} to 1, and the paper advises 1 to "
-            f"1.33 (arXiv 2402.01306, equation 8): --desirable_weight {weight:.3g} to {4 / 3 * weight:.3g} would be so"
+        sentences.append(
+            f"the ratio of weight x number of wanted to unwanted answers is {balance:.2f}; the paper recommends 1 to "
+            f"1.33 (arXiv 2402.01306, equation 8): --desirable_weight {weight:.3g} to {4 / 3 * weight:.3g}"
         )
-    return said
+    return sentences
 
 
 def _not_used(statistics: dict) -> str:
-    """Return why the commonest of the rows that cannot be used are not among the answers; "" if all are."""
+    """Return the most common reason for unusable rows, or "" if all rows are used."""
     bad = max(statistics.get("bad_rows", {}).values(), key=lambda entry: entry["rows"], default=None)
-    return f"; {bad['rows']:,} rows cannot be used ({bad['first'][0]}: {bad['exact'].rstrip('.')})" if bad else ""
+    return f"; {bad['rows']:,} rows are unusable ({bad['first'][0]}: {bad['exact'].rstrip('.')})" if bad else ""
 
 
 def count_wanted(dataset) -> int:
-    """Return how many rows of a datasets.Dataset have the label true."""
+    """Return the number of rows of a datasets.Dataset with the label true."""
     import pyarrow.compute as pc
 
     return sum(pc.sum(pc.list_flatten(table[KIND])).as_py() or 0 for table in tables(dataset, [KIND]))
@@ -131,14 +127,14 @@ def count_wanted(dataset) -> int:
 METRICS = ("kl", "rewards/chosen", "rewards/rejected", "rewards/margins", "rewards/accuracies", "logps/chosen",
            "logps/rejected")  # fmt: skip
 
-OF_LABEL = ("rewards", "logps")  # metrics that are means over the answers of one label
+LABEL_MEANS = ("rewards", "logps")  # metrics averaged over the answers of one label
 
 SUMS = ("rows", "loss", "wanted", "rewards/chosen", "rewards/rejected", "rewards/accuracies", "logps/chosen",
         "logps/rejected")  # fmt: skip
 
 
 class StepTrace(TrainerCallback):
-    """Has ZeRO-3 gather ahead along all forwards of a step, of which those for the KL term have no backward."""
+    """Let ZeRO-3 prefetch along all forwards of a step, including the KL term's forwards without a backward."""
 
     def __init__(self):
         self.step = contextlib.ExitStack()
@@ -148,31 +144,31 @@ class StepTrace(TrainerCallback):
         self.step.enter_context(patches.same_trace(engine, begins=True))
 
     def on_step_end(self, *args, **kwargs):
-        """End it."""
+        """End the trace."""
         self.step.close()
 
 
 class Labeled(Preference):
-    """A loss of each answer's log-probability, a mean over the answers of the whole step.
+    """The mean loss of the answers of a step, from their log-probabilities.
 
-    The KL term z of KTO is a mean over the rows of an optimizer step, on all ranks and of all micro batches: each row's
-    prompt with the answer of another row (mismatched.py). So it is computed before the first micro batch of the step,
-    and the split of the step changes no loss. An evaluation has one z, over all of its rows.
+    The KL term z of KTO is a mean over all rows of a step: each row's prompt with another row's answer (mismatched.py).
+    It is computed before the first micro batch, so that the loss does not depend on the split of the step. An
+    evaluation has one z, over all of its rows.
     """
 
-    name, loss_types = "labeled", preference_losses.OF_LABELED
+    name, loss_types = "labeled", preference_losses.LABELED_LOSSES
 
     format, own_columns, unit, columns = KIND, frozenset(pairs.USED), "answers", (KIND,)
 
-    counts = (*OF_LABELED, "dropped_ties")  # pairs that are taken apart may be ties
+    counts = (*LABEL_COUNTS, "dropped_ties")  # split pairs may be ties
 
     sums = SUMS
 
-    score_name, score_metric = "label accuracy", "rewards/accuracies"  # the reward is on the side of z that is wanted
+    score_name, score_metric = "label accuracy", "rewards/accuracies"  # whether reward > z matches the label
 
     @staticmethod
     def parse(place, row, form, settings):
-        return parse(place, row, formats.known_to(settings.recipe))
+        return parse(place, row, formats.formats_of(settings.recipe))
 
     @staticmethod
     def count(rows):
@@ -182,14 +178,14 @@ class Labeled(Preference):
 
     @staticmethod
     def extra_forwards(settings):
-        documents = 2 if settings.loss_type == "kto" else 1  # of a row, each in a forward of its own
+        documents = 2 if settings.loss_type == "kto" else 1  # documents per row, each in a separate forward
         return documents * Preference.extra_forwards(settings) + documents - 1
 
     def __init__(self, trainer):
         super().__init__(trainer)
         self.has_kl = self.settings.loss_type == "kto"
-        self.kl = None  # of the step or evaluation that is computed; None: of a micro batch by itself, as in a trial
-        self.kl_of_steps = []  # since the last log line
+        self.kl = None  # z of the step or evaluation; None: computed per micro batch, as in a trial
+        self.kl_of_steps = []  # z of the steps since the last log line
         self.trace = StepTrace()
         trainer.add_callback(self.trace)
         orders = {trainer.train_dataset: trainer.train_sampler.indices(0)}
@@ -208,23 +204,23 @@ class Labeled(Preference):
     def losses(self, model, inputs):
         real = answer_tokens(inputs) > 0
         kl = self.kl if self.kl is not None else self._mean(self._kl_sum(model, inputs))
-        own_inputs, _ = split(inputs)
-        reference = self._reference(model, inputs, own_inputs, 0)
-        own, outputs = self.log_probs(model, own_inputs)
-        own, wanted = own[:, 0], inputs[WANTED]
-        losses, rewards = preference_losses.losses_of_answers(
-            self.settings, own - reference.to(own), wanted, kl.to(own)
+        row_inputs, _ = split(inputs)
+        reference = self._reference(model, inputs, row_inputs, 0)
+        log_probs, outputs = self.log_probs(model, row_inputs)
+        log_probs, wanted = log_probs[:, 0], inputs[WANTED]
+        losses, rewards = preference_losses.labeled_losses(
+            self.settings, log_probs - reference.to(log_probs), wanted, kl.to(log_probs)
         )
         losses = losses.where(real, 0.0)
         right = (rewards > self.settings.beta * kl) == wanted
-        return losses, _sums(losses.detach(), rewards, own.detach(), wanted, right, real), real.sum(), outputs
+        return losses, _sums(losses.detach(), rewards, log_probs.detach(), wanted, right, real), real.sum(), outputs
 
     def _reference(self, model, inputs, documents: dict, column: int) -> torch.Tensor:
-        """Return the reference's log-probabilities of the rows' documents, (rows,). column: 0 own, 1 mismatched."""
+        """Return the reference's log-probabilities of documents, (rows,). Args: column: 0: row, 1: mismatched."""
         settings = self.settings
         if "reference" in inputs:
             return inputs["reference"][:, column]
-        if settings.precompute_ref_log_probs or not settings.trains_adapter:  # a trial, whose rows come without
+        if settings.precompute_ref_log_probs or not settings.trains_adapter:  # rows of a trial lack it
             return torch.zeros((), device=documents["input_ids"].device)
         with self.as_reference(model):
             return self.log_probs(model, documents)[0][:, 0]
@@ -232,14 +228,14 @@ class Labeled(Preference):
     # --- the KL term ---
 
     def begin_step(self, batches: list[dict]) -> None:
-        """Compute z of the step that begins, from its micro batches on all ranks. Collective."""
+        """Compute z of the next step from its micro batches on all ranks. Collective."""
         if self.has_kl and batches:
             self.trainer.reporter.phases.enter(phases.STEP)
             self._net().train()
             if self.settings.zero == 3:
                 self.trace.begin(self._net())
             device = self.trainer.args.device
-            # Dropout masks of its own: a resumed run restores the saved random state after this, before the first row.
+            # Separate dropout masks: a resumed run restores the random state after this, before the first row.
             with torch.random.fork_rng([device] if device.type == "cuda" else []):
                 torch.manual_seed(self.trainer.seed_of_step())
                 self.kl = self._of_all(batches)
@@ -247,7 +243,7 @@ class Labeled(Preference):
 
     @contextlib.contextmanager
     def evaluating(self, dataloader):
-        """Compute z of all rows of an evaluation for the body. Collective."""
+        """Compute z of all rows of an evaluation, for use in the context. Collective."""
         of_step, self.kl = self.kl, None
         if self.has_kl:
             model = self._net()
@@ -273,7 +269,7 @@ class Labeled(Preference):
         return self._mean(total)
 
     def _net(self):
-        """Return the engine, or the model itself: no gradient is exchanged."""
+        """Return the engine or the model, without DDP, as gradients are not needed."""
         return self.trainer.model_wrapped if self.trainer.is_deepspeed_enabled else self.trainer.model
 
     def _mean(self, total: torch.Tensor) -> torch.Tensor:
@@ -285,22 +281,22 @@ class Labeled(Preference):
         if not self.has_kl:
             return torch.zeros(2, dtype=torch.float64, device=real.device)
         trainer, (_, documents) = self.trainer, split(inputs)
-        count = trainer.label_count  # of the rows' own labels
+        count = trainer.label_count  # count for the rows' labels
         with torch.no_grad(), trainer.labels_counted(None):
-            own = self.log_probs(model, documents)[0][:, 0]
-            ratios = own - self._reference(model, inputs, documents, 1).to(own)
+            log_probs = self.log_probs(model, documents)[0][:, 0]
+            ratios = log_probs - self._reference(model, inputs, documents, 1).to(log_probs)
         trainer.label_count = count
         return torch.stack([ratios.double().where(real, 0.0).sum(), real.sum().double()])
 
     # --- metrics ---
 
     def means(self, total):
-        """Return the metrics from SUMS over any rows; those of a label that no row has are left out."""
+        """Return the metrics from SUMS over any rows, without the metrics of missing labels."""
         sums = dict(zip(SUMS, total.tolist(), strict=True))
         counts = {"chosen": sums["wanted"], "rejected": sums["rows"] - sums["wanted"]}
         metrics = {name: sums[name] / (sums["rows"] or math.nan) for name in ("loss", "rewards/accuracies")}
         for label, count in counts.items():
-            metrics |= {f"{kind}/{label}": sums[f"{kind}/{label}"] / count for kind in OF_LABEL if count}
+            metrics |= {f"{kind}/{label}": sums[f"{kind}/{label}"] / count for kind in LABEL_MEANS if count}
         if all(counts.values()):
             metrics["rewards/margins"] = metrics["rewards/chosen"] - metrics["rewards/rejected"]
         return metrics
@@ -313,23 +309,23 @@ class Labeled(Preference):
         means = super().step_metrics() | ({"kl": torch.stack(steps).mean().item()} if steps else {})
         return {name: means[name] for name in METRICS if name in means}
 
-    def unlogged(self):
-        return super().unlogged() | {"kl": [kl.item() for kl in self.kl_of_steps]}
+    def pending_log_state(self):
+        return super().pending_log_state() | {"kl": [kl.item() for kl in self.kl_of_steps]}
 
-    def take_unlogged(self, kept):
-        super().take_unlogged(kept)
-        self.kl_of_steps = [torch.tensor(kl, device=self.trainer.args.device) for kl in kept["kl"]]
+    def restore_log_state(self, state):
+        super().restore_log_state(state)
+        self.kl_of_steps = [torch.tensor(kl, device=self.trainer.args.device) for kl in state["kl"]]
 
     # --- the reference ---
 
     def lengths(self, sequences):
-        """Return the tokens of each row."""
+        """Return the number of tokens of each row."""
         return torch.from_numpy(lengths_of(getattr(sequences, "rows", sequences)))
 
     def reference_of(self, model, inputs):
         """Return the log-probabilities of a batch's documents and mismatched documents, (rows, 2)."""
-        own = [self.log_probs(model, documents)[0][:, 0] for documents in split(inputs) if documents]
-        return torch.stack(own if self.has_kl else [*own, torch.zeros_like(own[0])], 1)
+        log_probs = [self.log_probs(model, documents)[0][:, 0] for documents in split(inputs) if documents]
+        return torch.stack(log_probs if self.has_kl else [*log_probs, torch.zeros_like(log_probs[0])], 1)
 
     def rows_of_key(self, digest, sequences):
         if not self.has_kl:
@@ -338,26 +334,26 @@ class Labeled(Preference):
         return sequences.rows
 
 
-def _sums(losses, rewards, own, wanted, right, real) -> torch.Tensor:
+def _sums(losses, rewards, log_probs, wanted, right, real) -> torch.Tensor:
     """Return SUMS over the rows of a batch; fillers do not count."""
     ones, zero = torch.ones_like(losses), torch.zeros_like(losses)
     values = [ones, losses, wanted, rewards.where(wanted, zero), rewards.where(~wanted, zero), right,
-              own.where(wanted, zero), own.where(~wanted, zero)]  # fmt: skip
+              log_probs.where(wanted, zero), log_probs.where(~wanted, zero)]  # fmt: skip
     return torch.stack([v.double() for v in values], 1).where(real[:, None], 0.0).sum(0)
 
 
 class LabeledCollator:
-    """Collate rows with `collate`, their second documents too, as inputs whose names begin with PREFIX; add WANTED.
+    """Collate rows and, with prefix PREFIX, their second documents with `collate`; add WANTED.
 
-    A row without a second document, such as the filler, is its own: it has the shape.
+    A row without a second document, such as the filler, is its own second document.
     """
 
     def __init__(self, collate, has_mismatched: bool):
         self.collate, self.has_mismatched = collate, has_mismatched
 
     def __call__(self, batch: list[dict]) -> dict:
-        own = [{name: row[name] for name in ("input_ids", "labels", "reference") if name in row} for row in batch]
-        inputs = self.collate(own) | {WANTED: torch.tensor([bool(row.get(KIND, [0])[0]) for row in batch])}
+        rows = [{name: row[name] for name in ("input_ids", "labels", "reference") if name in row} for row in batch]
+        inputs = self.collate(rows) | {WANTED: torch.tensor([bool(row.get(KIND, [0])[0]) for row in batch])}
         if not self.has_mismatched:
             return inputs
         others = [
@@ -376,12 +372,12 @@ class LabeledCollator:
 
     @property
     def pad_token_id(self) -> int:
-        """The token that `collate` pads with."""
+        """The padding token of `collate`."""
         return self.collate.pad_token_id
 
 
 def split(inputs: dict) -> tuple[dict, dict]:
-    """Return (the model's inputs of the rows, those of their second documents) of a batch."""
-    beside = (WANTED, "reference")
-    own = {n: value for n, value in inputs.items() if not n.startswith(PREFIX) and n not in beside}
-    return own, {n.removeprefix(PREFIX): value for n, value in inputs.items() if n.startswith(PREFIX)}
+    """Return the model's inputs (for the rows, for their second documents) of a batch."""
+    other = (WANTED, "reference")
+    rows = {n: value for n, value in inputs.items() if not n.startswith(PREFIX) and n not in other}
+    return rows, {n.removeprefix(PREFIX): value for n, value in inputs.items() if n.startswith(PREFIX)}

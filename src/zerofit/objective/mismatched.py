@@ -13,23 +13,22 @@ MISMATCHED = "mismatched"  # key of a row: the second document
 
 
 def partners(order: Sequence[int], prompts: Sequence[int], block: int) -> np.ndarray:
-    """Return for each row the row whose answer its prompt is paired with.
+    """Return for each row the index of the row with the answer that its prompt is paired with.
 
-    As TRL does in its batches: the row before it in the same block, cyclically; but not an answer to the same prompt,
-    where the block has another. Rows that `order` leaves out, and one that is alone in a block, take the answer of the
-    row before them in the file.
-    Args: order: of the rows in the first epoch; indices behind the rows' are fillers. prompts: a hash of each row's;
-        block: rows of a step.
+    Like TRL in its batches, use the previous row in the same block, cyclically, but not an answer to the same prompt if
+    the block has another. Rows that are missing in `order` or alone in a block use the previous row in the file.
+    Args: order: row order of the first epoch; larger indices than the rows are fillers. prompts: a hash per row; block:
+        rows per step.
     """
     length = len(prompts)
-    found = (np.arange(length) - 1) % length
+    indices = (np.arange(length) - 1) % length
     order = np.asarray(order)
     for begin in range(0, len(order), block):
         rows = [int(row) for row in order[begin : begin + block] if row < length]
         for place, row in enumerate(rows) if len(rows) > 1 else ():
             before = (rows[place - distance] for distance in range(1, len(rows)))
-            found[row] = next((other for other in before if prompts[other] != prompts[row]), rows[place - 1])
-    return found
+            indices[row] = next((other for other in before if prompts[other] != prompts[row]), rows[place - 1])
+    return indices
 
 
 def prompts_of(dataset) -> np.ndarray:
@@ -47,10 +46,10 @@ def prompts_of(dataset) -> np.ndarray:
 
 
 class MismatchedRows(torch.utils.data.Dataset):
-    """Tokenized rows, each with the key MISMATCHED: its prompt with the answer of its partner, cut at max_length."""
+    """Tokenized rows with the key MISMATCHED: the prompt with the partner's answer, truncated at max_length."""
 
-    def __init__(self, rows, of_row: np.ndarray, max_length: int):
-        self.rows, self.partners, self.max_length = rows, of_row, max_length
+    def __init__(self, rows, partners: np.ndarray, max_length: int):
+        self.rows, self.partners, self.max_length = rows, partners, max_length
 
     def __len__(self) -> int:
         return len(self.rows)
@@ -61,7 +60,7 @@ class MismatchedRows(torch.utils.data.Dataset):
 
 
 def joined(row: dict, other: dict, max_length: int) -> dict:
-    """Return the prompt of one row with the answer of another, cut at the right to max_length tokens."""
+    """Return the prompt of a row with the answer of another row, truncated to max_length tokens."""
     begin, begin_other = _answer(row), _answer(other)
     ids = [*row["input_ids"][:begin], *other["input_ids"][begin_other:]]
     labels = [*[IGNORE] * begin, *other["labels"][begin_other:]]
@@ -69,5 +68,5 @@ def joined(row: dict, other: dict, max_length: int) -> dict:
 
 
 def _answer(row: dict) -> int:
-    """Return where the answer of a row begins: at its first label."""
+    """Return the start of a row's answer: its first label."""
     return next(i for i, label in enumerate(row["labels"]) if label != IGNORE)

@@ -1,7 +1,7 @@
-"""Pairs: preferences between two answers to a prompt, a chosen and a rejected one (DPO and its kin).
+"""Pairs: preferences between two answers to a prompt, a chosen and a rejected one (DPO and similar losses).
 
-A tokenized pair is one row of two documents: input_ids and labels of the chosen side, followed by those of the rejected
-side, and `lengths` of both. Only the answers are labeled; turns that both sides share are the prompt.
+A tokenized pair is one row of two documents: input_ids and labels of the chosen side, followed by the rejected side,
+and `lengths` of both. Only the answers are labeled; turns that both sides share are the prompt.
 """
 
 from typing import Any
@@ -9,11 +9,11 @@ from typing import Any
 import torch
 
 from zerofit.base.errors import UserError
-from zerofit.data import conversations, meaning
+from zerofit.data import conversations, loss_marks
 from zerofit.data.chat_templates import arguments
 from zerofit.data.conversations import Conversation
-from zerofit.data.published import comparisons
-from zerofit.data.reading import OF_PAIRS, Example, Examples
+from zerofit.data.dataset_conventions import comparisons
+from zerofit.data.reading import PAIR_COUNTS, Example, Examples
 from zerofit.objective import preference_losses
 from zerofit.objective.preference import Preference, answer_tokens
 
@@ -21,31 +21,37 @@ KIND = "preference"
 
 SIDES = ("chosen", "rejected")
 
-ASKED = ("instruction", "question")  # columns that hold the prompt where there is no `prompt`
+PROMPT_COLUMNS = ("instruction", "question")  # columns with the prompt if `prompt` is missing
 
-CONVERSATION = ("conversations", "messages")  # columns that hold the prompt as turns (LLaMA-Factory, ShareGPT)
+CONVERSATION = ("conversations", "messages")  # columns with the prompt as turns (LLaMA-Factory, ShareGPT)
 
-USED = {*SIDES, "prompt", *ASKED, *CONVERSATION, "input", "system", "tools", "history", *arguments.COLUMNS}
+USED = {*SIDES, "prompt", *PROMPT_COLUMNS, *CONVERSATION, "input", "system", "tools", "history", *arguments.COLUMNS}
 
-SCORES = ("score_chosen", "score_rejected", "chosen_score", "rejected_score", "margin")  # beside many published pairs
+SCORES = (
+    "score_chosen",
+    "score_rejected",
+    "chosen_score",
+    "rejected_score",
+    "margin",
+)  # ignored columns of many published pairs
 
 
 def parse(place: str, row: dict[str, Any]) -> tuple[Conversation, Conversation]:
-    """Parse a row into the conversations of the chosen and of the rejected side.
+    """Parse a row into the conversations of the chosen and the rejected side.
 
-    Raises: UserError naming the place for a missing column, a wrong type, sides that answer different prompts, or a
-        column that changes what is meant.
+    Raises: UserError with the place for a missing column, a wrong type, sides with different prompts, or a column that
+        changes the meaning of the row.
     """
     for name in SIDES:
         if row.get(name) is None:
-            meaning.refuse_label(place, row)
+            loss_marks.refuse_label(place, row)
             _refuse_ranking(place, row)
             present = ", ".join(k for k, v in row.items() if v is not None) or "none"
             raise UserError(
                 f"{place}: column {name!r} is missing or null; a preference pair needs `chosen` and `rejected` (and a "
-                f"`prompt`, unless both are whole conversations); columns here: {present}."
+                f"`prompt`, unless both contain it); columns found: {present}."
             )
-    meaning.check_row(place, row, KIND)
+    loss_marks.check_row(place, row, KIND)
     prompt = _prompt(place, row)
     turns = [_side(place, name, row[name], prompt) for name in SIDES]
     shared = _shared(*turns)
@@ -53,31 +59,29 @@ def parse(place: str, row: dict[str, Any]) -> tuple[Conversation, Conversation]:
     for name, side in zip(SIDES, turns, strict=True):
         conversation = conversations.turns_of(f"{place}, {name}", side, row)
         if name == "rejected":
-            conversation.notes = ()  # those of the chosen side are said already
-        own_turns = len(conversation.turns) - len(side) + shared  # the system prompt of its column comes first
-        conversation.trained = [trained and i >= own_turns for i, trained in enumerate(conversation.trained)]
-        if shared == 0 or (len(side) > shared and conversation.turns[own_turns]["role"] != "assistant"):
-            raise UserError(
-                f"{place}: the chosen and the rejected side answer different prompts; mend or remove the row."
-            )
+            conversation.notes = ()  # reported for the chosen side
+        start = len(conversation.turns) - len(side) + shared  # a system column adds a turn
+        conversation.trained = [trained and i >= start for i, trained in enumerate(conversation.trained)]
+        if shared == 0 or (len(side) > shared and conversation.turns[start]["role"] != "assistant"):
+            raise UserError(f"{place}: the chosen and the rejected side have different prompts; fix or remove the row.")
         both.append(conversation)
     return both[0], both[1]
 
 
 def _refuse_ranking(place: str, row: dict[str, Any]) -> None:
     """Raise UserError for a row that ranks several answers instead of comparing two."""
-    found = comparisons.ranking(row)
-    if found:
-        column, key, answers = found
+    ranking = comparisons.ranking(row)
+    if ranking:
+        column, key, answers = ranking
         raise UserError(
             f"{place}: column {column!r} ranks {answers} answers by {key!r}, but a preference pair has two; write rows "
-            "with `prompt`, `chosen` and `rejected`, such as the best and the worst of them."
+            "with `prompt`, `chosen` and `rejected`, e.g. with the best and the worst answer."
         )
 
 
 def _prompt(place: str, row: dict[str, Any]) -> list[dict]:
-    """Return the turns before the answers; [] if both sides are whole conversations."""
-    name = next((n for n in ("prompt", *CONVERSATION, *ASKED) if row.get(n) is not None), None)
+    """Return the turns before the answers; [] if both sides contain them."""
+    name = next((n for n in ("prompt", *CONVERSATION, *PROMPT_COLUMNS) if row.get(n) is not None), None)
     if name is None:
         return []
     value = row[name]
@@ -90,7 +94,7 @@ def _prompt(place: str, row: dict[str, Any]) -> list[dict]:
 
 
 def _side(place: str, name: str, value: Any, prompt: list[dict]) -> list[dict]:
-    """Return all turns of one side: the prompt and its answer, or the whole conversation that it holds."""
+    """Return all turns of one side: the prompt and its answer, or its complete conversation."""
     if isinstance(value, dict):
         value = [value]
     if isinstance(value, str):
@@ -98,7 +102,7 @@ def _side(place: str, name: str, value: Any, prompt: list[dict]) -> list[dict]:
             return [*prompt, {"role": "assistant", "content": conversations.string(place, name, value)}]
         if not value.startswith(comparisons.HUMAN):
             raise UserError(
-                f"{place}: column 'prompt' is missing, and {name!r} is a string that holds no dialogue; add the "
+                f"{place}: column 'prompt' is missing, and {name!r} is a string without a dialogue; add the "
                 "prompt, or map its column with --columns prompt=..."
             )
         return comparisons.dialogue(value)
@@ -109,16 +113,16 @@ def _side(place: str, name: str, value: Any, prompt: list[dict]) -> list[dict]:
 
 
 def _shared(chosen: list[dict], rejected: list[dict]) -> int:
-    """Return how many turns both sides begin with; never their last answer."""
+    """Return the number of leading turns that both sides share, at most all but the last."""
     most = min(len(chosen), len(rejected)) - 1
     return next((i for i in range(most) if chosen[i] != rejected[i]), most)
 
 
 def not_used(row: dict[str, Any]) -> list[str]:
-    """Return the columns of a row and the keys of its turns that are not empty and are ignored."""
+    """Return the ignored columns of a row and keys of its turns that are not empty."""
     columns = [str(k) for k, v in row.items() if k not in USED and k not in SCORES and v not in (None, "", [])]
     return columns + [
-        key for name in ("prompt", *CONVERSATION, *SIDES) for key in conversations.keys_not_used(name, row.get(name))
+        key for name in ("prompt", *CONVERSATION, *SIDES) for key in conversations.unused_keys(name, row.get(name))
     ]
 
 
@@ -135,13 +139,13 @@ METRICS = (
 
 
 class Pairs(Preference):
-    """A loss of the log-probabilities of both answers, a mean over the pairs of the whole step."""
+    """The mean loss of the pairs of a step, from the log-probabilities of both answers."""
 
-    name, loss_types = "pairs", preference_losses.OF_PAIRS
+    name, loss_types = "pairs", preference_losses.PAIR_LOSSES
 
     format, own_columns, documents, unit = KIND, frozenset(USED), 2, "pairs"
 
-    columns, counts = ("lengths",), OF_PAIRS
+    columns, counts = ("lengths",), PAIR_COUNTS
 
     sums = ("pairs", "loss", *METRICS, "preference_accuracy")
 
@@ -157,25 +161,27 @@ class Pairs(Preference):
 
     @staticmethod
     def _answer_tokens(inputs) -> torch.Tensor:
-        """Return the supervised tokens of the chosen and rejected side of each pair, (pairs, 2); 0 for fillers."""
+        """Return the numbers of supervised tokens of both sides of each pair, (pairs, 2); 0 for fillers."""
         return answer_tokens(inputs).view(-1, 2)
 
     def losses(self, model, inputs):
         settings, tokens = self.settings, self._answer_tokens(inputs)
-        own_inputs = {name: value for name, value in inputs.items() if name != "reference"}
+        model_inputs = {name: value for name, value in inputs.items() if name != "reference"}
         is_computed = settings.trains_adapter and not settings.precompute_ref_log_probs
         if "reference" in inputs:
             reference = inputs["reference"]
         elif settings.loss_type in preference_losses.REFERENCE_FREE or not is_computed:
-            reference = torch.zeros((), device=tokens.device)  # a loss without one, or a trial, whose rows come without
+            reference = torch.zeros((), device=tokens.device)  # unused, or rows of a trial, which lack it
         else:
             with self.as_reference(model):
-                reference = self.log_probs(model, own_inputs)[0]
-        own, outputs = self.log_probs(model, own_inputs)
-        losses, rewards, scores = preference_losses.losses(settings, own, reference.to(own), tokens.clamp(min=1))
+                reference = self.log_probs(model, model_inputs)[0]
+        log_probs, outputs = self.log_probs(model, model_inputs)
+        losses, rewards, scores = preference_losses.losses(
+            settings, log_probs, reference.to(log_probs), tokens.clamp(min=1)
+        )
         real = tokens[:, 0] > 0
         losses = losses.where(real, 0.0)
-        return losses, _sums(losses.detach(), rewards, scores, own.detach(), real), real.sum(), outputs
+        return losses, _sums(losses.detach(), rewards, scores, log_probs.detach(), real), real.sum(), outputs
 
     def means(self, total):
         return dict(zip(self.sums[1:], (total / total[0]).tolist()[1:], strict=True))
@@ -185,7 +191,7 @@ class Pairs(Preference):
         return {name: means[name] for name in METRICS}
 
     def lengths(self, sequences):
-        """Return the tokens of the longer side of each pair."""
+        """Return the number of tokens of the longer side of each pair."""
         return torch.tensor(sequences["lengths"][:]).amax(1)
 
     def reference_of(self, model, inputs):
@@ -193,9 +199,9 @@ class Pairs(Preference):
         return self.log_probs(model, inputs)[0]
 
 
-def _sums(losses, rewards, scores, own, real) -> torch.Tensor:
+def _sums(losses, rewards, scores, log_probs, real) -> torch.Tensor:
     """Return Pairs.sums over the pairs of a batch; fillers do not count."""
     chosen, rejected = rewards.unbind(1)
     values = [torch.ones_like(losses), losses, chosen, rejected, chosen - rejected, chosen > rejected,
-              *own.unbind(1), scores[:, 0] > scores[:, 1]]  # fmt: skip
+              *log_probs.unbind(1), scores[:, 0] > scores[:, 1]]  # fmt: skip
     return torch.stack([v.double() for v in values], 1).where(real[:, None], 0.0).sum(0)

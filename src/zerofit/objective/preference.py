@@ -1,4 +1,4 @@
-"""Preference: what pairs and labeled answers share, their losses, metrics and reference, without a second model."""
+"""Preference: base class of Pairs and Labeled, with losses, metrics and a reference without a second model."""
 
 import contextlib
 import hashlib
@@ -19,7 +19,7 @@ from zerofit.objective.interface import Objective
 
 
 class Preference(Objective):
-    """A loss of the log-probabilities of whole answers, a mean over the pairs or the answers of the whole step.
+    """The mean loss of the pairs or answers of a step, from the log-probabilities of complete answers.
 
     The reference is the model with its adapter off, or log-probabilities computed before the first step
     (--precompute_ref_log_probs) and kept in the cache and in the run folder.
@@ -38,15 +38,17 @@ class Preference(Objective):
 
     def __init__(self, trainer):
         super().__init__(trainer)
-        trainer.model_accepts_loss_kwargs = True  # `loss` divides by the examples of the step
-        self.total = torch.zeros(len(self.sums), dtype=torch.float64, device=trainer.args.device)  # since the last line
+        trainer.model_accepts_loss_kwargs = True  # `loss` divides by the number of examples
+        self.total = torch.zeros(
+            len(self.sums), dtype=torch.float64, device=trainer.args.device
+        )  # sums since the last log line
 
     def examples(self, inputs) -> torch.Tensor:
-        """Return the number of examples of a batch that are no filler."""
+        """Return the number of examples of a batch without fillers."""
         raise NotImplementedError
 
     def losses(self, model, inputs) -> tuple:
-        """Return (losses of the examples, their `sums`, examples that are no filler, the model's outputs)."""
+        """Return (losses of the examples, their `sums`, number of examples without fillers, the model's outputs)."""
         raise NotImplementedError
 
     def means(self, total: torch.Tensor) -> dict[str, float]:
@@ -54,15 +56,15 @@ class Preference(Objective):
         raise NotImplementedError
 
     def lengths(self, sequences) -> torch.Tensor:
-        """Return the tokens of the longest document of each row."""
+        """Return the number of tokens of the longest document of each row."""
         raise NotImplementedError
 
     def reference_of(self, model, inputs) -> torch.Tensor:
-        """Return the reference's log-probabilities of the two documents that a loss needs of each row, (rows, 2)."""
+        """Return the reference's log-probabilities of the two documents of each row, (rows, 2)."""
         raise NotImplementedError
 
     def rows_of_key(self, digest, sequences):
-        """Return the datasets.Dataset whose tokens decide the reference, and add to a hash what else does."""
+        """Return the datasets.Dataset that the reference depends on, and hash its other inputs."""
         return sequences
 
     def items(self, batches, device):
@@ -76,10 +78,10 @@ class Preference(Objective):
         loss = losses.sum() / count
         if trainer.router_loss:
             loss = loss + trainer.router_loss.share(outputs, examples, count)
-        return loss * (1 if items is None else trainer.counted_ranks), outputs
+        return loss * (1 if items is None else trainer.loss_world_size), outputs
 
     def log_probs(self, model, inputs):
-        """Return (summed log-probabilities of the answers, (rows, documents of a row); the model's outputs)."""
+        """Return (summed log-probabilities of the answers, (rows, documents per row); the model's outputs)."""
         documents = document_of_each_token(inputs)
         if self.trainer.fused_loss:
             with self.trainer.without_logits(documents):
@@ -93,11 +95,11 @@ class Preference(Objective):
 
     def evaluation_sums(self, model, inputs):
         sums = self.losses(model, inputs)[1]
-        if self.trainer.own_loss:
-            of_steps, examples = self.total, sums[0]
-            self.total = torch.zeros_like(of_steps)  # to which `loss` adds
-            sums[self.sums.index("loss")] = examples * self.trainer.own_mean(model, inputs, examples)
-            self.total = of_steps
+        if self.trainer.has_custom_loss:
+            step_total, examples = self.total, sums[0]
+            self.total = torch.zeros_like(step_total)  # `loss` adds to it
+            sums[self.sums.index("loss")] = examples * self.trainer.custom_loss_mean(model, inputs, examples)
+            self.total = step_total
         return sums
 
     def evaluation_metrics(self, total):
@@ -108,29 +110,29 @@ class Preference(Objective):
         return self.means(total)
 
     def _total_of_ranks(self) -> torch.Tensor:
-        """Return the sums since the last line over all ranks. Collective."""
+        """Return the sums since the last log line over all ranks. Collective."""
         total = self.total.clone()
         if self.trainer.args.world_size > 1:
             torch.distributed.all_reduce(total)
         return total
 
-    def unlogged(self):
+    def pending_log_state(self):
         return {"sums": self._total_of_ranks().tolist()}
 
-    def take_unlogged(self, kept):
-        if self.trainer.args.process_index == 0:  # `step_metrics` adds up those of all ranks
-            self.total += torch.tensor(kept["sums"], dtype=self.total.dtype, device=self.total.device)
+    def restore_log_state(self, state):
+        if self.trainer.args.process_index == 0:  # `step_metrics` sums over all ranks
+            self.total += torch.tensor(state["sums"], dtype=self.total.dtype, device=self.total.device)
 
     # --- the reference ---
 
     def adapter_off(self):
-        """Return a context in which the model is the one that training started from, before the first step."""
+        """Return a context in which the model has its initial weights, for use before the first step."""
         starts_from_base = self.settings.trains_adapter and not self.settings.initial_adapter
         return self.trainer.model.disable_adapter() if starts_from_base else contextlib.nullcontext()
 
     @contextlib.contextmanager
     def as_reference(self, model):
-        """Have forwards of `model` compute the reference of a step in the body."""
+        """Return a context in which forwards of `model` compute the reference of a step."""
         is_sharded = self.settings.zero == 3 and model is not self.trainer.model
         with torch.no_grad(), self.adapter_off(), patches.same_trace(model) if is_sharded else contextlib.nullcontext():
             yield
@@ -145,21 +147,21 @@ class Preference(Objective):
                 dataset.reference = self._kept_reference(name, dataset, model_key)
 
     def _kept_reference(self, name: str, dataset, model_key: str) -> torch.Tensor:
-        """Return the reference log-probabilities of a set's rows, (rows, 2), computed only if no file holds them.
+        """Return the reference log-probabilities of a set's rows, (rows, 2), from a file if it exists.
 
-        Args: model_key: on rank 0, which reads and writes the files.
-        Raises: UserError when a resumed run finds none: its weights are no longer the reference's.
+        Args: model_key: only on rank 0, which reads and writes the files.
+        Raises: UserError if the file of a resumed run is missing, as its weights are not the reference's.
         """
         resumed, first, files = self.settings.resume_from_checkpoint, self.trainer.args.process_index == 0, []
         if first:
-            name_of_file = f"reference-{model_key}-{self._rows_key(dataset.sequences)}.safetensors"
+            file_name = f"reference-{model_key}-{self._rows_key(dataset.sequences)}.safetensors"
             runs = [Path(self.trainer.args.output_dir), *([Path(resumed).parent] if resumed else [])]
-            files = [*(run / "reference" / name_of_file for run in runs), cache_folder() / name_of_file]
+            files = [*(run / "reference" / file_name for run in runs), cache_folder() / file_name]
         log_probs, missing = distributed.broadcast((_read(*files), str(files[-2])) if first else None)
         if log_probs is None and resumed:
             raise UserError(
                 f"--resume_from_checkpoint {resumed}: {missing} is missing, and the reference cannot be computed from "
-                "trained weights; restore the file, or begin a new run."
+                "trained weights; restore the file, or start a new run."
             )
         if log_probs is None:
             log_probs = self._compute_reference(name, dataset)
@@ -168,11 +170,11 @@ class Preference(Objective):
         return log_probs
 
     def _compute_reference(self, name: str, dataset) -> torch.Tensor:
-        """Compute the log-probabilities of all rows under the untrained model. Collective: the ranks share them."""
+        """Compute the log-probabilities of all rows with the untrained model, split over the ranks. Collective."""
         trainer, args, rows = self.trainer, self.trainer.args, dataset.sequences
         model = trainer.model_wrapped if trainer.is_deepspeed_enabled else trainer.model
         log_probs = torch.zeros(len(rows), 2, dtype=torch.float32, device=args.device)
-        # Longest first: sides of like lengths need little padding, and a step with as many needs more memory than this.
+        # Longest first: similar lengths need little padding. It needs less memory than a training step.
         order = self.lengths(rows).argsort(descending=True, stable=True).tolist()
         size = args.per_device_train_batch_size
         batches = [order[i : i + size] for i in range(0, len(rows), size)]
@@ -181,13 +183,13 @@ class Preference(Objective):
         with torch.no_grad(), self.adapter_off():
             for i in range(0, len(batches), args.world_size):
                 trainer.reporter.heartbeat.beat(trainer.state.global_step)
-                # A rank without rows left computes the first ones again, to take part in ZeRO-3's gathers.
-                own = i + args.process_index < len(batches)
-                batch = batches[i + args.process_index] if own else batches[0]
+                # A rank without remaining rows repeats the first ones, to participate in ZeRO-3's gathers.
+                has_batch = i + args.process_index < len(batches)
+                batch = batches[i + args.process_index] if has_batch else batches[0]
                 inputs = send_to_device(trainer.train_collator([rows[j] for j in batch]), args.device)
                 with trainer.compute_loss_context_manager():
                     values = self.reference_of(model, inputs)
-                if own:
+                if has_batch:
                     log_probs[batch] = values.float()
                 if args.process_index == 0 and time.monotonic() - last_line > 60:
                     last_line = time.monotonic()
@@ -201,7 +203,7 @@ class Preference(Objective):
         return log_probs.cpu()
 
     def _rows_key(self, sequences) -> str:
-        """Return a hash of the rows' tokens, which hold template and cut, and of how the objective pairs them."""
+        """Return a hash of the rows' tokens, which depend on template and truncation, and of their pairing."""
         import xxhash
 
         digest = xxhash.xxh3_64()
@@ -213,7 +215,7 @@ class Preference(Objective):
 
 
 def answer_tokens(inputs) -> torch.Tensor:
-    """Return the supervised tokens of each document of a batch, (documents,); 0 for fillers."""
+    """Return the number of supervised tokens of each document of a batch, (documents,); 0 for fillers."""
     documents, count = document_of_each_token(inputs)
     labeled = torch.nn.functional.pad(inputs["labels"][..., 1:], (0, 1), value=fused_loss.IGNORED) != fused_loss.IGNORED
     zeros = torch.zeros(count, dtype=torch.long, device=labeled.device)
@@ -228,7 +230,7 @@ def _model_key(settings) -> str:
     if settings.random_init or settings.new_tokens:
         parts += [settings.seed, settings.new_tokens]
     digest = xxhash.xxh3_64(str(parts).encode())
-    # The fingerprint has only the files' ends, which two models that were tuned from one base may share.
+    # The fingerprint covers only the files' ends, which may be equal for models tuned from the same base.
     folders = filter(None, (settings.model, settings.values.get("initial_adapter")))
     for path in (path for folder in folders for path in sorted(Path(folder).expanduser().glob("*.safetensors"))):
         with path.open("rb") as file:
@@ -237,7 +239,7 @@ def _model_key(settings) -> str:
 
 
 def _read(*files: Path) -> torch.Tensor | None:
-    """Return the tensor of the first file that exists and can be read."""
+    """Return the tensor of the first readable file, or None."""
     from safetensors import SafetensorError
     from safetensors.torch import load_file
 
@@ -248,7 +250,7 @@ def _read(*files: Path) -> torch.Tensor | None:
 
 
 def _write(file: Path, values: torch.Tensor) -> None:
-    """Write the file atomically, if it is not there."""
+    """Write the file atomically if it does not exist."""
     from safetensors.torch import save
 
     if not file.exists():

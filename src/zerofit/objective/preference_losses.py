@@ -13,13 +13,13 @@ x: difference of the rewards over beta, (log pi(chosen) / ref(chosen)) - (log pi
     orpo          -log p - beta log sigmoid(log odds ratio)       ORPO, arXiv 2403.07691, equations 3 to 7
                   per token, without a reference model: SFT and preference in one
 
-Of a single answer with a label, r = log pi / ref and z the KL term (labeled.py):
+For a single labeled answer, with r = log pi / ref and the KL term z (labeled.py):
 
     kto                w sigmoid(beta (z - r)), r - z of an unwanted answer    KTO, arXiv 2402.01306, equation 7
     apo_zero_unpaired  the same with z = 0                                     APO, arXiv 2408.06266
 
-sigmoid with --label_smoothing e is the conservative DPO: (1 - e) of the loss, and e of that of the swapped pair. The
-names and the use of tokens follow TRL 1.16 (of its CPOTrainer for simpo).
+sigmoid with --label_smoothing e is conservative DPO: (1 - e) x the loss + e x the loss of the swapped pair. Names and
+token counts follow TRL 1.16 (CPOTrainer for simpo).
 """
 
 import re
@@ -28,14 +28,14 @@ import torch
 from torch.nn.functional import logsigmoid
 
 from zerofit.base.errors import UserError
-from zerofit.data.published import rendered
+from zerofit.data.dataset_conventions import rendered
 from zerofit.job.settings import decide
 from zerofit.job.technique import AllBut, Conflict, Technique
 from zerofit.model import adapters, attention
 
-OF_LABELED = ("kto", "apo_zero_unpaired")  # of single answers with a label; the others compare two
+LABELED_LOSSES = ("kto", "apo_zero_unpaired")  # for single labeled answers; the others compare two
 
-OF_PAIRS = ("sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero", "simpo", "orpo")
+PAIR_LOSSES = ("sigmoid", "sigmoid_norm", "ipo", "hinge", "robust", "apo_zero", "simpo", "orpo")
 
 PER_TOKEN = ("sigmoid_norm", "ipo", "simpo", "orpo")
 
@@ -44,16 +44,16 @@ REFERENCE_FREE = ("simpo", "orpo")
 SMOOTHED = ("sigmoid", "robust")
 
 
-def losses(settings, own, reference, tokens):
-    """Return (loss, reward of chosen and rejected, scores that rank the two) of each pair: (n,), (n, 2), (n, 2).
+def losses(settings, log_probs, reference, tokens):
+    """Return (loss, rewards of chosen and rejected, scores for ranking) of each pair: (n,), (n, 2), (n, 2).
 
-    Args: own, reference: summed log-probabilities of the answers, (n, 2): chosen, rejected; tokens: their lengths.
+    Args: log_probs, reference: summed log-probabilities of the answers, (n, 2): chosen, rejected; tokens: lengths.
     """
     kind, beta, smoothing = settings.loss_type, settings.beta, settings.label_smoothing
-    ratios = own if kind in REFERENCE_FREE else own - reference
-    scores = own
+    ratios = log_probs if kind in REFERENCE_FREE else log_probs - reference
+    scores = log_probs
     if kind in PER_TOKEN:
-        ratios, scores = ratios / tokens, own / tokens
+        ratios, scores = ratios / tokens, log_probs / tokens
     rewards = beta * ratios
     margin = rewards[:, 0] - rewards[:, 1]
     if kind == "ipo":
@@ -72,11 +72,11 @@ def losses(settings, own, reference, tokens):
     else:
         loss = -(1 - smoothing) * logsigmoid(margin) - smoothing * logsigmoid(-margin)
     if settings.rpo_alpha:  # RPO, arXiv 2404.19733: the SFT loss of the chosen answer, per token
-        loss = loss - settings.rpo_alpha * own[:, 0] / tokens[:, 0]
+        loss = loss - settings.rpo_alpha * log_probs[:, 0] / tokens[:, 0]
     return loss, rewards.detach(), scores.detach()
 
 
-def losses_of_answers(settings, ratios, wanted, kl):
+def labeled_losses(settings, ratios, wanted, kl):
     """Return (loss, reward) of each labeled answer, (n,).
 
     Args: ratios: summed log-probabilities over the reference's; wanted: the labels; kl: z, 0 for apo_zero_unpaired.
@@ -87,13 +87,13 @@ def losses_of_answers(settings, ratios, wanted, kl):
 
 
 def _log_odds(log_probs):
-    """Return log(p / (1 - p)) of log p; p is at most 1 - 1e-6, as a certain answer (and a filler) has infinite odds."""
+    """Return log(p / (1 - p)) of log p, with p limited to 1 - 1e-6, as fillers have infinite odds."""
     log_probs = log_probs.clamp(max=-1e-6)
     return log_probs - torch.log(-torch.expm1(log_probs))
 
 
 def disable_dropout(model):
-    """Return the model without dropout, which would draw other masks for the reference than for the model."""
+    """Return the model without dropout, whose masks would differ between reference and model."""
     for module in model.modules():
         if isinstance(module, torch.nn.Dropout):
             module.p = 0.0
@@ -104,9 +104,9 @@ def disable_dropout(model):
 
 
 def resolve(settings) -> None:
-    """Check the flags of the preference losses where the recipe has them, and set those that follow from others.
+    """Check the flags of the preference losses if the recipe has them, and set dependent ones.
 
-    Raises: UserError naming flag, cause and fix.
+    Raises: UserError with flag, cause and fix.
     """
     if "precompute_ref_log_probs" not in settings.values:
         return
@@ -115,14 +115,16 @@ def resolve(settings) -> None:
     kind = settings.loss_type
     if kind in REFERENCE_FREE:
         if settings.precompute_ref_log_probs:
-            raise UserError(f"--precompute_ref_log_probs with --loss_type {kind}: it has no reference; leave it out.")
+            raise UserError(
+                f"--precompute_ref_log_probs with --loss_type {kind}: it does not use a reference; leave it out."
+            )
         decide(settings, "precompute_ref_log_probs", False)
         settings.decisions.append(f"loss_type {kind}: trains without a reference model")
     elif settings.values.get("initial_adapter"):
         if settings.precompute_ref_log_probs is False:
             raise UserError(
-                "--precompute_ref_log_probs false with --initial_adapter: the reference is the model with that "
-                "adapter; with its adapter off it is the base alone; leave the flag out."
+                "--precompute_ref_log_probs false with --initial_adapter: the reference is the model with this "
+                "adapter, not the base model; leave the flag out."
             )
         decide(settings, "precompute_ref_log_probs", True, "the reference is the model with its initial adapter")
     elif settings.trains_adapter and settings.precompute_ref_log_probs is None:
@@ -133,37 +135,37 @@ def resolve(settings) -> None:
             "leave the flag out, or use --adapter lora."
         )
     elif settings.precompute_ref_log_probs is None:
-        decide(settings, "precompute_ref_log_probs", True, "no second model in memory; 8 bytes a row")
+        decide(settings, "precompute_ref_log_probs", True, "avoids a second model in memory; 8 bytes per row")
 
 
 def _check_unused(settings) -> None:
-    of_labeled = settings.loss_type in OF_LABELED
-    if of_labeled and settings.rpo_alpha:
+    is_labeled = settings.loss_type in LABELED_LOSSES
+    if is_labeled and settings.rpo_alpha:
         raise UserError(
-            f"--rpo_alpha with --loss_type {settings.loss_type}: its rows are no pairs with a chosen answer; leave one "
-            "of the two out."
+            f"--rpo_alpha with --loss_type {settings.loss_type}: its rows are single answers, not pairs; leave one of "
+            "the two out."
         )
-    if of_labeled and not settings.desirable_weight and not settings.undesirable_weight:
-        raise UserError("--desirable_weight 0 --undesirable_weight 0: nothing would be learned; raise one of them.")
+    if is_labeled and not settings.desirable_weight and not settings.undesirable_weight:
+        raise UserError("--desirable_weight 0 --undesirable_weight 0: the loss would always be 0; raise one of them.")
     for name in ("desirable_weight", "undesirable_weight"):
-        if settings.source[name] != "default" and not of_labeled:
+        if settings.source[name] != "default" and not is_labeled:
             raise UserError(
-                f"--{name} with --loss_type {settings.loss_type}: only {' and '.join(OF_LABELED)} have it; leave one "
-                "of the two out."
+                f"--{name} with --loss_type {settings.loss_type}: only {' and '.join(LABELED_LOSSES)} use it; leave "
+                "one of the two out."
             )
     if settings.loss_type == "kto" and settings.effective_batch_size == 1:
         raise UserError(
-            "--loss_type kto with --effective_batch_size 1: the KL term is a mean over a step's answers, each with the "
-            "question of another one; use 2 or more."
+            "--loss_type kto with --effective_batch_size 1: the KL term pairs each answer of a step with another "
+            "question; use 2 or more."
         )
     if settings.label_smoothing and settings.loss_type not in SMOOTHED:
         raise UserError(
-            f"--label_smoothing with --loss_type {settings.loss_type}: only {' and '.join(SMOOTHED)} have it; leave "
+            f"--label_smoothing with --loss_type {settings.loss_type}: only {' and '.join(SMOOTHED)} use it; leave "
             "one of the two out."
         )
     if settings.source["simpo_gamma"] != "default" and settings.loss_type != "simpo":
         raise UserError(
-            f"--simpo_gamma with --loss_type {settings.loss_type}: only simpo has it; leave one of the two out."
+            f"--simpo_gamma with --loss_type {settings.loss_type}: only simpo uses it; leave one of the two out."
         )
 
 
@@ -171,28 +173,26 @@ def _check_adapter(settings) -> None:
     if not settings.trains_adapter:
         for name in adapters.FLAGS:
             if settings.source[name] != "default":
-                raise UserError(
-                    f"--{name} without --adapter: it belongs to an adapter; add --adapter lora, or leave it out."
-                )
+                raise UserError(f"--{name} needs an adapter; add --adapter lora, or leave it out.")
     elif not settings.precompute_ref_log_probs and settings.loss_type not in REFERENCE_FREE:
         for pair in settings.adapter_config or []:
             if re.match("bias=(?!none)", pair):
                 raise UserError(
-                    f"--adapter_config {pair} with recipes/dpo.py: trained biases stay when the adapter is off, which "
-                    "then is not the reference; add --precompute_ref_log_probs true."
+                    f"--adapter_config {pair} with recipes/dpo.py: trained biases stay on when the adapter is off, so "
+                    "the model would differ from the reference; add --precompute_ref_log_probs true."
                 )
 
 
-# What is made for rows of one document, or for a mean over tokens; and what moves the answers or the reference.
+# Conflicts: features for rows of one document or a mean over tokens, or that shift the answers or the reference.
 TECHNIQUE = Technique(
     name="preference loss",
-    flag="loss_type",  # which only recipes of preference pairs have
+    flag="loss_type",  # only in recipes of preference pairs
     example="--loss_type sigmoid",
     conflicts=(
-        Conflict("packing", (True,), "the two sides of a pair are one row already", "leave it out"),
-        Conflict("streaming", (True,), "the pairs and their reference are kept by row", "leave it out"),
-        Conflict("sp_size", None, "no rank has the whole answer whose log-probability counts", "leave it out"),
-        Conflict("train_on", AllBut("assistant"), "the loss is on the answers", "leave it out"),
+        Conflict("packing", (True,), "a row already contains the two sides of a pair", "leave it out"),
+        Conflict("streaming", (True,), "the reference is stored by row", "leave it out"),
+        Conflict("sp_size", None, "the log-probability of an answer needs all its tokens on one rank", "leave it out"),
+        Conflict("train_on", AllBut("assistant"), "the loss is computed on the answers", "leave it out"),
         Conflict(
             "data_format",
             AllBut("auto", *rendered.VALUES),
@@ -205,7 +205,7 @@ TECHNIQUE = Technique(
         Conflict(
             "init_lora_weights",
             AllBut("true", "gaussian", "orthogonal"),
-            "it changes the base, so the model with the adapter off is not the reference",
+            "it changes the base, so the model with the adapter off differs from the reference",
             "use true, gaussian or orthogonal",
         ),
     ),

@@ -13,7 +13,7 @@ from torch import _inductor
 from zerofit.base import distributed
 from zerofit.base.errors import first_line
 
-CHUNK = 1 << 24  # elements per update: fp32 copies of a whole ZeRO partition would cost what bf16 saves
+CHUNK = 1 << 24  # elements per update; fp32 copies of a full ZeRO partition would use up the saved memory
 
 
 def round_(target: torch.Tensor, value: torch.Tensor, noise: torch.Tensor | None) -> None:
@@ -33,15 +33,14 @@ def round_(target: torch.Tensor, value: torch.Tensor, noise: torch.Tensor | None
 class Noise:
     """Random bits that depend only on seed, step, tensor and part, so that a resumed run repeats them.
 
-    Args: part: index of the slice that this process updates: its rank under ZeRO, 0 for replicas, which must round
-        equally.
+    Args: part: index of this process's slice: its rank under ZeRO, 0 for replicas, which must round equally.
     """
 
     def __init__(self, seed: int, part: int = 0):
         self.seed, self.part, self.numbers, self.generators = seed, part, {}, {}
 
     def number(self, tensor: torch.Tensor) -> int:
-        """Return the index of a tensor, in the order of first calls."""
+        """Return the index of a tensor in the order of first calls."""
         return self.numbers.setdefault(tensor, len(self.numbers))
 
     def start(self, step: int, tensor: torch.Tensor) -> None:
@@ -59,7 +58,7 @@ class Noise:
 
 
 def chunks(*tensors: torch.Tensor):
-    """Yield flat views of CHUNK elements of every tensor in step; writes go to the tensors."""
+    """Yield tuples of flat views of CHUNK elements of the tensors."""
     if all(t.is_contiguous() for t in tensors):
         tensors = [t.view(-1) for t in tensors]
     return zip(*(t.split(CHUNK) for t in tensors), strict=True)
@@ -68,11 +67,11 @@ def chunks(*tensors: torch.Tensor):
 def update_(w, g, m, v, noise, decay, keep1, take1, keep2, take2, correction2, rate, eps) -> None:
     """Apply one step of AdamW to a chunk of weights and moments, in place.
 
-    Each product, sum, quotient and root is a separate operation, rounded by itself: no lerp, addcmul or addcdiv,
-    which fuse two of them on some devices. So the numbers are the same compiled and not.
+    Each product, sum, quotient and root is rounded separately (lerp, addcmul and addcdiv fuse two of them on some
+    devices), so compiled and uncompiled results are equal.
 
-    Args: noise: int32 of the same shape, all bits random, or None to round to nearest; others: scalars in fp32 on the
-        device of the chunk (Python's numbers would be compiled into the kernel, a kernel for each step).
+    Args: noise: int32 of the same shape, all bits random, or None to round to nearest; others: fp32 scalars on the
+        device of the chunk (Python numbers would be compiled into the kernel, a new kernel for each step).
     """
     g = g.float()
     m_new = m.float().mul_(keep1).add_(g * take1)
@@ -86,16 +85,16 @@ def update_(w, g, m, v, noise, decay, keep1, take1, keep2, take2, correction2, r
 
 @functools.cache
 def compiled_update():
-    """Return update_ as one kernel, compiled at its first call; neither contracted to multiply-adds nor approximate."""
-    exact = ("emulate_precision_casts", "eager_numerics.division_rounding")  # the first switches contraction off
+    """Return update_ as one kernel, compiled at its first call, without multiply-adds or approximations."""
+    exact = ("emulate_precision_casts", "eager_numerics.division_rounding")  # the first disables multiply-adds
     known = _inductor.list_options()
     return torch.compile(update_, dynamic=True, options={name: True for name in exact if name in known})
 
 
 @torch.no_grad()
 def why_not_compiled(device: torch.device) -> str | None:
-    """Compile the update and compare a small one with Python's; return what is wrong, or None."""
-    results, size = [], 4099  # no multiple of a block
+    """Compile the update and compare a small one with Python's; return the problem or None."""
+    results, size = [], 4099  # not a multiple of a block
     for update in (update_, compiled_update()):
         noise = Noise(0)
         generator = torch.Generator(device).manual_seed(0)
@@ -104,14 +103,14 @@ def why_not_compiled(device: torch.device) -> str | None:
         scalars = _scalars(device, 1, 1e-3, (0.9, 0.999), 1e-8, 0.01)
         tensors[3].abs_()
         try:
-            for first in (0, 16):  # chunks after the first, which begin inside of a tensor
+            for first in (0, 16):  # later chunks begin inside a tensor
                 update(*(t[first:] for t in tensors), noise.draw(tensors[0][first:]), *scalars)
         except torch.OutOfMemoryError:
             raise
-        except Exception as error:  # a missing compiler, driver or library: whatever torch.compile meets
+        except Exception as error:  # e.g. a missing compiler, driver or library
             return f"{type(error).__name__}: {first_line(error)}"
         results.append(torch.cat(tensors))
-    # A few fp32 values may differ in the last bit, and one in 65,536 of those is then rounded to the other neighbor.
+    # A few fp32 values may differ in the last bit; one in 65,536 of these is rounded to the other neighbor.
     different = (results[0] != results[1]).sum().item()
     if different > 4 or not torch.allclose(*(r.float() for r in results), rtol=2**-6, atol=1e-6):
         return f"{different} of {4 * size} numbers of a test differ from Python's"
@@ -119,7 +118,7 @@ def why_not_compiled(device: torch.device) -> str | None:
 
 
 def _scalars(device, step: int, lr: float, betas, eps: float, weight_decay: float) -> list[torch.Tensor]:
-    """Return the scalars of update_, filled in on the device, which nothing waits for."""
+    """Return the scalars of update_, filled in on the device without a synchronization."""
     beta1, beta2 = betas
     values = (1 - lr * weight_decay, beta1, 1 - beta1, beta2, 1 - beta2, 1 - beta2**step, lr / (1 - beta1**step), eps)
     return [torch.full((), value, dtype=torch.float32, device=device) for value in values]
@@ -128,9 +127,9 @@ def _scalars(device, step: int, lr: float, betas, eps: float, weight_decay: floa
 class AdamW(torch.optim.Optimizer):
     """AdamW (arXiv 1711.05101), computed in fp32 by chunks; states have the dtype of the parameters.
 
-    bf16 weights and second moments are rounded stochastically, first moments to nearest. With fp32 parameters it
-    equals torch.optim.AdamW. torchao's AdamW with bf16_stochastic_round is one kernel too, but it rounds second moments
-    to nearest, draws from the global generator, and is private.
+    bf16 weights and second moments are rounded stochastically, first moments to nearest. With fp32 parameters the
+    result equals torch.optim.AdamW. torchao's AdamW with bf16_stochastic_round is also one kernel, but it rounds second
+    moments to nearest, draws from the global generator, and is private.
     """
 
     def __init__(self, params, lr=1e-3, betas=(0.9, 0.999), eps=1e-8, weight_decay=0.0, seed=0, part=0, compiled=False):
@@ -141,7 +140,7 @@ class AdamW(torch.optim.Optimizer):
     def step(self, closure=None):
         loss = closure() if closure is not None else None
         for group in self.param_groups:
-            scalars = {}  # of each (device, step)
+            scalars = {}  # (device, step) -> scalars
             for p in group["params"]:
                 self.noise.number(p)  # also without a gradient, so that a resumed run has the same indices
                 if p.grad is None:
@@ -162,8 +161,8 @@ class AdamW(torch.optim.Optimizer):
     def _update(self, *arguments) -> None:
         """Apply update_, compiled if it can be.
 
-        A tensor of another kind, such as an expert's that has a gradient for the first time, is compiled anew in the
-        middle of a run, before anything is written. Where that fails, this rank continues in Python.
+        A new kind of tensor, such as an expert with its first gradient, triggers a compilation during the run. If it
+        fails, which changes no tensor, this rank continues in Python.
         """
         if self.compiled:
             try:
@@ -173,8 +172,8 @@ class AdamW(torch.optim.Optimizer):
             except Exception as error:
                 self.compiled = False
                 print(
-                    f"note: rank {distributed.rank()}: AdamW of --pure_bf16 continues in Python operations, which "
-                    f"takes longer: {type(error).__name__}: {first_line(error)}",
+                    f"note: rank {distributed.rank()}: AdamW of --pure_bf16 continues uncompiled, which is slower: "
+                    f"{type(error).__name__}: {first_line(error)}",
                     flush=True,
                 )
             else:

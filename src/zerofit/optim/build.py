@@ -20,7 +20,10 @@ def own_optimizer(trainer, model):
         return spec.build(parameter_groups(trainer, model), args.learning_rate)
     extra = registry.arguments(settings)
     common = {"lr": args.learning_rate, "betas": (args.adam_beta1, args.adam_beta2), "eps": args.adam_epsilon}
-    noise = {"seed": args.seed, "part": 0 if settings.zero == 0 else args.process_index}  # ZeRO: a slice per rank
+    noise = {
+        "seed": args.seed,
+        "part": 0 if settings.zero == 0 else args.process_index,
+    }  # ZeRO: one slice per rank
     if settings.optim == "sophia":
         numbers = {k: float(v) for k, v in extra.items() if k in ("gamma", "eps")}
         betas = (float(extra.get("beta1", 0.96)), float(extra.get("beta2", 0.99)))
@@ -34,39 +37,39 @@ def own_optimizer(trainer, model):
     if spec and spec.module == "bitsandbytes":
         import bitsandbytes
 
-        # Its table of parameters with 32-bit states is global and indexed by position: under ZeRO, the partition of
-        # the next trainer in this process would match the last one's entry for the embeddings.
+        # Its table of parameters with 32-bit states is global and indexed by position: under ZeRO a partition of the
+        # next trainer in this process would match the last trainer's entry for the embeddings.
         bitsandbytes.optim.GlobalOptimManager.get_instance().initialize()
     return None
 
 
 def _compiles_adamw(choice: str, device) -> bool:
-    """Return whether AdamW of --pure_bf16 runs as one kernel, alike on all ranks, and print which. Collective.
+    """Return whether AdamW of --pure_bf16 runs compiled, the same on all ranks, and print it. Collective.
 
-    Args: choice: of --optim_args compile=: true, false, or auto: on a GPU (a simulated one is none).
+    Args: choice: --optim_args compile=: true, false, or auto (on a real GPU).
     """
     if device.type not in {"auto": ("cuda",), "true": ("cuda", "cpu")}.get(choice, ()):
         return False
     problems = list(filter(None, distributed.all_gather(bf16_adamw.why_not_compiled(device))))
     if distributed.rank() == 0 and problems:
-        print(f"note: --pure_bf16: AdamW runs in Python operations, which takes longer: {problems[0]}", flush=True)
+        print(f"note: --pure_bf16: AdamW runs uncompiled, which is slower: {problems[0]}", flush=True)
     elif distributed.rank() == 0:
-        print("  - pure_bf16: AdamW is one compiled kernel", flush=True)
+        print("  - pure_bf16: AdamW runs as one compiled kernel", flush=True)
     return not problems
 
 
 def forget_initial_step(optimizer) -> None:
-    """Undo the step with zero gradients by which DeepSpeed's 16-bit optimizers of stage 0 make their states.
+    """Undo the step with zero gradients in which DeepSpeed's 16-bit optimizers of stage 0 create their states.
 
-    Adam would take the first real step for its second, and make it 0.74 times as large.
+    Otherwise Adam would treat the first real step as its second and make it 0.74 times as large.
     """
     if type(optimizer).__module__.startswith("deepspeed.runtime.fp16."):
-        optimizer.optimizer.state.clear()  # the first real step makes them again
-        optimizer.refresh_fp32_params()  # that step has decayed them
+        optimizer.optimizer.state.clear()  # the first real step creates them again
+        optimizer.refresh_fp32_params()  # the undone step applied weight decay
 
 
 def parameter_groups(trainer, model) -> list[dict]:
-    """Return the trained parameters in two groups: with weight decay, and without (biases, norms)."""
+    """Return the trained parameters in two groups: with and without (biases, norms) weight decay."""
     decayed = set(trainer.get_decay_parameter_names(model))
     trained = [(n, p) for n, p in model.named_parameters() if p.requires_grad]
     groups = [
@@ -79,8 +82,8 @@ def parameter_groups(trainer, model) -> list[dict]:
 def _muon(model, groups: list[dict], common: dict, momentum: float):
     """Return DeepSpeed's Muon, which orthogonalizes hidden matrices at every stage; AdamW for the rest.
 
-    The rate of each shape is scaled so that an update has AdamW's usual root mean square of 0.2 (arXiv 2502.16982,
-    equation 4): one learning rate serves both.
+    Scale the rate of each shape so that an update has AdamW's usual root mean square of 0.2 (arXiv 2502.16982, equation
+    4), and one learning rate works for both.
     """
     from deepspeed.runtime.zero.muon.muon_optimizer import MuonWithAuxAdam
 
@@ -98,7 +101,7 @@ def _muon(model, groups: list[dict], common: dict, momentum: float):
             matrices.setdefault((shape, options["lr"], options["weight_decay"]), []).append(p)
     for (shape, lr, decay), params in matrices.items():
         rows, columns = shape
-        # DeepSpeed itself multiplies by sqrt(max(1, rows / columns)). rate x decay must not depend on the scale.
+        # DeepSpeed multiplies by sqrt(max(1, rows / columns)). rate x decay must not depend on the scale.
         scale = 0.2 * math.sqrt(max(rows, columns)) / math.sqrt(max(1.0, rows / columns))
         label = f"muon-{rows}x{columns}"
         param_groups.append(

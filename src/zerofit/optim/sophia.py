@@ -1,8 +1,8 @@
 """Sophia-G (arXiv 2305.14342): momentum divided by a diagonal curvature estimate, clipped per weight.
 
 Algorithm 3 with the Gauss-Newton-Bartlett estimator (algorithm 2): every k steps, labels are sampled from the model's
-predictions on the batch of the step, and the moving average h is updated with B * g * g, where g is the gradient of
-the mean loss over these B tokens.
+predictions on the batch of the step, and the moving average h is updated with B * g * g; g is the gradient of the mean
+loss over these B tokens.
 """
 
 import contextlib
@@ -15,11 +15,11 @@ from zerofit.optim import bf16_adamw
 
 
 class SophiaG(torch.optim.Optimizer):
-    """The Sophia-G optimizer; set `sampled_tokens` for a step that updates only h.
+    """The Sophia-G optimizer; set `sampled_tokens` for a step that only updates h.
 
     m = b1 m + (1-b1) g; h = b2 h + (1-b2) B g^2 every k steps; w = (1 - lr wd) w - lr clip(m / max(gamma h, eps), 1).
-    Elementwise, so it works on full parameters and on ZeRO's flat partitions. Weights and states have the dtype of the
-    parameters; bf16 weights and h (no fp32 master) are rounded stochastically, m to nearest.
+    It is elementwise and supports full parameters and ZeRO's flat partitions. Weights and states have the dtype of the
+    parameters; bf16 weights and h (without fp32 master) are rounded stochastically, m to nearest.
     """
 
     def __init__(
@@ -27,7 +27,7 @@ class SophiaG(torch.optim.Optimizer):
     ):
         super().__init__(params, {"lr": lr, "betas": betas, "gamma": gamma, "eps": eps, "weight_decay": weight_decay})
         self.k, self.noise = k, bf16_adamw.Noise(seed, part)
-        self.sampled_tokens = None  # if set, gradients are of sampled labels, and step() updates only h
+        self.sampled_tokens = None  # if set, gradients belong to sampled labels, and step() only updates h
 
     @torch.no_grad()
     def step(self, closure=None):
@@ -51,7 +51,7 @@ class SophiaG(torch.optim.Optimizer):
             g = g.float()
             before = h.float()
             new = (before * beta).addcmul_(g, g, value=(1 - beta) * self.sampled_tokens)
-            new = torch.where(new.isfinite(), new, before)  # of a batch that train/nan_guard.py has not seen yet
+            new = torch.where(new.isfinite(), new, before)  # train/nan_guard.py checks the batch later
             bf16_adamw.round_(h, new, self.noise.draw(h) & 0xFFFF if h.dtype == torch.bfloat16 else None)
 
     def _update_weights(self, group, p, state) -> None:
@@ -69,22 +69,22 @@ class SophiaG(torch.optim.Optimizer):
 def sampled_labels(logits: torch.Tensor, labels: torch.Tensor, seed: int, documents=None) -> torch.Tensor:
     """Sample one token per position from the softmax of its logits.
 
-    The draws for a document depend only on its labels and `seed`, not on how documents are distributed over ranks,
-    micro batches and rows. Args: logits (batch, tokens, vocabulary); labels (batch, tokens), -100 where nothing is
-    supervised; documents: (start, end) of those in the only row, None: each row is one.
+    The draws for a document depend only on its labels and `seed`, not on the distribution of documents over ranks,
+    micro batches and rows. Args: logits (batch, tokens, vocabulary); labels (batch, tokens), -100 if not supervised;
+    documents: (start, end) of the documents in the only row, None: each row is a document.
     Returns: (batch, tokens).
     """
     drawn = torch.zeros_like(labels)
     for row, row_labels, row_drawn in zip(logits, labels, drawn, strict=True):
         for start, end in documents or [(0, len(row_labels))]:
-            of_document = row_labels[start:end]
-            position = torch.arange(1, len(of_document) + 1, device=labels.device)
-            key = int((of_document.clamp(min=0) * position).sum())
+            document_labels = row_labels[start:end]
+            position = torch.arange(1, len(document_labels) + 1, device=labels.device)
+            key = int((document_labels.clamp(min=0) * position).sum())
             generator = torch.Generator().manual_seed(hash((seed, key)) & 0x7FFFFFFF)
-            uniform = torch.rand(len(of_document), 1, generator=generator, dtype=torch.float64)
+            uniform = torch.rand(len(document_labels), 1, generator=generator, dtype=torch.float64)
             cumulative = row[start:end].float().softmax(-1).cumsum(-1)
-            found = torch.searchsorted(cumulative, uniform.to(row.device, torch.float32) * cumulative[:, -1:])
-            row_drawn[start:end] = found.squeeze(-1)
+            tokens = torch.searchsorted(cumulative, uniform.to(row.device, torch.float32) * cumulative[:, -1:])
+            row_drawn[start:end] = tokens.squeeze(-1)
     return drawn.clamp_(max=logits.shape[-1] - 1)
 
 
@@ -98,8 +98,8 @@ def estimate(trainer, batches: list[dict]) -> None:
     """Update h with one estimate from the micro batches of the next step; all ranks call it.
 
     Gradients of the sampled labels take the usual path (reduction by DDP or DeepSpeed, ZeRO's partitions and fp32
-    master weights); only step() differs. Clipping, which would scale the estimate, is off meanwhile; DeepSpeed's step
-    counters are restored.
+    master weights); only step() differs. Clipping would scale the estimate and is off for it; DeepSpeed's step counters
+    are restored.
     """
     optimizer, model = unwrapped(trainer.optimizer), trainer.model_wrapped
     ranks, steps = trainer.args.world_size, trainer.state.global_step

@@ -1,1 +1,1 @@
-"""Parallelism: what splits a row or the model over ranks."""
+"""Parallelism: split rows or the model over ranks."""

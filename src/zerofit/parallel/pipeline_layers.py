@@ -1,8 +1,8 @@
 """Cut a model into stages for DeepSpeed's PipelineModule; load and save each stage's weights by name.
 
-The whole model is built on the meta device, where it has no memory. A stage copies its own modules from there and reads
-their weights from the safetensors files, tensor by tensor. Hidden states and position ids pass between the stages;
-documents of a packed row begin where the position is 0.
+The full model is built on the meta device, without memory. A stage copies its modules and reads their weights from the
+safetensors files, tensor by tensor. Hidden states and position ids pass between the stages; documents of a packed row
+begin at position 0.
 """
 
 import contextlib
@@ -25,15 +25,15 @@ EMBEDDING, NORM, HEAD = "model.embed_tokens", "model.norm", "lm_head"
 
 
 class Positions:
-    """What every layer of a stage derives from the position ids, computed once for a micro batch."""
+    """Arguments of decoder layers that follow from the position ids, computed once per micro batch."""
 
     def __init__(self, rotary):
-        self.rotary, self.seen, self.derived = rotary, None, {}
+        self.rotary, self.positions, self.derived = rotary, None, {}
 
     def arguments(self, hidden: torch.Tensor, positions: torch.Tensor) -> dict:
-        """Return the arguments of a decoder layer: rotary embeddings and, for a single row, its documents' bounds."""
-        if positions is not self.seen:
-            self.seen, self.derived = positions, {"position_embeddings": self.rotary(hidden, positions)}
+        """Return the arguments of a decoder layer: rotary embeddings and, for a single row, document bounds."""
+        if positions is not self.positions:
+            self.positions, self.derived = positions, {"position_embeddings": self.rotary(hidden, positions)}
             if len(positions) == 1:
                 starts = (positions[0] == 0).nonzero()[:, 0]
                 bounds = torch.nn.functional.pad(starts, (0, 1), value=positions.shape[1]).int()
@@ -44,7 +44,7 @@ class Positions:
 
 
 class Part(torch.nn.Module):
-    """One module of the model, without weights yet; `name`: the model's own name of it."""
+    """A module of the model, initially without weights. Args: name: its name in the model."""
 
     def __init__(self, model, name: str, device):
         super().__init__()
@@ -58,7 +58,7 @@ class Part(torch.nn.Module):
         return self.get_submodule(self.name.rpartition(".")[2])
 
     def named_weights(self) -> dict[str, torch.nn.Parameter]:
-        """Return the parameters by the model's own names."""
+        """Return the parameters by their names in the model."""
         return {f"{self.name}.{name}": parameter for name, parameter in self.inner.named_parameters()}
 
 
@@ -85,16 +85,16 @@ class Norm(Part):
 
 
 class Head(Part):
-    """Return the hidden states unchanged: the loss function multiplies them with the head's weight."""
+    """Return the hidden states unchanged: the loss function multiplies them by the head's weight."""
 
     def forward(self, hidden):
         return hidden
 
 
 class Pipeline(PipelineModule):
-    """The stage of this rank. config, architecture, shapes by name, numel: of the whole model."""
+    """The stage of this rank; config, architecture, shapes by name and numel describe the full model."""
 
-    accepts_loss_kwargs = True  # transformers then counts the supervised tokens of a step
+    accepts_loss_kwargs = True  # makes transformers count the supervised tokens of a step
     loss_type = "ForCausalLM"  # ... with labels shifted by one
 
     def __init__(self, model, stages: int, device):
@@ -111,12 +111,12 @@ class Pipeline(PipelineModule):
         first, last = part(Embedding, EMBEDDING), part(Head, HEAD)
         if tied:
             first, last = shared(), shared(forward_fn=lambda _, hidden: hidden)
-        with contextlib.redirect_stdout(io.StringIO()):  # rank 0 would print the cut, a line a layer
+        with contextlib.redirect_stdout(io.StringIO()):  # rank 0 would print a line per layer
             super().__init__(
                 [first, *layers, part(Norm, NORM), last],
                 num_stages=stages,
                 partition_method="parameters",
-                dynamic_shape=True,  # batches have their own widths
+                dynamic_shape=True,  # batches differ in width
             )
         self.config, self.architecture = model.config, type(model).__name__
         self.generation_config = model.generation_config
@@ -125,25 +125,25 @@ class Pipeline(PipelineModule):
         self.numel = sum(weight.numel() for weight in weights.values())
 
     def named_weights(self) -> dict[str, torch.nn.Parameter]:
-        """Return the weights of this rank's parts by the model's own names, those of a tied part once."""
+        """Return the weights of this rank's parts by their names in the model, without duplicates of tied parts."""
         parts = (module for module in self.modules() if isinstance(module, Part))
         return {name: weight for part in parts for name, weight in part.named_weights().items()}
 
     def head_weight(self) -> torch.nn.Parameter:
-        """Return the matrix of the head, on the last stage."""
+        """Return the weight of the head on the last stage."""
         return self.named_weights()[f"{EMBEDDING if self.config.tie_word_embeddings else HEAD}.weight"]
 
-    def cut_in_words(self) -> str:
-        """Return how many of the model's layers each stage has, e.g. "4 + 4 layers"."""
+    def layers_per_stage(self) -> str:
+        """Return the numbers of layers of the stages: "4 + 4 layers"."""
         layers = range(1, self.config.num_hidden_layers + 1)  # 0 is the embedding
         counts = [len(set(layers) & set(range(*bounds))) for bounds in itertools.pairwise(self.parts)]
         return f"{' + '.join(map(str, counts))} layers"
 
 
 def build(settings, tokenizer) -> Pipeline:
-    """Return this rank's stage of the model with its weights, cache off; collective.
+    """Return this rank's stage of the model with its weights, cache off. Collective.
 
-    Raises: UserError for a model that cannot be found, read or cut.
+    Raises: UserError for a model that cannot be found, read or split.
     """
     set_seed(settings.seed)
     attention.avoid_wrong_kernels()
@@ -154,7 +154,7 @@ def build(settings, tokenizer) -> Pipeline:
         model = AutoModelForCausalLM.from_config(config, attn_implementation=settings.attn_implementation, dtype=dtype)
     config = model.config
     config.architectures, config.dtype, config.use_cache = [type(model).__name__], dtype, False
-    if config.pad_token_id is None:  # not before: the embedding of a padding token gets no gradient
+    if config.pad_token_id is None:  # after the build: padding_idx would freeze its embedding
         config.pad_token_id = tokenizer.pad_token_id
     if (folder / "generation_config.json").exists():
         model.generation_config = GenerationConfig.from_pretrained(folder)
@@ -162,15 +162,15 @@ def build(settings, tokenizer) -> Pipeline:
     device = torch.device("cpu") if settings.use_cpu else torch.device("cuda", torch.cuda.current_device())
     pipeline = Pipeline(model, settings.pp_size, device)
     _read_weights(pipeline, folder, settings)
-    settings.decisions.append(f"stages of {pipeline.cut_in_words()}, cut by their numbers of parameters")
+    settings.decisions.append(f"pipeline stages: {pipeline.layers_per_stage()}, balanced by parameters")
     return pipeline
 
 
 @torch.no_grad()
 def _read_weights(pipeline: Pipeline, folder: Path, settings) -> None:
-    """Read the weights of this rank's parts. Raises: UserError if one of any stage is missing or of another shape."""
+    """Read the weights of this rank's parts. Raises: UserError if a weight of any stage is missing or mismatched."""
     weights = stored.Weights(folder)
-    shapes, held = pipeline.shapes, weights.where.keys()  # of all stages, so that all ranks raise or none
+    shapes, held = pipeline.shapes, weights.where.keys()  # all stages, so that all ranks raise together
     names = complete.Names(
         total=len(shapes),
         missing=tuple(sorted(shapes.keys() - held)),
@@ -189,16 +189,16 @@ def _read_weights(pipeline: Pipeline, folder: Path, settings) -> None:
 
 
 def save(pipeline: Pipeline, folder: Path, tokenizer) -> None:
-    """Write a Hugging Face folder: a file by each stage's first rank, the index and the rest by rank 0; collective."""
+    """Write a Hugging Face folder: each stage's first rank its weights, rank 0 the rest. Collective."""
     folder.mkdir(parents=True, exist_ok=True)
     stage, stages = pipeline.stage_id, pipeline.num_stages
-    file, own = f"model-{stage + 1:05}-of-{stages:05}.safetensors", {}
+    file, weights = f"model-{stage + 1:05}-of-{stages:05}.safetensors", {}
     if pipeline.mpu().get_data_parallel_rank() == 0:
-        own = pipeline.named_weights()
+        weights = pipeline.named_weights()
         if stage > 0:
-            own.pop(f"{EMBEDDING}.weight", None)  # a tied head: stage 0 saves the matrix
-        save_file({name: w.detach().contiguous() for name, w in own.items()}, folder / file, {"format": "pt"})
-    written = distributed.all_gather((file, list(own), sum(w.nbytes for w in own.values())))
+            weights.pop(f"{EMBEDDING}.weight", None)  # stage 0 saves the weight of a tied head
+        save_file({name: w.detach().contiguous() for name, w in weights.items()}, folder / file, {"format": "pt"})
+    written = distributed.all_gather((file, list(weights), sum(w.nbytes for w in weights.values())))
     if distributed.rank() != 0:
         return
     weight_map = {name: file for file, names, _ in written for name in names}

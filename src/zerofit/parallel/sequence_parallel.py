@@ -1,11 +1,11 @@
 """Split the tokens of each row over a group of ranks (--sp_size, Ulysses: arXiv 2309.14509).
 
 All ranks of a group load the same rows, and each computes the layers for its slice of the tokens. Around the attention
-an all-to-all exchanges slices of tokens for slices of heads, so the kernel sees whole documents; the backward is the
-opposite exchange. A rank's loss is the sum over its slice / supervised tokens of the step x all ranks. The mean of the
-gradients over all ranks, which DDP and each ZeRO stage compute anyway, is then the gradient of the step, so they need
-no change for groups, and states are sharded over all ranks. (DeepSpeed's own Ulysses gives each rank the loss of its
-group, which scales the gradients by sp_size at stages 1 and 2: DeepSpeed issues 5248 and 7837.)
+an all-to-all exchanges slices of tokens for slices of heads, so the kernel sees complete documents; the backward is the
+opposite exchange. A rank's loss is the sum over its slice / supervised tokens of the step x all ranks. DDP and ZeRO
+average gradients over all ranks, which yields the gradient of the step, so they work unchanged, and states are sharded
+over all ranks. (DeepSpeed's Ulysses uses the loss of the group on each rank, which scales the gradients by
+sp_size at stages 1 and 2: DeepSpeed issues 5248 and 7837.)
 """
 
 import contextlib
@@ -27,25 +27,28 @@ from zerofit.parallel.interface import Parallel
 
 NAME = "zerofit_sequence_parallel"
 
-# What --sp_size above 1 excludes.
+# Conflicts of --sp_size above 1.
 CONFLICTS = (
     Conflict(
-        "optim", ("sophia",), "its estimate samples labels from the logits of whole rows", "use another optimizer"
+        "optim", ("sophia",), "its estimate samples labels from the logits of complete rows", "use another optimizer"
     ),
     Conflict(
         "adapter",
         ("prompt_tuning", "prefix_tuning", "adaption_prompt"),
-        "its prompt would come before each slice instead of the row",
+        "its prompt would precede each slice instead of the row",
         "use --adapter lora",
     ),
-    Conflict("label_smoothing_factor", None, "it shifts the labels of each slice once more", "leave it out"),
+    Conflict("label_smoothing_factor", None, "it would shift the labels of each slice a second time", "leave it out"),
     Conflict(
-        "neftune_noise_alpha", None, "its noise is scaled by the length of a slice instead of the row", "leave it out"
+        "neftune_noise_alpha",
+        None,
+        "its noise would be scaled by a slice's length instead of the row's",
+        "leave it out",
     ),
     Conflict(
         "include_num_input_tokens_seen",
         (True, "all", "non_padding"),
-        "it would count a row once for each rank of its group",
+        "it would count each row once per rank of its group",
         "leave it out (metrics.jsonl has tokens_per_second)",
     ),
     Conflict("torch_compile", None, "the exchange between the ranks cannot be traced", "leave it out"),
@@ -56,24 +59,24 @@ CONFLICTS = (
 
 
 def resolve(settings) -> None:
-    """Choose the attention of --sp_size. Raises: UserError for another one that was asked for."""
+    """Choose the attention of --sp_size. Raises: UserError if another attention is set."""
     size = settings.sp_size
     if size == 1:
         return
     if settings.attn_implementation not in ("sdpa", attention.NAME):
         raise UserError(
-            f"--sp_size {size} with --attn_implementation {settings.attn_implementation}: only sdpa's kernels are "
-            "called with whole rows; use sdpa."
+            f"--sp_size {size} with --attn_implementation {settings.attn_implementation}: only sdpa is "
+            "supported; use sdpa."
         )
     if settings.deepspeed is not None and "train_batch_size" in settings.deepspeed:
-        settings.deepspeed["train_batch_size"] = "auto"  # DeepSpeed counts a group's rows once for each rank
-    decide(settings, "attn_implementation", NAME, f"the {size} ranks of a group exchange tokens for heads around it")
+        settings.deepspeed["train_batch_size"] = "auto"  # DeepSpeed counts a group's rows once per rank
+    decide(settings, "attn_implementation", NAME, f"{size} ranks exchange tokens for heads around it")
 
 
 def resolve_for_model(settings, config) -> None:
-    """Check that the layers of a model can be computed on slices of the tokens, and register the attention for it.
+    """Check that the model can be computed on slices of the tokens, and register the attention.
 
-    Args: config: of the model.
+    Args: config: the model's configuration.
     Raises: UserError.
     """
     size, text = settings.sp_size, config.get_text_config()
@@ -91,20 +94,20 @@ def resolve_for_model(settings, config) -> None:
         why = "its router loss (output_router_logits in config.json) is not a sum over tokens"
     heads = getattr(text, "num_attention_heads", None)
     if not why and not isinstance(heads, int):
-        why = "its config.json has no number of attention heads"
+        why = "its config.json lacks the number of attention heads"
     if why:
-        why = why.partition(", but with --attn_implementation")[0]  # which --sp_size excludes
+        why = why.partition(", only with --attn_implementation")[0]  # this hint does not apply here
         raise UserError(f"--sp_size {size}: {why}; train this model without it.")
     if heads % size:
         divisors = ", ".join(str(n) for n in range(1, heads + 1) if heads % n == 0)
         raise UserError(f"--sp_size {size}: must divide the model's {heads} attention heads; use one of {divisors}.")
-    attention.tell_of_loop(settings, config)
+    attention.add_loop_decision(settings, config)
     register()
 
 
 def _sent(shape, tokens: int, size: int) -> tuple[float, float]:
-    """Return calls and bytes of the all-to-alls of q, k, v and output of a layer; a rank keeps 1/size of its slice."""
-    key_heads = math.lcm(shape.kv_heads, size)  # repeated, so that each rank has as many
+    """Return calls and bytes of a layer's all-to-alls of q, k, v and output; a rank keeps 1/size of its slice."""
+    key_heads = math.lcm(shape.kv_heads, size)  # repeated, so that all ranks have the same number
     return 4, 2.0 * tokens * 2 * shape.head_dim * (shape.heads + key_heads) * (size - 1) / size
 
 
@@ -116,7 +119,7 @@ PARALLEL = Parallel(
     exchanges="its rows",
     groups="split rows",
     searched=(2, 4, 8, 16),
-    whole_nodes=True,
+    fills_nodes=True,
     sent=_sent,
     conflicts=CONFLICTS,
     resolve=resolve,
@@ -129,7 +132,7 @@ PARALLEL = Parallel(
 
 @dataclass
 class _Row:
-    """The whole rows of which the ranks of `group` compute slices; bounds, longest: of their documents."""
+    """The complete rows of a group; bounds, longest: of their documents."""
 
     group: object
     size: int
@@ -141,10 +144,10 @@ _row: _Row | None = None  # None: rows are not split (one rank, generation)
 
 
 class SequenceParallel:
-    """The group of this rank: `size` neighboring ranks, of which this one computes slice `index`."""
+    """The group of this rank: `size` neighboring ranks; this rank computes slice `index`."""
 
     def __init__(self, settings):
-        """Open the process groups; collective."""
+        """Create the process groups. Collective."""
         self.size, self.data_ranks = settings.sp_size, settings.data_ranks
         self.shares_rows = settings.ranks_per_row > 1
         self.data_rank = settings.data_rank(distributed.rank())
@@ -158,37 +161,34 @@ class SequenceParallel:
                 self.group = group
 
     def refusal(self, why: str) -> UserError:
-        """Return the error for a model that the ranks of a group cannot compute on slices."""
+        """Return the error for a model that cannot be computed on slices."""
         return UserError(f"--sp_size {self.size}: {why}; train it without --sp_size.")
 
     def share_rows(self, loader):
-        """Let all ranks that share rows (also in other ways) read the same batches of a loader; return it.
-
-        Args: loader: accelerate's.
-        """
+        """Make ranks that share rows (in any dimension) read the same batches of accelerate's loader; return it."""
         if self.shares_rows:
-            # accelerate's BatchSamplerShard, for a stream IterableDatasetShard
+            # accelerate's BatchSamplerShard, or IterableDatasetShard for a stream
             shard = loader.batch_sampler if hasattr(loader.batch_sampler, "num_processes") else loader.dataset
             shard.num_processes, shard.process_index = self.data_ranks, self.data_rank
         return loader
 
     @contextlib.contextmanager
     def split(self, inputs: dict):
-        """Context in which the model computes slices of these rows; yields this rank's slice.
+        """Return a context in which the model computes slices of these rows; yields this rank's slice.
 
-        The backward of layers that are recomputed must run in it too. Without groups it yields `inputs`.
+        The backward of recomputed layers must also run in it. Without groups it yields `inputs`.
         """
         global _row
         if self.size == 1:
             yield inputs
             return
-        before, _row = _row, self._whole(inputs)
+        before, _row = _row, self._complete_row(inputs)
         try:
             yield self._slice(inputs)
         finally:
             _row = before
 
-    def _whole(self, inputs: dict) -> _Row:
+    def _complete_row(self, inputs: dict) -> _Row:
         rows, width = inputs["input_ids"].shape
         if (bounds := inputs.get("cu_seq_lens_q")) is not None:
             return _Row(self.group, self.size, bounds, int(inputs["max_length_q"]))
@@ -196,7 +196,7 @@ class SequenceParallel:
         return _Row(self.group, self.size, bounds, width)  # padding comes last and needs no mask
 
     def _slice(self, inputs: dict) -> dict:
-        """Return this rank's tokens with their positions in the row, and labels shifted before the cut."""
+        """Return this rank's tokens, their positions in the row, and labels, shifted before the split."""
         ids, labels = inputs["input_ids"], inputs["labels"]
         width, rest = divmod(ids.shape[1], self.size)
         assert not rest, f"{ids.shape[1]} tokens on {self.size} ranks: the collator pads to a multiple"
@@ -215,11 +215,11 @@ class SequenceParallel:
 
     @torch.no_grad()
     def logit_error(self, model, inputs: dict) -> float:
-        """Return the largest |logit difference| between slices and whole rows, over the largest logit; collective."""
+        """Return the largest |logit difference| of slices and complete rows / the largest logit. Collective."""
         training = model.training
         model.eval()
-        whole = {name: value for name, value in inputs.items() if name not in ("labels", "attention_mask")}
-        expected = model(**whole, use_cache=False).logits
+        rows = {name: value for name, value in inputs.items() if name not in ("labels", "attention_mask")}
+        expected = model(**rows, use_cache=False).logits
         with self.split(inputs) as mine:
             logits = model(input_ids=mine["input_ids"], position_ids=mine["position_ids"], use_cache=False).logits
         model.train(training)
@@ -228,7 +228,7 @@ class SequenceParallel:
 
 
 def supervised(inputs: dict, first: int = 1) -> torch.Tensor:
-    """Return how many tokens of a batch, or of a slice of one, are in the loss; first: the first place of a row."""
+    """Return the number of tokens in the loss of a batch or a slice. Args: first: first position of a row."""
     targets = inputs["shift_labels"] if "shift_labels" in inputs else inputs["labels"][:, first:]
     return (targets != -100).sum()
 
@@ -237,17 +237,17 @@ def supervised(inputs: dict, first: int = 1) -> torch.Tensor:
 
 
 def register(documents=None) -> None:
-    """Register sequence_attention, and the mask of packed attention, under NAME with transformers.
+    """Register sequence_attention and the mask of packed attention with transformers as NAME.
 
     Args: documents: see attention.packed_attention.
     """
     AttentionInterface.register(NAME, functools.partial(sequence_attention, documents=documents))
     AttentionMaskInterface.register(NAME, attention.mask)
-    patches.look_for_no_documents(NAME)
+    patches.skip_document_search(NAME)
 
 
 class _Exchange(torch.autograd.Function):
-    """Scatter dimension `out` of a tensor over the group and gather dimension `into`; the backward is the opposite."""
+    """Scatter dimension `out` of a tensor over the group and gather dimension `into`; reversed in the backward."""
 
     @staticmethod
     def forward(ctx, x, out, into, row):
@@ -268,7 +268,7 @@ def _exchange(x, out, into, row):
 
 
 def sequence_attention(module, query, key, value, attention_mask, dropout=0.0, scaling=None, **kwargs):
-    """Compute causal attention within each document of the whole rows; see attention.packed_attention.
+    """Compute causal attention within each document of the complete rows; see attention.packed_attention.
 
     Args: query: (rows, heads, tokens of the slice, head_dim); key, value: (rows, kv_heads, ..., head_dim).
     Returns: (rows, tokens of the slice, heads, head_dim) and None.
@@ -277,7 +277,7 @@ def sequence_attention(module, query, key, value, attention_mask, dropout=0.0, s
     if row is None:
         return attention.packed_attention(module, query, key, value, attention_mask, dropout, scaling, **kwargs)
     query, key, value = attention.in_autocast_dtype(query, key, value)
-    # Each rank needs the same number of key heads, repeated if need be; resolve_for_model has checked the query heads.
+    # Each rank needs the same number of key heads, repeated if necessary; resolve_for_model checks the query heads.
     repeats = row.size // math.gcd(key.shape[1], row.size)
     if repeats > 1:
         key, value = key.repeat_interleave(repeats, 1), value.repeat_interleave(repeats, 1)

@@ -1,39 +1,34 @@
 """Replay allocations through torch's CUDA caching allocator to predict the memory that it reserves.
 
-The rules are those of c10/cuda/CUDACachingAllocator.cpp (torch 2.13): sizes are rounded up to 512 bytes; blocks of at
-most 1 MiB come from segments of 2 MiB, those below 10 MiB from segments of 20 MiB, larger ones have a segment of their
-own, a multiple of 2 MiB; the smallest free block that is large enough is taken, and split if enough remains; freed
-neighbors are merged; segments are returned to the driver only by empty_cache, or when the GPU is full. An expandable
-segment has pages of 2 or 20 MiB, mapped where no free block is large enough; pages in a free block are returned.
+It follows c10/cuda/CUDACachingAllocator.cpp (torch 2.13). Sizes are rounded up to 512 bytes. Blocks of at most 1 MiB
+come from segments of 2 MiB, blocks below 10 MiB from segments of 20 MiB, and a larger block gets a separate segment, a
+multiple of 2 MiB. The allocator takes the smallest free block that is large enough, and splits it if enough remains.
+Freed neighbors are merged. Segments return to the driver in empty_cache or when the GPU is full. An expandable segment
+has pages of 2 or 20 MiB, which are mapped if no free block is large enough; pages of free blocks can be returned.
 
-Not modeled: a block that another stream used is reusable at once (torch waits for that stream's event), and the
-settings of PYTORCH_ALLOC_CONF other than expandable_segments.
+Two simplifications: blocks of other streams are reusable immediately (torch waits for the stream's event), and
+expandable_segments is the only supported setting of PYTORCH_ALLOC_CONF.
 """
 
 import bisect
 import itertools
 
 MIB = 2**20
-
 MIN_BLOCK = 512
-
 SMALL_SIZE = MIB  # largest block of the small pool
-
-SMALL_SEGMENT, LARGE_SEGMENT, OWN_SEGMENT = 2 * MIB, 20 * MIB, 10 * MIB  # from OWN_SEGMENT on a block has its own
-
+SMALL_SEGMENT, LARGE_SEGMENT = 2 * MIB, 20 * MIB
+MIN_SEPARATE_BLOCK = 10 * MIB  # smallest block with a separate segment
 ROUND_LARGE = 2 * MIB
-
-ENDLESS = 2**40 * LARGE_SEGMENT  # addresses of an expandable segment
-
-EMPTY_CACHE = -1  # as the key of an event: the cache is emptied
+ENDLESS = 2**40 * LARGE_SEGMENT  # bytes of the address range of an expandable segment
+EMPTY_CACHE = -1  # key of an event that empties the cache
 
 
 class OutOfMemory(Exception):
-    """An allocation does not fit into the capacity, even after all free segments were returned."""
+    """An allocation exceeds the capacity, even after all free segments were returned."""
 
 
 class _Block:
-    """A part of a segment, with its neighbors in it. mapped: it has memory."""
+    """A part of a segment, linked to its neighbors. mapped: whether it has memory."""
 
     __slots__ = ("address", "after", "before", "free", "mapped", "pool", "size")
 
@@ -47,19 +42,19 @@ class _Block:
 
     @property
     def page(self) -> int:
-        """Return the bytes of a page, if its segment is expandable."""
+        """Return the bytes of a page of an expandable segment."""
         return SMALL_SEGMENT if self.pool[1] else LARGE_SEGMENT
 
     @property
     def expandable_size(self) -> int:
-        """Return its bytes, and those of the pages that may be mapped behind it."""
+        """Return its bytes plus the bytes of the pages that can be mapped after it."""
         return self.size + (0 if self.after is None or self.after.mapped else self.after.size)
 
 
 class CachingAllocator:
     """The reserved and allocated bytes of one GPU.
 
-    Args: capacity: bytes that may be reserved; None: no limit. expandable: PYTORCH_ALLOC_CONF=expandable_segments:True.
+    Args: capacity: limit of reserved bytes; None: no limit. expandable: PYTORCH_ALLOC_CONF=expandable_segments:True.
     """
 
     def __init__(self, capacity: int | None = None, expandable: bool = False):
@@ -67,7 +62,7 @@ class CachingAllocator:
         self.reserved = self.highest = self.allocated = self.highest_allocated = 0
         # (stream, small) -> sorted [(size, address, block)] of free blocks
         self._free: dict[tuple, list] = {}
-        # (stream, small) -> sorted [(address, block)] of parts without memory, of an expandable segment
+        # (stream, small) -> sorted [(address, block)] of unmapped parts of an expandable segment
         self._unmapped: dict[tuple, list] = {}
         self._addresses = itertools.count(0, 2 * ENDLESS)
 
@@ -77,12 +72,12 @@ class CachingAllocator:
         pool = (stream, size <= SMALL_SIZE)
         block = self._fitting(self._free.setdefault(pool, []), size)
         if block is None:
-            more = self._expanded if self.expandable else self._new_segment
+            add = self._expanded if self.expandable else self._new_segment
             try:
-                block = more(pool, size)
+                block = add(pool, size)
             except OutOfMemory:
                 self.empty_cache()
-                block = more(pool, size)
+                block = add(pool, size)
         self._remove(block)
         self._split(block, size)
         block.free = False
@@ -96,7 +91,7 @@ class CachingAllocator:
         self._add(self._with_free_neighbors(block))
 
     def empty_cache(self) -> None:
-        """Return all segments without an allocated block to the driver; of expandable ones all such pages."""
+        """Return all segments, or pages of expandable segments, without an allocated block to the driver."""
         for free in self._free.values():
             for _, _, block in list(free):
                 if self.expandable:
@@ -106,7 +101,7 @@ class CachingAllocator:
                     self.reserved -= block.size
 
     def _fitting(self, free: list, size: int) -> _Block | None:
-        """Return the smallest free block that is large enough; of an expandable segment by what it can grow to."""
+        """Return the smallest free block that is large enough; in expandable segments by the size it can grow to."""
         place = bisect.bisect_left(free, (size,))
         if place == len(free):
             return None
@@ -126,7 +121,7 @@ class CachingAllocator:
         free.pop(bisect.bisect_left(free, (block.size, block.address)))
 
     def _with_free_neighbors(self, block: _Block) -> _Block:
-        """Return the block merged with its free neighbors, which are removed from the free ones."""
+        """Return the block merged with its free neighbors, which are removed from the free list."""
         for neighbor in (block.before, block.after):
             if neighbor is not None and neighbor.free and neighbor.mapped:
                 self._remove(neighbor)
@@ -134,7 +129,7 @@ class CachingAllocator:
         return block
 
     def _split(self, block: _Block, size: int) -> None:
-        """Make the block `size` bytes long and its rest a free block, if the rest is large enough."""
+        """Shorten the block to `size` bytes and free the rest, if the rest is large enough."""
         left = block.size - size
         if left < MIN_BLOCK if block.pool[1] or self.expandable else left <= SMALL_SIZE:
             return
@@ -150,7 +145,7 @@ class CachingAllocator:
     def _new_segment(self, pool: tuple, size: int) -> _Block:
         if pool[1]:
             segment = SMALL_SEGMENT
-        elif size < OWN_SEGMENT:
+        elif size < MIN_SEPARATE_BLOCK:
             segment = LARGE_SEGMENT
         else:
             segment = -(-size // ROUND_LARGE) * ROUND_LARGE
@@ -160,7 +155,7 @@ class CachingAllocator:
         return block
 
     def _expanded(self, pool: tuple, size: int) -> _Block:
-        """Return a free block of at least `size` bytes, after pages were mapped at the lowest addresses with room."""
+        """Return a free block of at least `size` bytes after mapping pages at the lowest possible addresses."""
         unmapped = self._unmapped.setdefault(pool, [])
         if not unmapped:
             start = next(self._addresses)
@@ -177,7 +172,7 @@ class CachingAllocator:
         return block
 
     def _map(self, block: _Block, size: int) -> _Block:
-        """Map pages for `size` bytes, or for the whole block; return the free block that they are now in."""
+        """Map pages for `size` bytes, at most the complete block; return the free block with these pages."""
         size = min(block.size, -(-size // block.page) * block.page)
         self._reserve(size)
         unmapped = self._unmapped[block.pool]
@@ -193,7 +188,7 @@ class CachingAllocator:
         return block
 
     def _unmap(self, block: _Block) -> None:
-        """Return the pages that a free block covers."""
+        """Return the pages of a free block to the driver."""
         page = block.page
         begin, end = -(-block.address // page) * page, (block.address + block.size) // page * page
         if begin >= end:
@@ -223,14 +218,14 @@ def _merged(a: _Block, b: _Block) -> _Block:
 
 
 def _has_room(block: _Block, size: int) -> bool:
-    """Return whether the free and unmapped blocks from this one on have so many bytes."""
+    """Return whether this block and the free or unmapped blocks after it have `size` bytes."""
     while block is not None and block.free and size > 0:
         size, block = size - block.size, block.after
     return size <= 0
 
 
 def replay(events: list[tuple], capacity: int | None = None, expandable: bool = False) -> dict:
-    """Return {"reserved", "allocated": highest bytes, "fits": False if the capacity did not suffice}.
+    """Return {"reserved", "allocated": peak bytes, "fits": False if the capacity was too small}.
 
     Args: events: (key, bytes, stream) for an allocation, (key, 0, 0) for its release, (EMPTY_CACHE, 0, 0).
     """
@@ -248,18 +243,18 @@ def replay(events: list[tuple], capacity: int | None = None, expandable: bool = 
     return {"reserved": allocator.highest, "allocated": allocator.highest_allocated, "fits": True}
 
 
-def needs(events: list[tuple], expandable: bool = False, capacity: int | None = None) -> dict[str, int]:
-    """Return what a job's allocations take of a GPU, in bytes.
+def required_bytes(events: list[tuple], expandable: bool = False, capacity: int | None = None) -> dict[str, int]:
+    """Return the bytes that a job's allocations require on a GPU.
 
-    Returns: {"allocated": the peak of its blocks; "reserved": the segments at their peak, on a GPU of `capacity` if
-        the job runs there, else on one with room; "least": the smallest capacity (within 0.2 %) in which it runs, since
-        a full GPU returns unused segments; with expandable ones that reserve less than 0.9 of `capacity`, "reserved"}.
+    Returns: {"allocated": the peak of its blocks; "reserved": the peak of its segments, on a GPU of `capacity` if the
+        job fits, else without a limit; "least": the smallest capacity (within 0.2 %) in which it runs, since a full GPU
+        returns unused segments; "reserved" if expandable segments take less than 0.9 of `capacity`}.
     """
-    roomy = replay(events, None, expandable)
-    here = replay(events, capacity, expandable) if capacity and roomy["reserved"] > capacity else roomy
-    low, high = roomy["allocated"], roomy["reserved"]
+    unlimited = replay(events, None, expandable)
+    limited = replay(events, capacity, expandable) if capacity and unlimited["reserved"] > capacity else unlimited
+    low, high = unlimited["allocated"], unlimited["reserved"]
     while high - low > max(8 * MIB, 0.002 * low) and not (expandable and capacity and high < 0.9 * capacity):
         middle = (low + high) // 2
         low, high = (low, middle) if replay(events, middle, expandable)["fits"] else (middle, high)
-    reserved = (here if here["fits"] else roomy)["reserved"]
-    return {"allocated": roomy["allocated"], "reserved": reserved, "least": high}
+    reserved = (limited if limited["fits"] else unlimited)["reserved"]
+    return {"allocated": unlimited["allocated"], "reserved": reserved, "least": high}

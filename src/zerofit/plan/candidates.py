@@ -1,4 +1,4 @@
-"""List the settings that a plan tries, fastest first, with flags, predicted memory and time."""
+"""List the settings to search, fastest first, with flags, predicted memory and time."""
 
 import itertools
 import math
@@ -11,7 +11,7 @@ from zerofit.base import hardware
 from zerofit.base.errors import EXIT_CODES, UserError
 from zerofit.config import nvme, parse, resolve
 from zerofit.config.offload import hpz
-from zerofit.job import groups, program
+from zerofit.job import parallel_dims, program
 from zerofit.job.batch_size import divisors
 from zerofit.job.recipe import BUNDLED_MODEL, Recipe
 from zerofit.job.request import FLAG, Request
@@ -21,68 +21,48 @@ from zerofit.model.kernels import liger
 from zerofit.parallel import whole_layers
 from zerofit.plan import formulas, gpu_memory
 from zerofit.plan.candidate import Candidate, Plan
-from zerofit.plan.formulas import Setting, Shape
+from zerofit.plan.formulas import Checkpointing, PlanPoint, Shape
 from zerofit.plan.speed import kernels, step
 
-ENOUGH = "the closed forms leave room"  # why a job is not simulated
-
-ESTIMATE = "the exact check failed: {}; this is an estimate by formula, with a margin of {:.0%}"
-
+ROOM_BY_FORMULA = "enough free memory by formula"  # why a job is not simulated
+ESTIMATE_MESSAGE = "simulation failed: {}; this is an estimate by formula with a margin of {:.0%}"
 SMALLER_STATES = [("optim", "adamw_bnb_8bit"), ("pure_bf16", True)]
-
-UNNAMED = "not-named-yet"  # placeholder for --data, which a plan does not need
+DATA_PLACEHOLDER = "not-named-yet"  # value of --data, which a plan does not need
 
 
 class NothingFits(UserError):
-    """No setting fits into the memory of the GPU (or of the host, for what is offloaded)."""
+    """No setting fits into the memory of the GPU (or of the host, for offloaded states)."""
 
     exit_code = EXIT_CODES["out of memory"]
 
 
 @dataclass(frozen=True)
 class Method:
-    """A way to train that a plan looks at: a recipe, or a variant of one."""
+    """A way to train that a plan considers: a recipe or a variant of a recipe."""
 
-    title: str  # as in sentences
+    title: str  # name in sentences
     recipe: Recipe
-    arguments: Mapping[str, Any]  # that it adds to the flags
+    arguments: Mapping[str, Any]  # added to the flags
 
     @property
     def takes_adapters(self) -> bool:
         return "adapter" in self.recipe.own_arguments
 
 
-@dataclass(frozen=True)
-class Checkpointing:
-    """Gradient checkpointing: which layers are computed again in the backward."""
-
-    every: int  # every n-th layer, 0: none
-    selective: bool = False  # the results of matrix products and attention are kept
-    offloaded: bool = False  # the inputs of these layers are in host memory
-
-    @property
-    def flags(self) -> dict:
-        """Return the recipe's flags that differ from every layer, and --gradient_checkpointing."""
-        more = {"gradient_checkpointing_every": self.every} if self.every > 1 else {}
-        more |= {"gradient_checkpointing_policy": "selective"} if self.selective else {}
-        more |= {"activation_offload": True} if self.offloaded else {}
-        return {"gradient_checkpointing": bool(self.every)} | more
-
-
 EVERY_LAYER = Checkpointing(1)
 
 
 def methods(*more: Recipe) -> dict[str, Method]:
-    """Return the methods by name: the recipes of the kit and these, with their variants."""
-    found = {}
+    """Return the methods by name: the recipes of the kit and `more`, with their variants."""
+    by_name = {}
     for recipe in [*program.kit().values(), *more]:
-        found[recipe.name] = Method(recipe.title, recipe, {})
-        found |= {one.method: Method(one.title, recipe, one.arguments) for one in recipe.variants if one.method}
-    return found
+        by_name[recipe.name] = Method(recipe.title, recipe, {})
+        by_name |= {one.method: Method(one.title, recipe, one.arguments) for one in recipe.variants if one.method}
+    return by_name
 
 
 def method_of(name: str) -> Method:
-    """Return a method by its name, also of the recipe that this process runs or starts."""
+    """Return a method by name, also from the recipe that this process runs or starts."""
     running = program.current()
     return methods(*([running.recipe] if running else []))[name]
 
@@ -92,43 +72,41 @@ def recipe_of(method: str) -> Recipe:
 
 
 def methods_to_try(method: str, recipe: Recipe | str, flags: list[str]) -> list[str]:
-    """Return the methods that --method, or else the recipe and the flags of its variants, ask for.
+    """Return the methods requested by --method, or by the recipe and the flags of its variants.
 
     Raises: UserError for an unknown method, or one that contradicts the flags of a variant, such as --load_in_4bit.
     """
     recipe = program.recipe_of(recipe)
-    known = {name: found for name, found in methods(recipe).items() if not found.recipe.stages}
+    known = {name: one for name, one in methods(recipe).items() if not one.recipe.stages}
     if method not in ("", *known, "auto"):
         raise UserError(f"--method {method}: must be one of {', '.join([*known, 'auto'])}.")
     if recipe.stages:
         raise UserError(
-            f"{program.shown(recipe)}: a plan of recipes/sft.py on several nodes (NODES=2) names the fastest pipeline; "
-            f"`zerofit {recipe.name} --plan true --gpu_type h100-80g` prices one."
+            f"{program.display_path(recipe)}: cannot be searched; to find the fastest pipeline, plan recipes/sft.py on "
+            f"several nodes (NODES=2); to check one, run `zerofit {recipe.name} --plan true --gpu_type h100-80g`."
         )
     if not method:
-        named = [one for one in recipe.variants if one.method and _are_given(recipe, one.arguments, flags)]
-        return [named[0].method if named else recipe.name]
+        variants = [one for one in recipe.variants if one.method and _have_values(recipe, one.arguments, flags)]
+        return [variants[0].method if variants else recipe.name]
     if method == "auto":
         return [recipe.name, *recipe.smaller]
     _check_contradictions(method, known, flags)
     return [method]
 
 
-def _are_given(recipe: Recipe, arguments: Mapping[str, Any], flags: list[str]) -> bool:
-    return all(parse.given(recipe, flags, name) == value for name, value in arguments.items())
+def _have_values(recipe: Recipe, arguments: Mapping[str, Any], flags: list[str]) -> bool:
+    return all(parse.value_of(recipe, flags, name) == value for name, value in arguments.items())
 
 
 def _check_contradictions(method: str, known: dict[str, Method], flags: list[str]) -> None:
-    """Refuse a method with flags that turn it off, and one with the flags of a method that needs less memory."""
+    """Raise UserError for flags that turn the method off or select a method that needs less memory."""
     chosen = known[method]
     for name, value in chosen.arguments.items():
-        if (said := parse.given(chosen.recipe, flags, name)) is not None and said != value:
-            raise UserError(
-                f"--method {method} and --{name} {as_typed(name, said)} contradict each other: leave one out."
-            )
+        if (flag := parse.value_of(chosen.recipe, flags, name)) is not None and flag != value:
+            raise UserError(f"--method {method} and --{name} {as_typed(name, flag)} contradict each other: remove one.")
     for other in chosen.recipe.smaller:
         arguments = known[other].arguments
-        if other != method and arguments and _are_given(known[other].recipe, arguments, flags):
+        if other != method and arguments and _have_values(known[other].recipe, arguments, flags):
             typed = " ".join(f"--{name} {as_typed(name, value)}" for name, value in arguments.items())
             raise UserError(f"--method {method} and {typed} contradict each other: use --method {other}.")
 
@@ -142,23 +120,23 @@ def gpus_as_text(ranks: int, node: int) -> str:
 
 
 def candidates(
-    method: str, request: Request, ranks: int, gpu, change: tuple = (), node: int = gpu_memory.GPUS_OF_A_NODE
+    method: str, request: Request, ranks: int, gpu, change: tuple = (), node: int = gpu_memory.GPUS_PER_NODE
 ) -> list[Candidate]:
-    """Return all settings that the request leaves open, the fastest (by estimate) first.
+    """Return all settings that the request leaves open, sorted by estimated time.
 
-    Args: change: a pair of SMALLER_STATES to add, or (); node: GPUs of a node.
-    Raises: UserError if the request itself is wrong, or no setting is left.
+    Args: change: entry of SMALLER_STATES to add, or (); node: GPUs per node.
+    Raises: UserError if the request is invalid or leaves no setting.
     """
     disk = request.get("offload_path") if request.source.get("offload_path") == FLAG else None
-    request = planned(request, method)
+    request = method_request(request, method)
     request = request.put(**dict([change])) if change else request
     result, error, first = [], None, None
     for group in _open_groups(request, ranks, node):
-        own = request.put(**group)
+        grouped = request.put(**group)
         if first:
-            own = own.put(effective_batch_size=first.effective_batch_size)
+            grouped = grouped.put(effective_batch_size=first.effective_batch_size)
         try:
-            base = resolve.resolve(own, ranks, gpu)
+            base = resolve.resolve(grouped, ranks, gpu)
             _check_groups(base, node)
             resolve.resolve_for_model(base)
             if first is None:
@@ -172,39 +150,60 @@ def candidates(
     return sorted(result, key=lambda c: (round(c.seconds, 4), c.setting.zero))
 
 
+def find(method: str, request: Request, plan: Plan, ranks: int | None = None) -> list[Candidate]:
+    """Return `candidates` on `ranks` GPUs of a plan (None: all); [] if the method or the request allows no setting."""
+    try:
+        return candidates(method, request, ranks or plan.ranks, plan.gpu, node=plan.node)
+    except UserError:
+        return []
+
+
+def accepts(request: Request, ranks: int, gpu, **more) -> bool:
+    """Return whether a job on `ranks` GPUs can start with the request and these additional arguments."""
+    try:
+        resolve.resolve_for_model(resolve.resolve(request.put(**more), ranks, gpu))
+    except UserError:
+        return False
+    return True
+
+
 def _of_group(base, shape: Shape, gpu, node: int, disk: str | None, splits: bool) -> list[Candidate]:
     """Return the candidates with the groups of `base`, the Settings of a request.
 
-    The request is resolved once for each place of states and kind of checkpointing; micro batches are arithmetic.
-    Args: node: GPUs of a node; disk: the flag --offload_path, None: it is not given; splits: as of `_open`.
-    Raises: UserError if the request leaves none.
+    The request is resolved once per place of states and kind of checkpointing; micro batches are arithmetic.
+    Args: node: GPUs per node; disk: --offload_path, None if not set; splits: see `_open`.
+    Raises: UserError if the request leaves no setting.
     """
-    found, error = [], None
+    result, error = [], None
     places, kinds, micros = _open(base, disk, splits)
+    plain = drop_flags(base.request, "search_batch_size", "offload_path")
+    is_set_by_user = bool(set(gradient_checkpointing.ARGUMENTS) & plain.values.keys())
     for (zero, offload, on_disk), kind in itertools.product(places, kinds if micros else []):
-        request = _requested(base, zero, offload, kind, micros[0])
+        batch = {"per_device_train_batch_size": micros[0], "effective_batch_size": base.effective_batch_size}
+        request = plain.put(zero=zero, offload=offload, **batch)
+        request = request if is_set_by_user else request.put(**kind.flags)
         request = request.put(offload_path=disk) if on_disk and disk else request
         try:
             settings = resolve.resolve(request, base.world_size, gpu)
         except UserError as refused:
             error = error or refused
             continue
-        job = with_formulas(request, setting_of(settings, node, shape), shape, settings, gpu)
-        found += varied(job, settings, micros)
-    if not found:
-        raise error or UserError("these flags leave no setting to plan.")
-    return found
+        job = with_formulas(request, plan_point_of(settings, node, shape), shape, settings, gpu)
+        result += variants(job, settings, micros)
+    if not result:
+        raise error or UserError("these flags exclude every setting of the plan; remove some of them.")
+    return result
 
 
-def varied(
+def variants(
     job: Candidate, settings, micros: list[int] | None = None, kinds: list[Checkpointing] | None = None
 ) -> list[Candidate]:
-    """Return a job in each of these micro batches and kinds of checkpointing, with the same effective batch.
+    """Return a job with each of these micro batches and kinds of checkpointing, at the same effective batch.
 
-    Args: settings: those of the job, or such as differ from it in these two alone. None: as the job has it, and its
-        request has no flags for it.
+    Args: settings: the job's settings; they may differ in micro batch and checkpointing. micros, kinds: None keeps the
+        job's value without adding flags.
     """
-    found, s = [], job.setting
+    result, s = [], job.setting
     request = job.request if micros is None else drop_flags(job.request, "search_batch_size")
     for micro, kind in itertools.product(micros or [s.micro], kinds or [None]):
         tokens = s.tokens // s.micro * micro
@@ -215,42 +214,42 @@ def varied(
         )  # fmt: skip
         flags: dict[str, Any] = {}
         if micros is not None:
-            flags |= {"per_device_train_batch_size": micro, "effective_batch_size": job.rows_of_a_step}
+            flags |= {"per_device_train_batch_size": micro, "effective_batch_size": job.effective_batch}
         if kind is not None:
             flags |= kind.flags
-            setting = replace(
-                setting, every=kind.every, selective=kind.selective, activation_offload=kind.offloaded
-            )  # fmt: skip
-        found.append(with_formulas(request.put(**flags), setting, job.shape, settings, job.gpu))
-    return found
+            setting = replace(setting, every=kind.every, selective=kind.selective, activation_offload=kind.offloaded)
+        result.append(with_formulas(request.put(**flags), setting, job.shape, settings, job.gpu))
+    return result
 
 
-def of_settings(settings, gpu) -> Candidate:
-    """Return the job as a candidate. gpu: None for a CPU, which has no time."""
+def candidate_of(settings, gpu) -> Candidate:
+    """Return the job as a candidate. gpu: None for a CPU, whose time is not estimated."""
     request = for_simulation(settings.request)
-    return with_formulas(request, setting_of(settings), shape_of(settings, gpu), settings, gpu)
+    return with_formulas(request, plan_point_of(settings), shape_of(settings, gpu), settings, gpu)
 
 
-def is_described(candidate: Candidate) -> bool:
-    """Return whether the closed forms may decide that a job fits: of a kit's recipe, without whole attention matrices.
+def formulas_suffice(candidate: Candidate) -> bool:
+    """Return whether the closed forms may decide that a job fits: a recipe of the kit without full attention matrices.
 
-    At stage 3 the weights of a mixture's experts that autograd keeps gathered depend on the engine, and 16-bit states
-    are stepped in other pieces: a simulation says.
+    At stage 3, gathered experts of a mixture depend on the engine, and 16-bit states are stepped in other pieces, so
+    these jobs are simulated.
     """
     shape, request = candidate.shape, candidate.request
     is_known = candidate.setting.zero != 3 or not (shape.experts or request.get("pure_bf16"))
-    is_known = is_known and not any(request.get(flag) for flag in freezing.FLAGS)  # forms are of all weights or a LoRA
-    return is_known and not shape.scores and program.if_not_of_kit(request.recipe) is None
+    is_known = is_known and not any(request.get(flag) for flag in freezing.FLAGS)  # forms: full or LoRA
+    return is_known and not shape.scores and program.custom_program(request.recipe) is None
 
 
-def with_formulas(request: Request, setting: Setting, shape: Shape, settings, gpu) -> Candidate:
-    """Return a candidate with its bytes and seconds by the closed forms; of a pipeline those of its fullest stage.
+def with_formulas(request: Request, setting: PlanPoint, shape: Shape, settings, gpu) -> Candidate:
+    """Return a candidate with bytes and seconds by the closed forms; for a pipeline, the bytes of its fullest stage.
 
-    Args: settings: those of the request, or such as differ from it in the setting alone.
+    Args: settings: the request's Settings; they may differ in the values of `setting`.
     """
     stage = None
     if setting.pp > 1:
-        stage, parts = _fullest_stage(shape, setting, settings)
+        tied = load.load_config(settings).tie_word_embeddings
+        by_stage = formulas.stages(shape, setting, settings, settings.fused_loss, tied)
+        stage, parts = max(enumerate(by_stage), key=lambda stage: sum(stage[1].values()))
     else:
         parts = formulas.memory(shape, setting, settings, settings.fused_loss)
     seconds = step_seconds(shape, setting, gpu, settings.max_length) if gpu else 0.0
@@ -258,11 +257,11 @@ def with_formulas(request: Request, setting: Setting, shape: Shape, settings, gp
     return Candidate(request, name, setting, parts, seconds, shape, gpu, stage=stage, row_length=length)
 
 
-def step_seconds(shape: Shape, setting: Setting, gpu, sequence: int) -> float:
-    """Return the estimated seconds of an optimizer step, with those that the tiles of an MLP add.
+def step_seconds(shape: Shape, setting: PlanPoint, gpu, sequence: int) -> float:
+    """Return the estimated seconds of an optimizer step, including the recomputed tiles of MLPs.
 
-    Each tile is computed once more: as many seconds as all layers need for that, times the MLP's share of their
-    products. Args: sequence: tokens of a row.
+    Each tile is recomputed once: the time to recompute all layers times the MLP's share of their products.
+    Args: sequence: tokens per row.
     """
     seconds = step.seconds(shape, setting, gpu, sequence)
     if setting.tiles == 1:
@@ -274,41 +273,34 @@ def step_seconds(shape: Shape, setting: Setting, gpu, sequence: int) -> float:
     return seconds + (again - once) * min(1.0, mlp / layer)
 
 
-def _fullest_stage(shape: Shape, setting: Setting, settings) -> tuple[int, dict[str, float]]:
-    """Return the number of a pipeline's stage that needs the most memory by the closed forms, and its bytes by part."""
-    tied = load.load_config(settings).tie_word_embeddings
-    by_stage = formulas.stages(shape, setting, settings, settings.fused_loss, tied)
-    return max(enumerate(by_stage), key=lambda stage: sum(stage[1].values()))
-
-
-def of_pipeline(
+def pipeline_candidates(
     method: str, best: Candidate, request: Request, plan: Plan, size: int, micro: int, accumulation: int
 ) -> list[Candidate]:
-    """Return pipelines of `size` stages, without and with checkpointing, as far as the model and the request take one.
+    """Return pipelines of `size` stages, without and with checkpointing; [] if model or request do not support them.
 
-    Args: method: a recipe with stages; best: a candidate of full fine-tuning of the same model; accumulation: micro
-        batches of a step.
+    Args: method: a recipe with stages; best: a candidate for full fine-tuning of the same model; accumulation: micro
+        batches per step.
     """
     result = []
     batch = {"per_device_train_batch_size": micro, "gradient_accumulation_steps": accumulation}
-    cut = {way.flag: size for way in groups.ways() if way.splits == "layers"}
+    cut = {way.flag: size for way in parallel_dims.registered() if way.splits == "layers"}
     for checkpointing in (False, True):
         try:
-            own = planned(request, method).put(zero=1, gradient_checkpointing=checkpointing, **cut, **batch)
-            settings = resolve.resolve(own, plan.ranks, plan.gpu)
+            staged = method_request(request, method).put(zero=1, gradient_checkpointing=checkpointing, **cut, **batch)
+            settings = resolve.resolve(staged, plan.ranks, plan.gpu)
             resolve.resolve_for_model(settings)
         except UserError:
             continue
-        result.append(with_formulas(own, setting_of(settings, plan.node), best.shape, settings, plan.gpu))
+        result.append(with_formulas(staged, plan_point_of(settings, plan.node), best.shape, settings, plan.gpu))
     return result
 
 
 def first_settings(method: str, request: Request, ranks: int, gpu, node: int):
-    """Return the Settings of the request, with the first group of those that a plan tries that it allows.
+    """Return the Settings of the request with the first searched group size that it allows.
 
     Raises: UserError if it allows none.
     """
-    request, error = planned(request, method), None
+    request, error = method_request(request, method), None
     for group in _open_groups(request, ranks, node):
         try:
             return resolve.resolve(request.put(**group), ranks, gpu)
@@ -318,42 +310,46 @@ def first_settings(method: str, request: Request, ranks: int, gpu, node: int):
 
 
 def _open_groups(request: Request, ranks: int, node: int) -> list[dict[str, int]]:
-    """Return each size of groups to try, as arguments; {}: as the request has them.
+    """Return the group sizes to search, as arguments; {} keeps the request's groups.
 
-    Groups over nodes are among them only where those within a node leave more groups than a step has rows.
+    Groups over nodes are searched only if groups within a node would outnumber the rows of a step.
     """
-    searched = [way for way in groups.ways() if way.searched]
+    searched = [way for way in parallel_dims.registered() if way.searched]
     if any(request.get(way.flag) is not None for way in searched):
         return [{}]
-    tried = [(way.flag, size) for way in searched for size in way.searched]
-    tried = [(name, size) for name, size in tried if min(ranks, node) % size == 0 and ranks % size == 0]
-    rows, largest = request.get("effective_batch_size"), max((size for _, size in tried), default=1)
+    sizes = [(way.flag, size) for way in searched for size in way.searched]
+    sizes = [(name, size) for name, size in sizes if min(ranks, node) % size == 0 and ranks % size == 0]
+    rows, largest = request.get("effective_batch_size"), max((size for _, size in sizes), default=1)
     over_nodes = groups_over_nodes(ranks, node) if rows and rows < ranks // largest else []
-    return [{}, *({name: size} for name, size in tried), *over_nodes]
+    return [{}, *({name: size} for name, size in sizes), *over_nodes]
 
 
 def groups_over_nodes(ranks: int, node: int) -> list[dict[str, int]]:
-    """Return the sizes of groups of all GPUs of several nodes, as arguments."""
+    """Return the sizes of groups that span all GPUs of several nodes, as arguments."""
     sizes = [size for size in range(2 * node, ranks + 1, node) if ranks % size == 0]
-    return [{way.flag: size} for way in groups.ways() if way.whole_nodes for size in sizes]
+    return [{way.flag: size} for way in parallel_dims.registered() if way.fills_nodes for size in sizes]
 
 
 def _check_groups(settings, node: int) -> None:
-    """Raise UserError for groups of neighbors whose size does not divide the GPUs of a node."""
+    """Raise UserError for groups within a node whose size does not divide its GPUs."""
     local = min(settings.world_size, node)
-    wrong = [(f"--{way.flag}", size) for way, size in groups.in_use(settings.values) if not way.fits_nodes(size, local)]
+    wrong = [
+        (f"--{way.flag}", size)
+        for way, size in parallel_dims.active(settings.values)
+        if not way.fits_nodes(size, local)
+    ]
     if settings.world_size > node and local % hpz(settings):  # on one node config/offload.py refuses it
         wrong.append(("zero_hpz_partition_size", hpz(settings)))
     if wrong:
         name, size = wrong[0]
         raise UserError(
-            f"{name} {size}: a group must be on one node, so it must divide the {local} GPUs of a node of "
-            "this plan; NODES= and GPUS= say which these are."
+            f"{name} {size}: a group must be on one node, so the size must divide the {local} GPUs per node of this "
+            "plan (set by NODES= and GPUS=)."
         )
 
 
-def planned(request: Request, method: str) -> Request:
-    """Return the request of this method's recipe, with what a plan of the method changes or adds.
+def method_request(request: Request, method: str) -> Request:
+    """Return the request with the method's recipe and arguments, without arguments that a plan searches.
 
     Raises: UserError for an argument that the recipe does not have.
     """
@@ -365,44 +361,43 @@ def planned(request: Request, method: str) -> Request:
         request = drop_flags(request, "offload_path")
     added = {name: value for name, value in method_of(method).arguments.items() if request.get(name) is None}
     request = request.put(**added)
-    return request.put(data=[UNNAMED]) if lacks_data(request) else request  # a plan never opens the rows
+    return request.put(data=[DATA_PLACEHOLDER]) if lacks_data(request) else request  # a plan does not need rows
 
 
 def drop_flags(request: Request, *names: str) -> Request:
-    """Return the request without these flags of its command line; what a YAML file has stays, as in the printed one."""
+    """Return the request without these command line flags; values of a YAML file stay, as in the printed command."""
     return request.drop(*(name for name in names if request.source.get(name) == FLAG))
 
 
 def lacks_data(request: Request) -> bool:
-    """Return whether the request names a model and no data."""
+    """Return whether the request sets a model but no data."""
     return request.get("model") not in (None, BUNDLED_MODEL) and not request.get("data")
 
 
 def shape_of(settings, gpu: hardware.Gpu | None = None) -> Shape:
-    """Return the shape of a job's model. gpu: on which Liger's kernels may run, None: they do not count."""
+    """Return the shape of a job's model. gpu: the GPU that may run Liger kernels, None: without them."""
     resolve.resolve_for_model(settings)
     model, config = load.check_model(settings), load.load_config(settings)
     has_liger = gpu is not None and liger.will_run(settings, gpu.device_name)
-    cast = settings.deepspeed is not None and settings.precision != "fp32"  # by DeepSpeed's engine, to 16 bits
+    cast = settings.deepspeed is not None and settings.precision != "fp32"  # DeepSpeed casts to 16 bits
     fp32 = load.weight_dtype(settings) == "float32" and not cast
     bits = quantization.bits(settings)
     width = 4.0 if fp32 else 2.0
-    if each := formulas.PACKED_BYTES.get(bits):  # embeddings, the head and fused experts stay in 16 bits
+    if each := formulas.PACKED_BYTES.get(bits):  # embeddings, head and fused experts stay in 16 bits
         packed = quantization.packed_weights(model) / sum(p.numel() for p in model.parameters() if not p.requires_grad)
         width = each * packed + 2.0 * (1 - packed)
     one_by_one = gpu is not None and attention.why_one_by_one(settings, config) is not None
     shape = formulas.shape(config, model, width, bits or 16)
-    scores = formulas.score_bytes(config) if settings.attn_implementation == "eager" else 0
+    capped = getattr(config.get_text_config(), "attn_logit_softcapping", None)
+    scores = (formulas.CAPPED_SCORES if capped else formulas.SCORES) * (settings.attn_implementation == "eager")
     return replace(shape, liger=has_liger, one_by_one=one_by_one, scores=scores)
 
 
-_FIXED = ("flag", "deepspeed JSON")
-
-
 def less_checkpointing(settings) -> list[Checkpointing]:
-    """Return gradient checkpointing that recomputes less than every layer.
+    """Return the kinds of gradient checkpointing that recompute less than every layer.
 
-    Not selective for an adapter: it doubles the products of a layer, which then take as much as all activations.
+    Selective checkpointing is left out for adapters: they double the products of a layer, whose saved results would
+    take as much memory as all activations.
     """
     selective = [] if settings.trains_adapter else [Checkpointing(1, selective=True)]
     return [Checkpointing(0), *selective, Checkpointing(2)]
@@ -415,10 +410,10 @@ def checkpointing_of(settings) -> Checkpointing:
 
 
 def _open(base, disk: str | None, splits: bool) -> tuple[list, list, list]:
-    """Return (places of states, kinds of checkpointing, micro batches) to try; one each where the user set it.
+    """Return (places of states, kinds of checkpointing, micro batches) to search; one each if the user set it.
 
-    A place is (stage, what is offloaded, whether to `disk`).
-    Args: splits: groups are searched and these have several ranks: then only micro batch 1 with checkpointing.
+    A place is (ZeRO stage, --offload, whether states are on `disk`).
+    Args: splits: searched groups of several ranks: search only micro batch 1 with checkpointing.
     """
     disk = disk or _disk_of(base)
     stages = [base.zero] if is_set(base, "zero") else [0, 1, 2, 3]
@@ -450,40 +445,31 @@ def _open(base, disk: str | None, splits: bool) -> tuple[list, list, list]:
 
 
 def _is_sensible(base, zero: int, offload: str) -> bool:
-    """Return whether a plan tries a stage with an offload."""
+    """Return whether to search a stage with an offload."""
     if (offload == "all" and zero != 3) or (offload != "none" and zero == 0):
         return False
     if base.world_size == 1 and zero and offload == "none" and not is_set(base, "zero"):
-        return base.precision != "fp32" and zero == 1  # one rank: 16-bit weights with a master, nothing else to shard
+        return base.precision != "fp32" and zero == 1  # one rank: only 16-bit weights with a master copy differ
     return True
 
 
 def is_set(base, name: str) -> bool:
-    """Return whether the user set the argument, in any place."""
+    """Return whether the user set the argument by a flag, a file or a preset."""
     source = base.source[name]
-    return source in _FIXED or source.startswith("preset") or source == base.config
+    return source in (FLAG, "deepspeed JSON", base.config) or source.startswith("preset")
 
 
-def _requested(base, zero: int, offload: str, checkpointing: Checkpointing, micro: int) -> Request:
-    """Return the request of one candidate, from that of the settings that it shares with others."""
-    result = drop_flags(base.request, "search_batch_size", "offload_path")
-    batch = {"per_device_train_batch_size": micro, "effective_batch_size": base.effective_batch_size}
-    result = result.put(zero=zero, offload=offload, **batch)
-    named = set(gradient_checkpointing.ARGUMENTS) & result.values.keys()
-    return result if named else result.put(**checkpointing.flags)
+def plan_point_of(settings, node: int | None = None, shape: Shape | None = None) -> PlanPoint:
+    """Return the PlanPoint of a job.
 
-
-def setting_of(settings, node: int | None = None, shape: Shape | None = None) -> Setting:
-    """Return the setting of a job.
-
-    Args: node: GPUs of a node, None: as many as the launcher starts on this one; shape: of the model, where the
-        settings are not resolved for it.
+    Args: node: GPUs per node, None: the local world size; shape: shape of the model if the settings are not resolved
+        for it.
     """
     checkpointing, tokens = checkpointing_of(settings), whole_layers.tokens_of(settings)
     tiles = settings.tiled_mlp
     if tiles == "auto":
         tiles = tiled_mlp.automatic(tokens, shape.hidden) if shape else 1
-    return Setting(
+    return PlanPoint(
         zero=settings.zero,
         offload=settings.offload,
         every=checkpointing.every,
@@ -493,22 +479,22 @@ def setting_of(settings, node: int | None = None, shape: Shape | None = None) ->
         ranks=settings.world_size,
         activation_offload=checkpointing.offloaded,
         nvme=bool(_disk_of(settings)),
-        node=node or int(os.environ.get("LOCAL_WORLD_SIZE") or gpu_memory.GPUS_OF_A_NODE),
+        node=node or int(os.environ.get("LOCAL_WORLD_SIZE") or gpu_memory.GPUS_PER_NODE),
         hpz=hpz(settings),
         forwards=settings.objective.extra_forwards(settings),
         whole_layers=whole_layers.largest(settings, tokens),
         selective=checkpointing.selective,
         fp32_weights=settings.keeps_fp32 and settings.precision != "fp32" and load.weight_dtype(settings) == "float32",
         background_save=settings.save_in_background,
-        groups=tuple(groups.in_use(settings.values)),
+        groups=tuple(parallel_dims.active(settings.values)),
         arithmetic=math.prod(technique.seconds(settings) for technique in resolve.techniques_of(settings)),
         tiles=tiles,
-        kernels=kernels.of(settings),
+        kernels=kernels.kernels_for(settings),
     )
 
 
 def _disk_of(settings) -> str | None:
-    """Return the folder to which the settings offload, from flag, YAML or JSON; None without one."""
+    """Return the folder for offloaded states, from flag, YAML or JSON; None if not set."""
     return next(iter(nvme.paths_of(settings.deepspeed).values()), None)
 
 
@@ -516,12 +502,13 @@ def _disk_of(settings) -> str | None:
 WITHOUT_BYTES = (
     *("plan", "show", "gpu_type", "gpus", "ignore_plan", "memory_limit", "output_dir", "resume_from_checkpoint"),
     *("on_oom", "max_restarts", "hang_timeout", "on_nan", "max_nan_steps", "canary", "ignore_resume_mismatch"),
+    "verbose",
 )
 
 
 def for_simulation(request: Request) -> Request:
-    """Return the request without what a simulation leaves out, so that jobs that differ in it share a cached answer.
+    """Return the request without arguments that do not change memory, so that such jobs share a cached answer.
 
-    What is offloaded to a disk is simulated as if to host memory.
+    Offload to a disk is simulated as offload to host memory.
     """
     return drop_flags(request.drop(*WITHOUT_BYTES), "offload_path")

@@ -1,7 +1,4 @@
-"""Patch torch, DeepSpeed, transformers, accelerate and bitsandbytes for a simulated rank.
-
-docs/patches.toml lists each patch with its reason and its test.
-"""
+"""Patch torch, DeepSpeed, transformers, accelerate and bitsandbytes for a simulated rank (docs/patches.toml)."""
 
 import contextlib
 import importlib.util
@@ -13,7 +10,7 @@ from zerofit.plan import caching_allocator
 
 
 def fake_other_ranks() -> None:
-    """Turn off DeepSpeed's checks of ranks and norms: the fake group leaves arbitrary values in buffers."""
+    """Disable DeepSpeed's checks of ranks and norms, since the fake group leaves arbitrary values in buffers."""
     from deepspeed.runtime.zero import partition_parameters, partitioned_param_coordinator, stage3, stage_1_and_2
 
     for module in (partition_parameters, partitioned_param_coordinator, stage3):
@@ -26,7 +23,7 @@ def fake_other_ranks() -> None:
 
 
 def _make_meshes_of_real_tensors() -> None:
-    """Let torch read the ranks of a group that splits matrices from tensors that have values."""
+    """Create torch's device meshes from real tensors, whose values torch reads."""
     from torch.distributed import device_mesh
 
     make = device_mesh.init_device_mesh
@@ -39,7 +36,7 @@ def _make_meshes_of_real_tensors() -> None:
 
 
 def _skip_check_of_rows() -> None:
-    """Leave out AutoTP's check that the ranks of a group have the same rows: it compares values."""
+    """Remove AutoTP's check that the ranks of a group have the same rows, since it compares values."""
     from deepspeed.runtime.engine import DeepSpeedEngine
 
     configure = DeepSpeedEngine._configure_tensor_parallel_states
@@ -52,48 +49,41 @@ def _skip_check_of_rows() -> None:
 
 
 def fake_adam() -> None:
-    """Replace the C++ of DeepSpeed's Adam, which would read memory that fake tensors do not have.
+    """Replace the C++ code of DeepSpeed's Adam, which would read the memory of fake tensors.
 
-    On the CPU it is that of offload_optimizer.ratio, on a GPU that of a DeepSpeed file's own "optimizer". Both update
-    in place and allocate nothing; the states are allocated in Python (deepspeed/ops/adam/cpu_adam.py, fused_adam.py).
+    offload_optimizer.ratio uses it on the CPU, "optimizer" in a DeepSpeed file on a GPU. It updates in place without
+    allocations; Python allocates the states (deepspeed/ops/adam/cpu_adam.py, fused_adam.py).
     """
-    from types import SimpleNamespace
-
     from deepspeed.ops.op_builder import CPUAdamBuilder, FusedAdamBuilder
 
-    def nothing(*args) -> None:
-        pass
-
-    CPUAdamBuilder.load = lambda self, verbose=True: SimpleNamespace(
-        create_adam=nothing, adam_update=nothing, destroy_adam=nothing
-    )
-    FusedAdamBuilder.load = lambda self, verbose=True: SimpleNamespace(multi_tensor_adam=nothing)
+    names = ("create_adam", "adam_update", "destroy_adam", "multi_tensor_adam")
+    module = types.SimpleNamespace(**dict.fromkeys(names, lambda *args: None))
+    CPUAdamBuilder.load = FusedAdamBuilder.load = lambda self, verbose=True: module
 
 
 MUON = "deepspeed.runtime.zero.muon.muon_optimizer"
 
 
-def without_muon(settings) -> None:
-    """Give DeepSpeed (0.19.8) a class in place of its Muon, where the job has another optimizer.
+def stub_muon(settings) -> None:
+    """Replace DeepSpeed's Muon (0.19.8) by an empty class if the job uses another optimizer.
 
-    Every engine imports it to ask whether the optimizer is one. Its functions are compiled, so the import loads
-    torch._inductor: two seconds in each simulation.
+    Every engine imports it for an isinstance check. Its functions are compiled, so the import loads torch._inductor,
+    which takes two seconds per simulation.
     """
     named = f"{settings.optim} {(settings.deepspeed or {}).get('optimizer', '')}".lower()
     if MUON not in sys.modules and "muon" not in named and settings.optim not in settings.recipe.optimizers:
         module = types.ModuleType(MUON)
-        module.MuonWithAuxAdam = type("MuonWithAuxAdam", (), {})  # nothing is an instance of it
+        module.MuonWithAuxAdam = type("MuonWithAuxAdam", (), {})
         sys.modules[MUON] = module
 
 
 def register_gpu(tracker, total_bytes: int, overlaps: bool) -> None:
-    """Register a fake torch device "gpu" and DeepSpeed accelerator; "cpu" counts as host memory.
+    """Register a fake torch device "gpu" and a DeepSpeed accelerator; device "cpu" counts as host memory.
 
-    Args: tracker: the MemoryTracker of the device, which is told when DeepSpeed empties the allocator's cache or
-        changes the stream; overlaps: DeepSpeed's overlap_comm, without which it uses one stream only.
-        total_bytes: the memory of the planned GPU. DeepSpeed flattens the weights of stages 1 and 2 on the GPU if they
-        fit twice, else in host memory (runtime/zero/stage_1_and_2.py); without this it would measure the memory of the
-        planning machine.
+    Args: tracker: the MemoryTracker of the device, which records when DeepSpeed empties the allocator's cache or
+        changes the stream; overlaps: DeepSpeed's overlap_comm, without which it uses a single stream; total_bytes: the
+        memory of the planned GPU, not of this machine. DeepSpeed flattens the weights of stages 1 and 2 on the GPU if
+        they fit twice, else in host memory (runtime/zero/stage_1_and_2.py).
     """
     import torch
     from torch.utils.backend_registration import _DummyBackendModule, _setup_privateuseone_for_python_backend
@@ -112,7 +102,7 @@ def register_gpu(tracker, total_bytes: int, overlaps: bool) -> None:
 
     set_accelerator(_accelerator(tracker, total_bytes, overlaps))
     _patch_torch_tensor()
-    torch.cuda.get_device_name = lambda *_: "a simulated GPU"  # ThroughputMeter looks up its speed
+    torch.cuda.get_device_name = lambda *_: "a simulated GPU"  # ThroughputMeter reads it
 
 
 def _accelerator(tracker, total_bytes: int, overlaps: bool):
@@ -133,7 +123,7 @@ def _accelerator(tracker, total_bytes: int, overlaps: bool):
     class Accelerator(CPU_Accelerator):
         def __init__(self):
             super().__init__()
-            self._name = "gpu"  # stage3.py steps the sub-groups that its ratio leaves on the GPU there
+            self._name = "gpu"  # stage3.py updates the sub-groups that its ratio leaves on the GPU on this device
 
         def device_name(self, device_index=None):
             return "gpu" if device_index is None else "gpu:0"
@@ -148,7 +138,7 @@ def _accelerator(tracker, total_bytes: int, overlaps: bool):
             return True
 
         def pin_memory(self, tensor, *args, **kwargs):
-            # torch pins by a copy; both are alive until the source is freed
+            # torch copies to pinned memory; the source stays alive until it is freed
             size = tensor.numel() * tensor.element_size()
             block = torch.empty(allocator.pinned_bytes(size), dtype=torch.uint8, device="cpu")
             return block[:size].view(tensor.dtype).view(tensor.shape)
@@ -179,26 +169,26 @@ def _accelerator(tracker, total_bytes: int, overlaps: bool):
 
 
 def _patch_torch_tensor() -> None:
-    """Make torch.tensor return an empty tensor on device "gpu", which has no kernels to fill it."""
+    """Make torch.tensor return an empty tensor on device "gpu", since no kernel can fill it."""
     import torch
     from deepspeed.runtime.zero import partition_parameters
 
     plain = torch.tensor
 
     def tensor(data, *args, device=None, **kwargs):
-        # not torch.get_default_device(): in `with torch.device("meta")` it calls torch.tensor, this function
-        asked = torch.empty(0).device if device is None else torch.device(device)
-        if asked.type != "gpu":
+        # torch.get_default_device() would recurse: in `with torch.device("meta")` it calls torch.tensor.
+        target = torch.empty(0).device if device is None else torch.device(device)
+        if target.type != "gpu":
             return plain(data, *args, device=device, **kwargs)
         shape = plain(data, *args, device="cpu", **kwargs)
         return torch.empty(shape.shape, dtype=shape.dtype, device="gpu:0")
 
-    torch.tensor = partition_parameters._orig_torch_tensor = tensor  # zero.Init saves and restores this one
+    torch.tensor = partition_parameters._orig_torch_tensor = tensor  # zero.Init restores the latter
     torch.nn.functional.softmax = _softmax_of_cuda(torch.nn.functional.softmax)
 
 
 def _softmax_of_cuda(plain, kind: str = "gpu"):
-    """Return a softmax that allocates on tensors of device `kind` what CUDA's does, which is not what a CPU's does.
+    """Return a softmax with CUDA's allocations, instead of the CPU's, for tensors on devices of type `kind`.
 
     aten/src/ATen/native/cuda/SoftMax.cu, softmax_backward_cuda_out: `Tensor tmp = grad * output;`, after the result is
     allocated. An fp32 softmax reads an fp16 input directly (half_to_float), other inputs from an fp32 copy
@@ -235,7 +225,7 @@ def _softmax_of_cuda(plain, kind: str = "gpu"):
 
 
 def skip_triton_kernels() -> None:
-    """Leave out Triton's kernels (--use_liger_kernel), which write into tensors that their callers allocate."""
+    """Skip Triton's kernels (--use_liger_kernel); they write into tensors that their callers allocate."""
     if importlib.util.find_spec("triton") is None:
         return
     from triton.runtime import jit
@@ -243,8 +233,8 @@ def skip_triton_kernels() -> None:
     jit.JITFunction.run = lambda self, *args, grid, warmup, **kwargs: None
 
 
-def train_on(arguments, device) -> None:
-    """Set the device of TrainingArguments and of accelerate, which have no device "gpu"."""
+def set_device(arguments, device) -> None:
+    """Set the device of TrainingArguments and of accelerate, which do not support device "gpu"."""
     from accelerate.state import PartialState
 
     PartialState._shared_state["device"] = arguments.__dict__["_setup_devices"] = device
@@ -253,27 +243,22 @@ def train_on(arguments, device) -> None:
 _HALF = ("linear", "matmul", "mm", "addmm", "bmm", "baddbmm", "mv", "addmv")
 
 _SINGLE = (
-    "layer_norm",
-    "softmax.int",
-    "log_softmax.int",
-    "nll_loss",
-    "nll_loss_nd",
-    "cross_entropy_loss",
+    *("layer_norm", "softmax.int", "log_softmax.int", "nll_loss", "nll_loss_nd", "cross_entropy_loss"),
     "pow.Tensor_Scalar",
 )
 
-_registrations = []  # torch.library's for device "gpu", kept alive for the life of this process
+_registrations = []  # torch.library objects for device "gpu", which have to stay alive
 
 
 def _register_kernels() -> None:
-    """Keep operations whole on device "gpu" that have a kernel of their own on CUDA.
+    """Register backward operations on device "gpu" that have a CUDA kernel.
 
-    Without one for the device, torch computes silu_backward from its parts, which hold five more tensors of its size.
+    Without a kernel torch decomposes silu_backward, which allocates five more tensors of its size.
     """
     import torch
 
     library = torch.library.Library("aten", "IMPL", "PrivateUse1")
-    for name in ("silu_backward", "mish_backward"):  # all that have both, by torch's dispatcher
+    for name in ("silu_backward", "mish_backward"):  # all such operations in torch's dispatcher
         library.impl(name, lambda gradient, x: torch.empty_like(gradient))
     _registrations.append(library)
 
@@ -281,23 +266,23 @@ def _register_kernels() -> None:
 def _register_autocast() -> None:
     """Register autocast for device "gpu" with CUDA's casts and cache (aten/src/ATen/autocast_mode.h).
 
-    Half-precision copies of the weights are kept until the outermost autocast region ends.
+    It keeps half-precision copies of the weights until the outermost autocast region ends.
     """
     import torch
 
     key = torch._C.DispatchKeySet(torch._C.DispatchKey.AutocastPrivateUse1)
-    everything = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
-    everything.fallback(torch.library.fallthrough_kernel)
-    kept, library, clear = {}, torch.library.Library("aten", "IMPL", "AutocastPrivateUse1"), torch.clear_autocast_cache
+    fallback = torch.library.Library("_", "IMPL", "AutocastPrivateUse1")
+    fallback.fallback(torch.library.fallthrough_kernel)
+    casts, library, clear = {}, torch.library.Library("aten", "IMPL", "AutocastPrivateUse1"), torch.clear_autocast_cache
 
     def cast(value, dtype):
         if not (isinstance(value, torch.Tensor) and value.is_floating_point()) or value.dtype in (dtype, torch.float64):
             return value
         if dtype == torch.float32 or not (value.requires_grad and value.is_leaf and value.dtype == torch.float32):
             return value.to(dtype)
-        if id(value) not in kept:
-            kept[id(value)] = value.to(dtype)
-        return kept[id(value)]
+        if id(value) not in casts:
+            casts[id(value)] = value.to(dtype)
+        return casts[id(value)]
 
     def register(name, single):
         packet = getattr(torch.ops.aten, name.split(".")[0])
@@ -314,12 +299,12 @@ def _register_autocast() -> None:
     for name in (*_HALF, *_SINGLE):
         register(name, name in _SINGLE)
 
-    def forget():
-        kept.clear()
+    def clear_cache():
+        casts.clear()
         clear()
 
-    torch.clear_autocast_cache = forget
-    _registrations.extend([everything, library])
+    torch.clear_autocast_cache = clear_cache
+    _registrations.extend([fallback, library])
 
 
 def _typed(torch, dtype, *size):
@@ -328,8 +313,8 @@ def _typed(torch, dtype, *size):
     return torch.tensor(size[0] if size else [], dtype=dtype, device="gpu:0")
 
 
-def without_values(padded: bool, row: int) -> None:
-    """Make library code that branches on tensor values take the branch of real rows of `row` tokens."""
+def patch_value_branches(padded: bool, row: int) -> None:
+    """Make library code that branches on tensor values take the branch for real rows of `row` tokens."""
     import torch
     import transformers.masking_utils as masks
 
@@ -338,37 +323,36 @@ def without_values(padded: bool, row: int) -> None:
 
     torch.Generator = _generator_class(torch.Generator)
     # torch's optimizers choose their foreach implementation by the parameters' exact type.
-    importlib.import_module("torch.optim.optimizer")._foreach_supported_types.append(
-        torch._subclasses.fake_tensor.FakeTensor
-    )
+    optimizers = importlib.import_module("torch.optim.optimizer")
+    optimizers._foreach_supported_types.append(torch._subclasses.fake_tensor.FakeTensor)
     masks.find_packed_sequence_indices = lambda position_ids: None
     masks.is_tracing = lambda *args, **kwargs: False
     masks.fast_all = lambda mask: not padded
     if not padded:
-        _leave_out_masks_of_states(masks)
+        _skip_recurrent_masks(masks)
     for register in (model_attention.register, sequence_parallel.register):
         register(lambda bounds: [(i * row, (i + 1) * row) for i in range(bounds[1:].numel())])
     torch.nn.Module._apply = _apply
     torch.nn.parallel.DistributedDataParallel = _distributed_data_parallel()
 
 
-def _leave_out_masks_of_states(masks) -> None:
-    """Make layers of linear attention and state spaces get no mask, as transformers does for rows without padding."""
+def _skip_recurrent_masks(masks) -> None:
+    """Pass no mask to linear attention and state spaces, like transformers for rows without padding."""
     plain = masks.create_recurrent_attention_mask
     for name, module in list(sys.modules.items()):
         if name.startswith("transformers.") and vars(module).get(plain.__name__) is plain:
             module.create_recurrent_attention_mask = lambda *args, **kwargs: None
 
 
-def without_inference_mode() -> None:
-    """Make inference_mode no_grad: the same bytes, but composite operations (cross entropy) are seen in their parts."""
+def disable_inference_mode() -> None:
+    """Replace inference_mode by no_grad: same bytes, but composite operations (cross entropy) show their parts."""
     import torch
 
     torch.inference_mode = lambda mode=True: torch.set_grad_enabled(not mode and torch.is_grad_enabled())
 
 
 def _generator_class(plain):
-    """Return a torch.Generator that ignores its device: a class, as later imports annotate with it."""
+    """Return a torch.Generator that ignores its device. It is a class because later imports annotate with it."""
 
     class Generator(plain):
         def __new__(cls, device=None):
@@ -378,14 +362,14 @@ def _generator_class(plain):
 
 
 def real_tensors():
-    """Return a context outside the fake modes, where new tensors have values."""
+    """Return a context without the fake modes, in which new tensors have values."""
     from torch.utils._python_dispatch import _disable_current_modes
 
     return _disable_current_modes()
 
 
 def _apply(module, change, recurse=True):
-    """Replace nn.Module._apply (to, bfloat16 ...): torch's swaps tensors, which fails for fake ones."""
+    """Replace nn.Module._apply (to, bfloat16 ...), which swaps tensors; fake tensors cannot be swapped."""
     for part in module.modules():
         for parameter in part._parameters.values():
             if parameter is not None:
@@ -394,13 +378,13 @@ def _apply(module, change, recurse=True):
                     parameter.data = new
         for name, buffer in part._buffers.items():
             if buffer is not None:
-                buffer.constant = None  # a value that fake tensors remember and would compute with
+                buffer.constant = None  # a value that fake tensors store and would compute with
                 part._buffers[name] = change(buffer)
     return module
 
 
 def _distributed_data_parallel():
-    """Return a stand-in for DistributedDataParallel, whose C++ reads tensors, that holds the same memory."""
+    """Return a replacement with the memory of DistributedDataParallel, whose C++ code reads tensors."""
     import torch
 
     class DistributedDataParallel(torch.nn.Module):
@@ -408,18 +392,15 @@ def _distributed_data_parallel():
             super().__init__()
             self.module = module
             trainable = [p for p in module.parameters() if p.requires_grad]
-            # One storage per dtype replaces the buckets; the gradients are views of it (train/trainer.py).
+            # A storage per dtype replaces the buckets; the gradients are views of it (train/trainer.py).
             self.buckets, by_dtype = {}, {}
             for p in trainable:
                 by_dtype.setdefault(p.dtype, []).append(p)
             for dtype, parameters in by_dtype.items():
-                self.buckets[dtype] = torch.zeros(
-                    sum(p.numel() for p in parameters), dtype=dtype, device=parameters[0].device
-                )
-                offset = 0
-                for p in parameters:
-                    self._hook(p, self.buckets[dtype][offset : offset + p.numel()].view(p.shape))
-                    offset += p.numel()
+                sizes = [p.numel() for p in parameters]
+                self.buckets[dtype] = torch.zeros(sum(sizes), dtype=dtype, device=parameters[0].device)
+                for p, view in zip(parameters, self.buckets[dtype].split(sizes), strict=True):
+                    self._hook(p, view.view(p.shape))
 
         def _hook(self, parameter, view):
             def into_bucket(p):
@@ -437,11 +418,11 @@ def _distributed_data_parallel():
     return DistributedDataParallel
 
 
-def attention_stand_in(name: str, one_by_one: bool = False) -> None:
-    """Register an attention `name` with FlashAttention 2's allocations (flash_api.cpp) but no values.
+def register_attention(name: str, one_by_one: bool = False) -> None:
+    """Register an attention `name` with FlashAttention 2's allocations (flash_api.cpp), without values.
 
-    The forward saves q, k, v, the output and one fp32 number per query; the backward accumulates dq in fp32.
-    Args: one_by_one: it is the loop over documents, which repeats k and v and puts the outputs together.
+    The forward saves q, k, v, the output and an fp32 number per query; the backward accumulates dq in fp32.
+    Args: one_by_one: whether it loops over documents, repeats k and v, and joins the outputs.
     """
     import torch
     from transformers import AttentionInterface, AttentionMaskInterface
@@ -458,7 +439,7 @@ def attention_stand_in(name: str, one_by_one: bool = False) -> None:
         out = q.new_empty(rows, tokens, heads, v.shape[-1]).transpose(1, 2)
         return out, q.new_empty(rows, heads, tokens, dtype=torch.float32)
 
-    # One operation, whose results selective checkpointing keeps.
+    # A single operation, whose results selective checkpointing keeps.
     operation = torch.library.custom_op(gradient_checkpointing.SIMULATED_ATTENTION, results, mutates_args=())
     operation.register_fake(results)
 
@@ -498,7 +479,7 @@ def attention_stand_in(name: str, one_by_one: bool = False) -> None:
             out = (out * share.exp()).to(query.dtype)
         return out.transpose(1, 2).contiguous(), None
 
-    if name == sequence_parallel.NAME:  # its exchanges are simulated as they are
+    if name == sequence_parallel.NAME:  # its exchanges run unchanged
         model_attention.packed_attention = attention
         return
     AttentionInterface.register(name, attention)
@@ -507,9 +488,9 @@ def attention_stand_in(name: str, one_by_one: bool = False) -> None:
 
 
 def _dequantized(inputs, state) -> list:
-    """Return the tensors that bitsandbytes holds on a GPU while it multiplies many rows by 4-bit weights.
+    """Return the tensors that bitsandbytes allocates on a GPU to multiply many rows by 4-bit weights.
 
-    bitsandbytes/backends/cuda/ops.py, _dequant_linear_fallback; up to 1,536 rows may take a kernel without them.
+    See _dequant_linear_fallback in bitsandbytes/backends/cuda/ops.py; up to 1,536 rows a kernel may need none.
     """
     import torch
 
@@ -520,7 +501,7 @@ def _dequantized(inputs, state) -> list:
 
 
 def quantize(net, device: str) -> None:
-    """Replace linear layers by bitsandbytes' NF4 layers with doubly quantized constants, without memory."""
+    """Replace linear layers by bitsandbytes' NF4 layers and doubly quantized constants, without memory."""
     import bitsandbytes
     import torch
 
@@ -560,12 +541,10 @@ def quantize(net, device: str) -> None:
     for module in net.modules():
         for name, parameter in module._parameters.items():
             if parameter is not None and parameter.is_meta:
-                replaced[id(parameter)] = (
-                    replaced[id(parameter)]
-                    if id(parameter) in replaced
-                    else torch.nn.Parameter(torch.empty_like(parameter, device=device), requires_grad=False)
-                )
-                module._parameters[name] = replaced[id(parameter)]
+                if parameter not in replaced:
+                    empty = torch.empty_like(parameter, device=device)
+                    replaced[parameter] = torch.nn.Parameter(empty, requires_grad=False)
+                module._parameters[name] = replaced[parameter]
         for name, buffer in module._buffers.items():
             if buffer is not None and buffer.is_meta:
                 module._buffers[name] = torch.empty_like(buffer, device=device)

@@ -1,8 +1,8 @@
-"""Run each operation of a simulated rank on fake tensors in one call, and pass new tensors to the memory trackers.
+"""Run each operation of a simulated rank on fake tensors in a single call, and pass new tensors to memory trackers.
 
-FakeTensorMode alone spends most of a simulation: on views, which it computes in Python, on the keys of its cache, and a
-stack of modes on being called one by one, also for each `tensor.device`. Here it is asked once for each operation with
-arguments of the same shapes; its answer is kept as shapes.
+FakeTensorMode would take most of the time of a simulation: it computes views in Python, builds cache keys, and is
+called for each `tensor.device`. Here it runs once per operation and shapes of arguments; the shapes of the result are
+cached.
 """
 
 import contextlib
@@ -14,7 +14,7 @@ from torch.utils._pytree import tree_iter
 
 aten = torch.ops.aten
 
-# Results that are views of their first argument's storage; their shapes are computed by torch's kernels in C++.
+# Operations that return views of their first argument's storage; torch's C++ kernels compute their shapes.
 _VIEWS = frozenset(
     [
         *(aten.alias.default, aten.as_strided.default, aten.detach.default, aten.expand.default),
@@ -24,7 +24,7 @@ _VIEWS = frozenset(
     ]
 )
 
-_CACHED = ("aten", "zerofit")  # namespaces of operations whose results are kept
+_CACHED_NAMESPACES = ("aten", "zerofit")  # namespaces of operations whose results are cached
 
 _UNKNOWN_SIZES = {torch.Tag.inplace_view, torch.Tag.dynamic_output_shape, torch.Tag.data_dependent_output}
 
@@ -32,15 +32,15 @@ _DEVICE = torch.ops.prim.device.default
 
 _READ, _INDICES, _SELECTED = aten._local_scalar_dense.default, aten.nonzero.default, aten.index.Tensor
 
-_GROUPED = aten._grouped_mm.default  # products of experts
+_GROUPED = aten._grouped_mm.default  # matrix products of experts
 
-_ADDED_PRODUCT = aten.addmm.dtype_out  # torch 2.12 fails to find its shape, which is that of `out`
+_ADDED_PRODUCT = aten.addmm.dtype_out  # torch 2.12 cannot infer its shape, which is the shape of `out`
 
 _ALIKE, _COPY = aten.allclose.default, aten._to_copy.default
 
 
 class _NoKey(Exception):
-    """The result of an operation with such arguments is not kept."""
+    """The result of an operation with these arguments cannot be cached."""
 
 
 _PLAIN = frozenset(
@@ -49,7 +49,7 @@ _PLAIN = frozenset(
 
 
 def _as_key(value):
-    """Return what of an argument a result's shape, type and device depend on. Raises: _NoKey."""
+    """Return the properties of an argument that determine a result's shape, type and device. Raises: _NoKey."""
     kind = type(value)
     if kind is FakeTensor:
         if value.constant is not None:
@@ -58,40 +58,40 @@ def _as_key(value):
     if kind in _PLAIN:
         return kind, value
     if kind in (list, tuple):
-        return tuple([_as_key(one) for one in value])
+        return tuple([_as_key(part) for part in value])
     raise _NoKey
 
 
-def _is_kept(operation) -> bool:
-    """Return whether an operation's results depend on the shapes of its arguments only, and share no storage."""
-    if operation.namespace not in _CACHED or operation.is_view or operation.name().startswith("aten::lift"):
+def _is_cacheable(operation) -> bool:
+    """Return whether an operation's results depend only on the shapes of its arguments, and have separate storage."""
+    if operation.namespace not in _CACHED_NAMESPACES or operation.is_view or operation.name().startswith("aten::lift"):
         return False
     return not _UNKNOWN_SIZES & set(operation.tags)
 
 
 class FakeOperations(TorchDispatchMode):
-    """A mode above FakeTensorMode that answers reads of tensors and tells trackers of every tensor that is returned.
+    """A mode above FakeTensorMode that returns values for reads of tensors and passes new tensors to trackers.
 
-    A read is answered with 1.0 (loss, norm), 0 (overflows) or False (an overflow).
-    Args: fake: the mode below; rows: {tokens of a batch: its rows}; all labels count but the first of each row, which
-        nothing predicts.
+    A read returns 1.0 (loss, norm), 0 (overflows) or False (an overflow).
+    Args: fake: the FakeTensorMode; rows: {tokens of a batch: rows}. All labels count except the first of each row,
+        which is not predicted.
     """
 
     def __init__(self, fake: FakeTensorMode, rows: dict[int, int]):
         super().__init__()
         self.fake, self.rows = fake, rows
-        self.trackers = {}  # {type of device: tracker that follows it}
+        self.trackers = {}  # {type of device: its tracker}
         self._attributes = {}  # {device: attributes of its fake tensors}
-        self._kept = {}  # {operation and arguments: result as of `_as_shapes`}
-        self._is_kept = {}  # {operation: whether its results are kept}
+        self._cache = {}  # {operation and arguments: result of `_as_shapes`}
+        self._is_cacheable = {}  # {operation: whether its results can be cached}
 
     @classmethod
     def _should_skip_dynamo(cls) -> bool:
-        return False  # else each call goes through a wrapper for torch.compile
+        return False  # avoids a wrapper for torch.compile around each call
 
     @contextlib.contextmanager
     def followed(self, tracker):
-        """Tell a tracker of the tensors of its device while the body runs."""
+        """Pass the tensors of the tracker's device to it while the body runs."""
         self.trackers[tracker.device] = tracker
         try:
             yield
@@ -106,11 +106,11 @@ class FakeOperations(TorchDispatchMode):
         else:
             output = self._run(operation, args, kwargs or {})
         if self.trackers:
-            self._tell(operation, args, kwargs, output)
+            self._notify(operation, args, kwargs, output)
         return output
 
     def _view(self, operation, args, kwargs):
-        """Return what a view of a fake tensor is, without FakeTensorMode's call and cache."""
+        """Return views of a fake tensor without FakeTensorMode's call and cache."""
         device = args[0].fake_device
         with in_kernel_invocation_manager(self.fake):
             views = operation(*args, **kwargs)
@@ -119,7 +119,7 @@ class FakeOperations(TorchDispatchMode):
         return [self._fake(view, device) for view in views]
 
     def _fake(self, meta: torch.Tensor, device: torch.device) -> FakeTensor:
-        """Return FakeTensor(self.fake, meta, device), whose constructor takes as long as all else of an operation."""
+        """Return FakeTensor(self.fake, meta, device) without the constructor, half of an operation's time."""
         if device not in self._attributes:
             self._attributes[device] = dict(vars(FakeTensor(self.fake, meta, device)))
         tensor = torch.Tensor._make_subclass(
@@ -133,7 +133,7 @@ class FakeOperations(TorchDispatchMode):
         if operation is _READ:
             dtype = args[0].dtype
             return False if dtype == torch.bool else 1.0 if dtype.is_floating_point else 0
-        if operation is _INDICES:  # of the labels that count: all of them
+        if operation is _INDICES:  # indices of the labels that count
             count = args[0].numel() - self.rows.get(args[0].numel(), 0)
             return args[0].new_empty((count, args[0].ndim), dtype=torch.long)
         if operation is _SELECTED and len(args[1]) == 1 and args[1][0].dtype == torch.bool:
@@ -146,24 +146,24 @@ class FakeOperations(TorchDispatchMode):
         if operation is _ADDED_PRODUCT:
             return kwargs["out"]
         if operation is _COPY and getattr(args[0], "constant", None) is not None:
-            args[0].constant = None  # FakeTensorMode would copy the value to the device, which does not exist
+            args[0].constant = None  # FakeTensorMode would copy the value to the fake device
         if operation.namespace == "c10d" and all(_has_no_value(value) for value in tree_iter((args, kwargs))):
             with in_kernel_invocation_manager(self.fake):
                 return operation(*args, **kwargs)  # returns its arguments
-        if operation not in self._is_kept:
-            self._is_kept[operation] = _is_kept(operation)
-        return self._by_shape(operation, args, kwargs) if self._is_kept[operation] else operation(*args, **kwargs)
+        if operation not in self._is_cacheable:
+            self._is_cacheable[operation] = _is_cacheable(operation)
+        return self._by_shape(operation, args, kwargs) if self._is_cacheable[operation] else operation(*args, **kwargs)
 
     def _by_shape(self, operation, args, kwargs):
-        """Return an operation's result, as FakeTensorMode has answered for arguments of the same shapes before."""
+        """Return an operation's result from the cached shapes of an earlier call with the same argument shapes."""
         try:
             key = operation, _as_key(args), tuple([(name, _as_key(value)) for name, value in kwargs.items()])
         except _NoKey:
             return operation(*args, **kwargs)
-        shapes = self._kept.get(key, self)
+        shapes = self._cache.get(key, self)
         if shapes is self:
             output = operation(*args, **kwargs)
-            self._kept[key] = None if "out" in kwargs else _as_shapes(output, args)
+            self._cache[key] = None if "out" in kwargs else _as_shapes(output, args)
             return output
         if shapes is None:
             return operation(*args, **kwargs)
@@ -174,8 +174,8 @@ class FakeOperations(TorchDispatchMode):
         tensors = [self._fake(meta, device) for meta, (*_, device) in zip(metas, shapes[1], strict=True)]
         return tensors[0] if shapes[0] is None else shapes[0](tensors)
 
-    def _tell(self, operation, args, kwargs, output) -> None:
-        """Pass the tensors of a result to the trackers; of a collective its buffers and gathered shards too."""
+    def _notify(self, operation, args, kwargs, output) -> None:
+        """Pass the tensors of a result to the trackers; for a collective also its buffers and gathered shards."""
         if operation.namespace == "c10d":
             for tracker in self.trackers.values():
                 tracker.see_collective(args, kwargs, output)
@@ -188,27 +188,27 @@ class FakeOperations(TorchDispatchMode):
 
 
 def _grouped_product(args, kwargs) -> torch.Tensor:
-    """Return the product of experts in fp32 or fp16; torch 2.13 computes it, and knows its shape for bf16 only."""
+    """Return the product of experts in fp32 or fp16: torch 2.13 computes it, but infers its shape for bf16 only."""
     as_bf16 = [
-        torch.empty_strided(one.shape, one.stride(), dtype=torch.bfloat16, device=one.device)
-        if isinstance(one, torch.Tensor) and one.is_floating_point()
-        else one
-        for one in args
+        torch.empty_strided(value.shape, value.stride(), dtype=torch.bfloat16, device=value.device)
+        if isinstance(value, torch.Tensor) and value.is_floating_point()
+        else value
+        for value in args
     ]
     product = _GROUPED(*as_bf16, **kwargs)
     return product.new_empty(product.shape, dtype=args[0].dtype)
 
 
 def _has_no_value(value) -> bool:
-    """Return whether an argument is a fake tensor that remembers no value, or no tensor."""
+    """Return whether an argument is a fake tensor without a stored value, or not a tensor."""
     return not isinstance(value, torch.Tensor) or (type(value) is FakeTensor and value.constant is None)
 
 
 def _as_shapes(output, args) -> int | tuple | None:
     """Return a result of FakeTensorMode as shapes.
 
-    Returns: the place among `args` of what was changed in place; or (None for one tensor, else list or tuple; of each
-        new tensor its shape, strides, dtype and device); None for what is neither.
+    Returns: the index in `args` of the result of an in-place operation; or (None for a tensor, else list or tuple;
+        shape, strides, dtype and device of each new tensor); None for other results.
     """
     for place, value in enumerate(args):
         if output is value and type(value) is FakeTensor:
@@ -223,12 +223,12 @@ def _as_shapes(output, args) -> int | tuple | None:
         if key in taken:
             return None
         taken.add(key)
-    return several, [(tuple(one.shape), one.stride(), one.dtype, one.fake_device) for one in tensors]
+    return several, [(tuple(t.shape), t.stride(), t.dtype, t.fake_device) for t in tensors]
 
 
 def _is_all_of_its_storage(tensor: torch.Tensor) -> bool:
-    """Return whether torch.empty_strided would give the tensor the same storage."""
+    """Return whether torch.empty_strided would create a tensor with the same storage."""
     last = sum((size - 1) * stride for size, stride in zip(tensor.shape, tensor.stride(), strict=True))
     numbers = last + 1 if tensor.numel() else 0
-    whole = tensor.untyped_storage().nbytes() == numbers * tensor.element_size() and tensor.storage_offset() == 0
-    return whole and tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()
+    complete = tensor.untyped_storage().nbytes() == numbers * tensor.element_size() and tensor.storage_offset() == 0
+    return complete and tensor.layout == torch.strided and not tensor.is_conj() and not tensor.is_neg()

@@ -1,4 +1,4 @@
-"""Check at the start of a run whether it fits; handle --zero auto and --plan."""
+"""Check at launch whether a run fits; handle --zero auto and --plan."""
 
 import psutil
 
@@ -13,27 +13,27 @@ from zerofit.model import gradient_checkpointing
 from zerofit.plan import candidates, gpu_memory, planner, predict, simulate
 from zerofit.plan.answer import answer_text
 
-CHECK_SECONDS = 18  # that a launch waits for the simulation; the whole check then takes less than 20
+CHECK_SECONDS = 18  # a launch waits this long for the simulation; the full check then takes less than 20 s
 
 
 def publish(plan: dict | None) -> None:
-    """Keep the prediction for the job's ranks, or for the end of the run in this process."""
+    """Store the prediction for the ranks of the job, or for the end of the run in this process."""
     job.publish(plan)
 
 
 def prestart(settings) -> None:
     """Start the simulation's process for `check`, so that it imports while the data is read."""
-    if is_planned(settings) and settings.ranks_that_split("layers") == 1:
+    if is_planned(settings) and settings.parallel_size("layers") == 1:
         simulate.prestart()
 
 
 def is_planned(settings) -> bool:
-    """Return whether the memory of a job is predicted: on GPUs, and on a CPU with a limit."""
+    """Return whether the memory of a job is predicted: on GPUs, or on a CPU with --memory_limit."""
     return not settings.use_cpu or bool(settings.memory_limit)
 
 
 def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
-    """Predict the job's memory, print whether it fits, and return the prediction; None if there is none.
+    """Predict the job's memory, print whether it fits, and return the prediction or None.
 
     Args: seconds: how long to wait for the simulation if the job fits by formula; None: until it ends.
     Raises: NothingFits if the job does not fit by simulation, without --ignore_plan; UserError for the user's mistakes.
@@ -41,7 +41,7 @@ def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
     try:
         plan = predict.predict(settings, seconds)
     except simulate.SimulationFailed as error:
-        print(f"plan: the exact check failed: {error}; whether the job fits is not known", flush=True)
+        print(f"plan: simulation failed: {error}; it is unknown whether the job fits", flush=True)
         return None
     finally:
         simulate.stop_prestarted()
@@ -51,22 +51,23 @@ def check(settings, seconds: float | None = CHECK_SECONDS) -> dict | None:
 
 
 def report(plan: dict, settings) -> None:
-    """Print whether the job of a prediction fits. Raises: NothingFits as `check`."""
+    """Print whether the predicted job fits. Raises: NothingFits as `check`."""
     peak, limit, stage = plan["peak_bytes"], plan["limit_bytes"], plan.get("stage")
     margin = gpu_memory.margin(settings.zero).high - 1
     rank = "rank" if stage is None else f"rank of stage {stage}, the fullest"
-    size = f"{peak / GIB:.2f} of {limit / GIB:.2f} GiB a {rank}, highest in the {plan['phase']} phase"
+    size = f"{peak / GIB:.2f} of {limit / GIB:.2f} GiB per {rank}, highest in the {plan['phase']} phase"
     fits = "fits" if peak <= limit else "does not fit"
     if stage is not None:
-        print(f"plan: {fits} by formula ({plan['by']}; a margin of {margin:.0%} is in it): {size}", flush=True)
-    elif plan.get("by") == candidates.ENOUGH:
+        print(f"plan: {fits} by formula ({plan['by']}), with a margin of {margin:.0%}: {size}", flush=True)
+    elif plan.get("by") == candidates.ROOM_BY_FORMULA:
         print(f"plan: {fits} by formula, with a margin of {margin:.0%}: {size}", flush=True)
     elif "by" in plan:
-        print(f"plan: {candidates.ESTIMATE.format(plan['by'], margin)}\nplan: {fits} by formula: {size}", flush=True)
+        print(f"plan: {candidates.ESTIMATE_MESSAGE.format(plan['by'], margin)}", flush=True)
+        print(f"plan: {fits} by formula: {size}", flush=True)
     elif peak > limit and not settings.ignore_plan:
         raise candidates.NothingFits(
-            f"this job does not fit: {size}; `make plan` with the same "
-            "arguments finds one that does, --ignore_plan true starts it anyway."
+            f"this job does not fit: {size}; run `make plan` with the same arguments to find a setting that fits, or "
+            "start it anyway with --ignore_plan true."
         )
     else:
         print(f"plan: {fits}: {size}", flush=True)
@@ -75,15 +76,15 @@ def report(plan: dict, settings) -> None:
 
 
 def _without_compiler(settings) -> str | None:
-    """Return what runs without its Triton kernels, as this machine cannot compile them; None if nothing does."""
-    kernels = {"Liger's kernels": settings.use_liger_kernel, "AdamW in one kernel": settings.pure_bf16}
+    """Return a sentence about the Triton kernels that this machine cannot compile, or None."""
+    kernels = {"Liger kernels": settings.use_liger_kernel, "fused AdamW": settings.pure_bf16}
     used = " and ".join(name for name, on in kernels.items() if on)
     missing = [] if settings.use_cpu or not used else hardware.missing_for_triton()
     if not missing:
         return None
     return (
-        f"{' and '.join(missing)}: without {used}, a step takes about a fifth longer; apt install gcc python3-dev, or "
-        "an image with a compiler (cuda:*-devel)"
+        f"{' and '.join(missing)}: without {used}, a step takes about a fifth longer; run apt install gcc python3-dev, "
+        "or use an image with a compiler (cuda:*-devel)"
     )
 
 
@@ -108,7 +109,7 @@ def dry_run(settings) -> None:
         settings = resolve.resolve(settings.request, settings.world_size, gpu)
     if settings.use_cpu and not settings.memory_limit:
         raise UserError(
-            "--plan: there is no GPU here; name one with --gpu_type h100-80g, or a limit with --memory_limit."
+            "--plan: no GPU found on this machine; set a GPU with --gpu_type h100-80g, or a limit with --memory_limit."
         )
     if plan := check(settings, seconds=None):
         print(memory_figure.table(plan["peak"]))
@@ -117,26 +118,26 @@ def dry_run(settings) -> None:
 # --- --zero auto ---
 
 
-def chosen_request(request: Request, ranks: int, node: int = gpu_memory.GPUS_OF_A_NODE) -> Request:
+def chosen_request(request: Request, ranks: int, node: int = gpu_memory.GPUS_PER_NODE) -> Request:
     """Return the request with the fastest setting that fits this machine's GPUs, for --zero auto.
 
-    Its micro batch and gradient checkpointing have the source BY_PLAN: the start checks them, and keeps them if they
-    fit. On a CPU the request is unchanged: the stage then follows from the number of ranks. node: GPUs of a node.
-    Raises: NothingFits if no setting does; UserError for the user's mistakes.
+    Micro batch and gradient checkpointing get the source BY_PLAN: the launch checks them and keeps them if they fit. On
+    a CPU the request is unchanged: the stage follows from the number of ranks. node: GPUs per node.
+    Raises: NothingFits if no setting fits; UserError for the user's mistakes.
     """
-    if not hardware.torch_sees_some():
+    if not hardware.torch_sees_gpu():
         return request
-    if candidates.lacks_data(request):  # which a plan does not need, but the run
+    if candidates.lacks_data(request):  # needed by the run, not by the plan
         raise UserError(defaults.NO_DATA)
 
-    gpu, asked = hardware.find("detect", min(ranks, node)), request.values.keys()
+    gpu, requested = hardware.find("detect", min(ranks, node)), request.values.keys()
     plan = planner.plan_of(
         candidates.methods_to_try("", request.recipe, request.flags()),
         request,
         ranks,
         gpu,
         progress=planner.Progress(lambda text: print(text, flush=True)),
-        host_limit=psutil.virtual_memory().total,
+        host_memory_limit=psutil.virtual_memory().total,
         node=node,
     )
 
@@ -144,4 +145,5 @@ def chosen_request(request: Request, ranks: int, node: int = gpu_memory.GPUS_OF_
         raise candidates.NothingFits(answer_text.nothing_fits(plan))
     print(f"chosen: {plan.chosen.label}, {plan.chosen.peak / GIB:.1f} of {plan.limit / GIB:.1f} GiB", flush=True)
     request, names = plan.chosen.request, ("per_device_train_batch_size", *gradient_checkpointing.ARGUMENTS)
-    return request.planned("", {name: request.get(name) for name in names if name in request.values.keys() - asked})
+    chosen = {name: request.get(name) for name in names if name in request.values.keys() - requested}
+    return request.with_plan_values("", chosen)

@@ -1,7 +1,7 @@
-"""Choose among the settings of a job: by the closed forms, and by simulation where these leave it open.
+"""Choose among the settings of a job: by the closed forms, or by simulation if they cannot decide.
 
-A space is a list of candidates: all settings of `make plan`, the micro batches of a start, twice as large a batch, half
-of the GPUs. Every choice of the kit is made by `search`, so that two of them never differ.
+A space is a list of candidates: all settings of `make plan`, the micro batches of a launch, larger batches, half of the
+GPUs. `search` makes every choice of the kit, so all commands agree.
 """
 
 from collections.abc import Callable
@@ -9,80 +9,83 @@ from collections.abc import Callable
 from zerofit.plan import gpu_memory
 from zerofit.plan.candidate import Candidate, Plan
 
-EQUAL = 1.03  # times the least seconds: estimates that are taken as equal, of which the least memory is chosen
+TIE_RATIO = 1.03  # estimates within this factor of the fastest are equal: the one with the least memory is chosen
 
-# Above this share of a GPU's memory a setting is chosen only where all others take so many times as long: there the
-# allocator frees and allocates again, and published runs fell up to a third behind (docs/notes/published-speeds.md).
-FULL, WORTH = 0.95, 1.05
+# Minimum speedup of a setting above this share of a GPU's memory over all others: near the limit, the allocator frees
+# and allocates again; published runs lost up to a third of their speed (benchmarks/results/published-speeds.md).
+FULL_GPU_SHARE, MIN_SPEEDUP = 0.95, 1.05
 
-# Times as fast, by estimate, as a setting without copies to host memory and without rows or matrices shared between
-# GPUs: links differ between machines with the same GPUs, and few published runs have them.
-PLAIN = 1.1
+# Minimum speedup over plain settings for one that copies to host memory or shares rows or matrices between GPUs: links
+# differ between machines with the same GPUs, and few published runs use them.
+MIN_GAIN_OVER_PLAIN = 1.1
+MAX_SIMULATIONS = 8  # per search
+KIND_TOLERANCE = 0.03  # relative error of a closed form that is corrected by a simulation of the same kind
 
-MOST = 8  # simulations of a search
+# If nothing fits, the smallest settings by formula of this many kinds are simulated, up to MAX_EXCESS times the limit:
+# the closed form alone must not refuse a job.
+MAX_LAST_SIMULATIONS, MAX_EXCESS = 4, 1.5
+MAX_FAILURES = 2  # failed simulations after which a search runs no more
 
-LIKE = 0.03  # how far the closed form of a setting is from that of a simulated one of its kind, relative to it
-
-# Where nothing fits, the smallest settings by formula of so many kinds are simulated, if they are below HOPELESS times
-# the limit: a closed form alone must not refuse a job.
-LAST_TRIES, HOPELESS = 4, 1.5
-
-FAILED = 2  # simulations after which no more is asked: what has failed twice will fail again
-
-Ask = Callable[[Candidate], None]  # simulates a candidate: stores the answer in it, or why there is none
+Simulate = Callable[[Candidate], None]  # stores the answer or the failure in the candidate
 
 
 def search(
     space: list[Candidate],
     plan: Plan,
-    ask: Ask,
+    simulate: Simulate,
     *,
     exact: bool = False,
     first: Candidate | None = None,
-    is_described: Callable[[Candidate], bool] = lambda candidate: True,
+    formulas_suffice: Callable[[Candidate], bool] = lambda candidate: True,
     has_time: Callable[[], bool] = lambda: True,
 ) -> Candidate | None:
-    """Return the candidate to run; None: none is known to fit.
+    """Return the candidate to run, or None if none is known to fit.
 
-    Args: plan: the place, with its limits; exact: whether the choice is simulated where its closed form leaves room;
-        first: taken before faster ones, unless a simulation says that it does not fit; is_described: whether the closed
-        forms may decide that a candidate fits; has_time: whether another simulation may begin.
+    Args: plan: GPUs and limits; exact: simulate the choice even if the closed form leaves room; first: preferred over
+        faster candidates unless it does not fit by simulation; formulas_suffice: whether the closed forms may decide
+        that a candidate fits; has_time: whether another simulation may start.
     """
     simulated: list[Candidate] = []
     while True:
-        fit, near = _sorted_out(space, simulated, plan, is_described)
+        fit, near = _sorted_out(space, simulated, plan, formulas_suffice)
         best = first if first in fit else preferred(fit, plan)
-        asked = first if first in near else None
-        if asked is None and (best is None or best is not first):
-            faster = [one for one in near if best is None or one.seconds * WORTH < best.seconds]
-            is_broken = sum(bool(one.failed) for one in simulated) >= FAILED
-            asked = preferred(faster, plan) if len(simulated) < MOST and not is_broken else None
-            if asked is None and best is None and len(simulated) < MOST + LAST_TRIES and not is_broken:
-                asked = _smallest(space, simulated, plan)
-        if asked is None and exact and best is not None and _is_open(best):
-            asked = best
-        if asked is None or not has_time():
+        next_one = first if first in near else None
+        if next_one is None and (best is None or best is not first):
+            faster = [one for one in near if best is None or one.seconds * MIN_SPEEDUP < best.seconds]
+            is_broken = sum(bool(one.failed) for one in simulated) >= MAX_FAILURES
+            next_one = preferred(faster, plan) if len(simulated) < MAX_SIMULATIONS and not is_broken else None
+            has_last_tries = len(simulated) < MAX_SIMULATIONS + MAX_LAST_SIMULATIONS and not is_broken
+            if next_one is None and best is None and has_last_tries:
+                next_one = _smallest(space, simulated, plan)
+        if next_one is None and exact and best is not None and _is_open(best):
+            next_one = best
+        if next_one is None or not has_time():
             return best
-        ask(asked)
-        simulated.append(asked)
-        if asked is first and first.failed:
+        simulate(next_one)
+        simulated.append(next_one)
+        if next_one is first and first.failed:
             return first
 
 
 def preferred(fit: list[Candidate], plan: Plan) -> Candidate | None:
-    """Return of the settings that are about as fast as the fastest the one with the least memory; None without any.
+    """Return the setting with the least memory among those about as fast as the fastest; None if `fit` is empty.
 
-    One that is not plain is taken where it is PLAIN times as fast as all that are.
+    A setting that is not plain must be MIN_GAIN_OVER_PLAIN times as fast as all plain ones.
     """
     groups = [one for one in fit if _is_plain(one)], [one for one in fit if not _is_plain(one)]
-    found = [_leanest(group, plan) for group in groups if group]
-    if len(found) == 2 and found[0].seconds <= PLAIN * found[1].seconds:
-        return found[0]
-    return min(found, key=lambda one: one.seconds, default=None)
+    best = [_leanest(group, plan) for group in groups if group]
+    if len(best) == 2 and best[0].seconds <= MIN_GAIN_OVER_PLAIN * best[1].seconds:
+        return best[0]
+    return min(best, key=lambda one: one.seconds, default=None)
+
+
+def best_fit(space: list[Candidate], plan: Plan) -> Candidate | None:
+    """Return the preferred candidate among those that fit by formula, or None if none fits."""
+    return preferred([one for one in space if fits(one, plan)], plan)
 
 
 def _is_plain(one: Candidate) -> bool:
-    """Return whether a setting copies nothing to host memory and shares no rows between GPUs."""
+    """Return whether a setting does not copy to host memory and does not share rows between GPUs."""
     return one.setting.offload == "none" and not one.setting.activation_offload and not one.setting.groups
 
 
@@ -91,30 +94,30 @@ def _leanest(fit: list[Candidate], plan: Plan) -> Candidate:
         return ("none", "optimizer", "all").index(one.setting.offload), one.peak, one.seconds
 
     least = min(one.seconds for one in fit)
-    best = min((one for one in fit if one.seconds <= EQUAL * least), key=memory)
-    if plan.share(best) > FULL:
-        roomy = [one for one in fit if one.seconds <= WORTH * least and plan.share(one) <= FULL]
+    best = min((one for one in fit if one.seconds <= TIE_RATIO * least), key=memory)
+    if plan.share(best) > FULL_GPU_SHARE:
+        roomy = [one for one in fit if one.seconds <= MIN_SPEEDUP * least and plan.share(one) <= FULL_GPU_SHARE]
         best = min(roomy, key=memory, default=best)
     return best
 
 
 def fits(candidate: Candidate, plan: Plan) -> bool:
-    """Return whether a candidate fits, by simulation or else by the closed forms with their margin."""
-    return candidate.peak <= plan.limit and not plan.host_is_short(candidate)
+    """Return whether a candidate fits by simulation, or by the closed forms with their margin if not simulated."""
+    return candidate.peak <= plan.limit and not plan.exceeds_host_memory(candidate)
 
 
 def _is_open(candidate: Candidate) -> bool:
     return candidate.answer is None and not candidate.failed
 
 
-def _sorted_out(space: list[Candidate], simulated: list[Candidate], plan: Plan, is_described) -> tuple[list, list]:
-    """Return (the candidates that fit, those that may fit by the closed forms and are not simulated)."""
+def _sorted_out(space: list[Candidate], simulated: list[Candidate], plan: Plan, formulas_suffice) -> tuple[list, list]:
+    """Return (candidates that fit, unsimulated candidates that may fit by the closed forms)."""
     fit, near = [], []
     for one in space:
-        if plan.host_is_short(one):
+        if plan.exceeds_host_memory(one):
             continue
         least, most = _bounds(one, simulated)
-        if max(most, one.peak) <= plan.limit and (one.answer or is_described(one)):
+        if max(most, one.peak) <= plan.limit and (one.answer or formulas_suffice(one)):
             fit.append(one)
         elif _is_open(one) and least <= plan.limit:
             near.append(one)
@@ -122,9 +125,9 @@ def _sorted_out(space: list[Candidate], simulated: list[Candidate], plan: Plan, 
 
 
 def _bounds(one: Candidate, simulated: list[Candidate]) -> tuple[float, float]:
-    """Return the least and the most bytes of a candidate: by its closed form, and by simulations of its kind.
+    """Return bounds of a candidate's bytes from its closed form and from simulations of its kind.
 
-    What these needed beside their closed forms is a part of them, or the same for each token.
+    The error of the closed form is assumed proportional to its bytes or to the number of tokens.
     """
     if one.answer:
         return one.peak, one.peak
@@ -133,9 +136,9 @@ def _bounds(one: Candidate, simulated: list[Candidate]) -> tuple[float, float]:
     if alike and not one.failed:
         nearest = min(alike, key=lambda other: abs(other.setting.tokens - one.setting.tokens))
         share = nearest.peak / nearest.by_formula * one.by_formula
-        lacked = (nearest.peak - nearest.by_formula) / nearest.setting.tokens * one.setting.tokens
-        both = share, one.by_formula + lacked
-        least, most = (1 - LIKE) * min(both), (1 + LIKE) * max(both)
+        missing = (nearest.peak - nearest.by_formula) / nearest.setting.tokens * one.setting.tokens
+        both = share, one.by_formula + missing
+        least, most = (1 - KIND_TOLERANCE) * min(both), (1 + KIND_TOLERANCE) * max(both)
     return least, most
 
 
@@ -145,11 +148,11 @@ def _kind(one: Candidate) -> tuple:
 
 
 def _smallest(space: list[Candidate], simulated: list[Candidate], plan: Plan) -> Candidate | None:
-    """Return the smallest candidate by formula of the kinds that no simulation has answered; None: all are hopeless."""
+    """Return the smallest candidate by formula of the kinds not simulated yet, or None if all are far too large."""
     kinds = {(one.setting.zero, one.setting.offload) for one in simulated}
-    left = [
+    remaining = [
         one for one in space
-        if _is_open(one) and not plan.host_is_short(one) and one.by_formula <= HOPELESS * plan.limit
+        if _is_open(one) and not plan.exceeds_host_memory(one) and one.by_formula <= MAX_EXCESS * plan.limit
         and (one.setting.zero, one.setting.offload) not in kinds
     ]  # fmt: skip
-    return min(left, key=lambda one: one.by_formula, default=None)
+    return min(remaining, key=lambda one: one.by_formula, default=None)

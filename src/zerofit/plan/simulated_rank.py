@@ -16,7 +16,7 @@ from zerofit.job import program
 from zerofit.optim import registry
 from zerofit.plan import caching_allocator, fake_device, gpu_memory, simulate
 
-# --- the answer, in a process of its own ---
+# --- answers, in a separate process ---
 
 
 def main(_: list[str]) -> None:
@@ -27,41 +27,44 @@ def main(_: list[str]) -> None:
     from zerofit.plan import fake_operations  # noqa: F401
     from zerofit.train import trainer  # noqa: F401
 
-    gc.freeze()  # the libraries' objects: no collection of a fork scans them
+    gc.freeze()  # garbage collections of forks skip the libraries' objects
     for line in sys.stdin:
         questions = [simulate.Question.from_json(plain) for plain in json.loads(line)]
-        if questions[0].device == "cuda":  # run_all sends such a question alone
+        if questions[0].device == "cuda":  # `run_all` sends these questions one by one
             _answer_and_end(0, questions[0])
         _answer_in_forks(questions)
-        os.write(1, f"\n{simulate.DONE}\n".encode())
+        os.write(1, f"\n{simulate.ALL_ANSWERED}\n".encode())
 
 
 def _answer_in_forks(questions: list[simulate.Question]) -> None:
-    """Answer each question in a fork of this process, as many in parallel as there are cores."""
+    """Answer each question in a fork of this process, one per core in parallel."""
     import torch
 
-    # Real tensors use all cores, so one question at a time.
+    # Real tensors use all cores, so only a single question runs.
     workers = distributed.cores() if all(q.fake for q in questions) else 1
     _import_for(questions)
-    waiting, running = list(enumerate(questions)), {}
-    while waiting or running:
-        while waiting and len(running) < workers:
-            number, question = waiting.pop(0)
+    pending, running = list(enumerate(questions)), {}
+    while pending or running:
+        while pending and len(running) < workers:
+            number, question = pending.pop(0)
             pid = os.fork()
             if not pid:
-                # First of all, by one thread: torch replaces its thread pool in a fork, and two threads that do it at
-                # once end the process (torch 2.15: "Invalid thread pool!").
+                # This comes first, in a single thread: torch replaces its thread pool in a fork, and two threads that
+                # do it in parallel crash (torch 2.15: "Invalid thread pool!").
                 torch.set_num_threads(1 if question.fake else distributed.cores())
                 _answer_and_end(number, question)
             running[pid] = number
         pid, status = os.wait()
         number = running.pop(pid)
         if status:
-            _say([number, {"failed": _in_words(os.waitstatus_to_exitcode(status))}])
+            reason = f"ended with exit code {os.waitstatus_to_exitcode(status)}"
+            if os.waitstatus_to_exitcode(status) == -signal.SIGKILL:
+                reason = "was killed, most likely because this machine ran out of memory"
+            _print_answer([number, {"failed": f"the simulation's process {reason}"}])
 
 
 def _import_for(questions: list[simulate.Question]) -> None:
-    """Load peft and bitsandbytes, if the job uses them, once for all forks: each takes over a second."""
+    """Import peft and bitsandbytes, if the job uses them, once for all forks: each takes over a second."""
     from zerofit.config import parse
 
     with contextlib.suppress(UserError):  # the answer reports it
@@ -76,86 +79,86 @@ def _import_for(questions: list[simulate.Question]) -> None:
             bitsandbytes.optim  # noqa: B018  (model/patches.py loads the rest with an attribute)
 
 
-def _in_words(exit_code: int) -> str:
-    if exit_code == -signal.SIGKILL:
-        return "the simulation's process was killed, most likely because this machine's memory was full"
-    return f"the simulation's process ended with exit code {exit_code}"
-
-
-def _say(answer: list) -> None:
-    os.write(1, f"\n{simulate.MARK}{json.dumps(answer)}\n".encode())
+def _print_answer(answer: list) -> None:
+    os.write(1, f"\n{simulate.ANSWER_MARK}{json.dumps(answer)}\n".encode())
 
 
 def _answer_and_end(number: int, question: simulate.Question) -> None:
-    """Answer in this process and exit it without cleanup: fake groups and engines have nothing to save."""
+    """Answer in this process and exit without cleanup: fake groups and engines have nothing to save."""
     try:
-        _say([number, _answer(question)])
+        _print_answer([number, _answer(question)])
     except UserError as error:
-        _say([number, {"mistake": str(error)}])
+        _print_answer([number, {"mistake": str(error)}])
     except simulate.SimulationFailed as error:
-        _say([number, {"failed": str(error)}])
+        _print_answer([number, {"failed": str(error)}])
     except BaseException as error:
         import traceback
 
-        own = f"the recipe {question.program[0]}: {type(error).__name__}: {error}" if question.program else None
-        _say([number, {"failed": own} if own else {"trace": traceback.format_exc()}])
+        message = f"the recipe {question.program[0]}: {type(error).__name__}: {error}" if question.program else None
+        _print_answer([number, {"failed": message} if message else {"trace": traceback.format_exc()}])
     finally:
         sys.stdout.flush()
         os._exit(0)
 
 
-def _answer(asked: simulate.Question) -> dict:
-    """Train two steps as one rank of the job; return the answer of `simulate.run_all`."""
+def _answer(question: simulate.Question) -> dict:
+    """Train two steps as a rank of the job; return the answer for `simulate.run_all`."""
     import time
 
     began = time.perf_counter()
-    os.environ |= {"LOCAL_WORLD_SIZE": str(asked.ranks)}
+    os.environ |= {"LOCAL_WORLD_SIZE": str(question.ranks)}
     from zerofit.config import resolve
     from zerofit.model import load
+    from zerofit.train import memory_tracker
 
-    settings = _in_host_memory(resolve.resolve(asked.request, asked.ranks, asked.gpu))
+    settings = _nvme_in_host_memory(resolve.resolve(question.request, question.ranks, question.gpu))
     config = load.load_config(settings)
-    config.get_text_config().update(asked.overrides)
+    config.get_text_config().update(question.overrides)
     resolve.resolve_for_model(settings, config)  # before TrainingArguments, which copy the DeepSpeed JSON
-    _launched(settings, asked.rank)
-    on_gpu = asked.device == "gpu"
-    tracker = _tracker(asked.device)
+    on_gpu = question.device == "gpu"
+    sizes = {"round_to": 1 if question.device == "cpu" else 512, "followed_steps": sys.maxsize}
+    tracker = memory_tracker.MemoryTracker(device=question.device, keep_events=on_gpu, **sizes)
     if on_gpu:
         overlaps = bool((settings.deepspeed or {}).get("zero_optimization", {}).get("overlap_comm"))
-        fake_device.register_gpu(tracker, int(asked.gpu.memory_gib * 2**30), overlaps)
-    _one_rank_of(settings, asked.rank)
-    settings, arguments, *rows = _trainer_inputs(settings, asked)
-    fake_device.without_inference_mode()
+        fake_device.register_gpu(tracker, int(question.gpu.memory_gib * 2**30), overlaps)
+    _join_group(settings, question.rank)
+    settings, arguments, *rows = _trainer_inputs(settings, question)
+    fake_device.disable_inference_mode()
     with contextlib.ExitStack() as stack:
-        if asked.fake:
+        if question.fake:
             fake_device.fake_adam()
-            fake_device.without_muon(settings)
+            fake_device.stub_muon(settings)
             fake_device.skip_triton_kernels()
-            fake_device.without_values(asked.padded, settings.max_length)
+            fake_device.patch_value_branches(question.padded, settings.max_length)
             tracker.watch = _fake_operations(stack, _rows_by_tokens(settings)).followed
         elif settings.compile_layers:
             _follow_compiled_layers(tracker)
-        host_tracker = _host_tracker(stack, tracker.watch) if on_gpu else None
+        host_tracker = tracker
+        if on_gpu:  # tensors in host memory have a separate tracker
+            host_tracker = memory_tracker.MemoryTracker(device="cpu")
+            host_tracker.phase = "step"
+            stack.enter_context(tracker.watch(host_tracker))
         stack.enter_context(tracker)
         with _without_collections():
-            trainer = _trainer(settings, arguments, rows, config, asked)
-        for hook in asked.before_training:
+            trainer = _trainer(settings, arguments, rows, config, question)
+        for hook in question.before_training:
             file, _, function = hook.rpartition(":")
             runpy.run_path(file)[function](trainer)
         trainer.train()
-        in_host = host_tracker.highest if host_tracker else tracker.host
+        host_bytes = host_tracker.highest if on_gpu else tracker.host
         _evaluate_and_save(trainer, tracker)
         tracker.pause()
-        return _measured(trainer, tracker) | {
-            "host": in_host,
-            "host_saving": max(0, host_tracker.highest - in_host) if host_tracker else 0,
-            "allocator": _replayed(tracker.events, asked) if on_gpu else None,
-            "seconds": round(time.perf_counter() - began, 2),
-        }
+        answer = _measured(trainer, tracker) | {"host": host_bytes, "host_saving": 0, "allocator": None}
+        if on_gpu:
+            expandable = question.expandable_segments
+            capacity = gpu_memory.allocator_capacity(question.gpu, question.ranks)
+            answer["host_saving"] = max(0, host_tracker.highest - host_bytes)
+            answer["allocator"] = caching_allocator.required_bytes(tracker.events, expandable, capacity)
+        return answer | {"seconds": round(time.perf_counter() - began, 2)}
 
 
 def _measured(trainer, tracker) -> dict:
-    """Return the peaks and the size of the model that was trained, a part of the answer."""
+    """Return the part of the answer with the peaks and the size of the trained model."""
     from zerofit.model import quantization
 
     settings = trainer.settings
@@ -165,16 +168,15 @@ def _measured(trainer, tracker) -> dict:
         "total": {phase: sum(parts.values()) for phase, parts in tracker.peak.items()},
         "model_states": tracker.model_states,
         "parameters": sum(n for n, _ in sizes),
-        "whole_parameters": quantization.bits(settings) is None and settings.ranks_that_split("matrices") == 1,
+        "whole_parameters": quantization.bits(settings) is None and settings.parallel_size("matrices") == 1,
         "trainable": sum(n for n, trained in sizes if trained),
-        "largest_block": tracker.largest,
     }
 
 
-def _in_host_memory(settings):
-    """Return the settings with what they offload to a disk in host memory instead: a GPU's bytes are the same.
+def _nvme_in_host_memory(settings):
+    """Return the settings with host memory in place of an offload disk, which takes the same bytes on a GPU.
 
-    DeepSpeed would compile its swapper, and write to the disk.
+    With a disk, DeepSpeed would compile its swapper and write.
     """
     from zerofit.config import nvme
 
@@ -187,15 +189,9 @@ def _in_host_memory(settings):
     return settings.replace(deepspeed={**settings.deepspeed, "zero_optimization": zero}, offload_path=None)
 
 
-def _replayed(events: list[tuple], asked: simulate.Question) -> dict:
-    """Return what torch's caching allocator needs of the planned GPU for a rank's allocations and releases."""
-    room = gpu_memory.room(asked.gpu, asked.ranks)
-    return caching_allocator.needs(events, asked.expandable_segments, room)
-
-
 def _rows_by_tokens(settings) -> dict[int, int]:
-    """Return {tokens: rows} of the batches of training and evaluation; {} for slices, of which all labels count."""
-    if settings.ranks_that_split("tokens") > 1:
+    """Return {tokens: rows} of training and evaluation batches; {} for slices of rows, in which all labels count."""
+    if settings.parallel_size("tokens") > 1:
         return {}
     sizes = (settings.per_device_train_batch_size, settings.per_device_eval_batch_size)
     rows = [size * settings.objective.documents for size in sizes]
@@ -204,7 +200,7 @@ def _rows_by_tokens(settings) -> dict[int, int]:
 
 @contextlib.contextmanager
 def _without_collections():
-    """Collect garbage at the end of the body only: tensors in cycles are then released at the same point each time."""
+    """Collect garbage only at the end of the body, so that tensors in cycles are always released at the same point."""
     gc.disable()
     try:
         yield
@@ -213,29 +209,18 @@ def _without_collections():
         gc.collect()
 
 
-def _tracker(device: str):
-    """Return the rank's memory tracker, which follows all steps; of a GPU it keeps its events."""
-    from zerofit.train.memory_tracker import MemoryTracker
+def _join_group(settings, rank: int) -> None:
+    """Initialize torch's fake process group, whose collectives send nothing, with the variables of a launcher.
 
-    return MemoryTracker(
-        device=device, round_to=1 if device == "cpu" else 512, keep_events=device == "gpu", followed_steps=sys.maxsize
-    )
-
-
-def _launched(settings, rank: int) -> None:
-    """Set the variables of a launcher; a single rank without DeepSpeed runs without them."""
-    if settings.deepspeed is not None or settings.world_size > 1:
-        os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(settings.world_size), "LOCAL_RANK": "0"}
-        os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
-
-
-def _one_rank_of(settings, rank: int) -> None:
-    """Open torch's fake process group, whose collectives move nothing and always succeed."""
+    A single rank without DeepSpeed needs neither.
+    """
     import torch.distributed as dist
     from torch.testing._internal.distributed.fake_pg import FakeStore
 
     if settings.deepspeed is None and settings.world_size == 1:
         return
+    os.environ |= {"RANK": str(rank), "WORLD_SIZE": str(settings.world_size), "LOCAL_RANK": "0"}
+    os.environ |= {"MASTER_ADDR": "127.0.0.1", "MASTER_PORT": "29500"}
     dist.init_process_group("fake", store=FakeStore(), rank=rank, world_size=settings.world_size)
     if settings.deepspeed is None:
         return
@@ -256,11 +241,11 @@ class _Tokenizer:
 
 
 def _evaluate_and_save(trainer, tracker) -> None:
-    """Run one evaluation batch, if the run evaluates, and the gathering of sharded or split weights for a save."""
+    """Run an evaluation batch, if the run evaluates, and gather sharded or split weights as for a save."""
     if trainer.eval_dataset is not None:
         trainer.evaluate()
     settings = trainer.settings
-    if settings.deepspeed is None or (settings.zero != 3 and settings.ranks_that_split("matrices") == 1):
+    if settings.deepspeed is None or (settings.zero != 3 and settings.parallel_size("matrices") == 1):
         return
     with tracker.during("save"):  # as Trainer.save_model does
         if settings.zero == 3:
@@ -269,17 +254,17 @@ def _evaluate_and_save(trainer, tracker) -> None:
             trainer.deepspeed._consolidated_16bit_state_dict()
 
 
-def _trainer_inputs(settings, asked: simulate.Question):
-    """Return (Settings, TrainingArguments, tokenizer, rows, eval rows or None) for steps that write nothing."""
+def _trainer_inputs(settings, question: simulate.Question):
+    """Return (Settings, TrainingArguments, tokenizer, rows, eval rows or None) for steps that do not write files."""
     import torch
 
     from zerofit.train.trainer import training_arguments
 
-    device = asked.device
-    settings = _few_steps(settings, asked)
+    device = question.device
+    settings = _limit_steps(settings, question)
     arguments = training_arguments(settings)
     if device != "cuda":
-        fake_device.train_on(arguments, torch.device("gpu:0" if device == "gpu" else "cpu"))
+        fake_device.set_device(arguments, torch.device("gpu:0" if device == "gpu" else "cpu"))
     train_rows = _rows(settings, settings.effective_batch_size * simulate.STEPS)
     evaluates = settings.eval_data or settings.eval_fraction
     eval_rows = _rows(settings, settings.per_device_eval_batch_size * settings.data_ranks) if evaluates else None
@@ -287,7 +272,7 @@ def _trainer_inputs(settings, asked: simulate.Question):
 
 
 def _rows(settings, count: int):
-    """Return a set of `count` rows of --max_length tokens; a row of a preference set has two documents."""
+    """Return a dataset of `count` rows of --max_length tokens; a row of preferences has two documents."""
     from datasets import Dataset
 
     from zerofit.data.tokens import TokenizedDataset
@@ -298,8 +283,8 @@ def _rows(settings, count: int):
     return TokenizedDataset(Dataset.from_list([row]).select([0] * count), {}, "simulated")
 
 
-def _few_steps(settings, asked: simulate.Question):
-    """Return the Settings of the simulated steps, which write nothing."""
+def _limit_steps(settings, question: simulate.Question):
+    """Return the Settings of the simulated steps, which do not write files."""
     from zerofit.config import resolve
 
     # The second micro batch of a step allocates like all later ones.
@@ -326,20 +311,20 @@ def _few_steps(settings, asked: simulate.Question):
         "load_best_model_at_end": False,
     }
     for technique in resolve.techniques_of(settings):
-        changes |= technique.simulated(settings, asked)
+        changes |= technique.simulated(settings, question)
     if settings.fp16 and settings.deepspeed is None:
-        changes |= {"fp16": False, "bf16": True}  # accelerate's fp16 refuses device "gpu"; same bytes
+        changes |= {"fp16": False, "bf16": True}  # the same bytes; accelerate's fp16 does not support device "gpu"
     if settings.deepspeed is not None:
         sizes = {"gradient_accumulation_steps": accumulation, "train_batch_size": batch}
         literal = {k: v for k, v in sizes.items() if settings.deepspeed.get(k) not in (None, "auto")}
         changes["deepspeed"] = settings.deepspeed | literal
-    if asked.device != "cuda":
+    if question.device != "cuda":
         changes |= {"use_cpu": True, "dataloader_pin_memory": False, "ddp_backend": None}
     return settings.replace(**changes)
 
 
 def _fake_operations(stack, rows: dict[int, int]):
-    """Return the mode that runs operations without memory, entered on the stack above torch's FakeTensorMode."""
+    """Enter torch's FakeTensorMode and a FakeOperations mode above it on the stack; return the latter."""
     from torch._subclasses.fake_tensor import FakeTensorMode
 
     from zerofit.plan.fake_operations import FakeOperations
@@ -349,7 +334,7 @@ def _fake_operations(stack, rows: dict[int, int]):
 
 
 def _follow_compiled_layers(tracker) -> None:
-    """Let torch compile while the tracker follows operations; tell it of the tensors that compiled kernels write to."""
+    """Allow torch to compile under the tracker, and pass the outputs of compiled kernels to it."""
     import torch
 
     from zerofit.train.memory_tracker import Watch
@@ -368,20 +353,10 @@ def _follow_compiled_layers(tracker) -> None:
             tracker.see(tensor)
         return tensor
 
-    tracker.watch, guards._empty_strided_cpu = WatchAround, allocate_followed  # generated code calls no operation
+    tracker.watch, guards._empty_strided_cpu = WatchAround, allocate_followed  # generated code does not call operations
 
 
-def _host_tracker(stack, watch):
-    """Return a second memory tracker for tensors in host memory, followed by a context of `watch` on the stack."""
-    from zerofit.train import memory_tracker
-
-    tracker = memory_tracker.MemoryTracker(device="cpu")
-    tracker.phase = "step"
-    stack.enter_context(watch(tracker))
-    return tracker
-
-
-def _trainer(settings, arguments, rows, config, asked: simulate.Question):
+def _trainer(settings, arguments, rows, config, question: simulate.Question):
     """Return the trainer and model as the recipe builds them. rows: tokenizer, training and eval rows."""
     import torch
     from transformers.integrations.deepspeed import unset_hf_deepspeed_config
@@ -390,11 +365,11 @@ def _trainer(settings, arguments, rows, config, asked: simulate.Question):
     from zerofit.model import adapters, attention, load, quantization
     from zerofit.train import progress
 
-    on_gpu, fake = asked.device == "gpu", asked.fake
+    on_gpu, fake = question.device == "gpu", question.fake
     device = "gpu:0" if on_gpu else "cpu"
     if on_gpu:
         one_by_one = attention.why_one_by_one(settings.replace(use_cpu=False), config) is not None
-        fake_device.attention_stand_in(settings.attn_implementation, one_by_one)
+        fake_device.register_attention(settings.attn_implementation, one_by_one)
     device_context = torch.device(device) if on_gpu else contextlib.nullcontext()
     tokenizer, train_rows, eval_rows = rows
     bits = quantization.bits(settings)
@@ -402,9 +377,9 @@ def _trainer(settings, arguments, rows, config, asked: simulate.Question):
         raise simulate.SimulationFailed("a base in 8 bits cannot be simulated")
     settings = settings.replace(random_init=bits is None or fake)
     if bits and fake:
-        unset_hf_deepspeed_config()  # the engine shards packed weights after loading, not while they are loaded
+        unset_hf_deepspeed_config()  # the engine shards packed weights after they are loaded
         with torch.device("meta"):
-            # loading in 4 bits would read the weights
+            # Loading in 4 bits would read the weights.
             model = load.load_model(settings.replace(load_in_4bit=False), tokenizer, config)
         fake_device.quantize(model, device)
     with device_context:
@@ -412,16 +387,16 @@ def _trainer(settings, arguments, rows, config, asked: simulate.Question):
             model = load.load_model(settings, tokenizer, config)
         if settings.trains_adapter:
             model = adapters.add_adapter(model, settings)
-    # not use_cpu: activations are then offloaded from the fake GPU
+    # Without use_cpu, activations are offloaded from the fake GPU.
     settings = settings.replace(use_cpu=settings.use_cpu and not on_gpu)
 
-    class SimulatedTrainer(_trainer_of(settings.recipe, asked.program[0] if asked.program else None)):
+    class SimulatedTrainer(_trainer_of(settings.recipe, question.program[0] if question.program else None)):
         def fuse_loss(self, net):
-            with fake_device.real_tensors() if fake else contextlib.nullcontext():  # it computes test logits
+            with fake_device.real_tensors() if fake else contextlib.nullcontext():  # it computes logits for a check
                 return super().fuse_loss(net)
 
         def counting(self, collate):
-            return collate  # labels without values
+            return collate  # the values of labels are not set
 
     trainer = SimulatedTrainer(settings, model, tokenizer, arguments, train_rows, eval_rows)
     for callback in (progress.Reporter, recorder.Recorder):
@@ -430,7 +405,7 @@ def _trainer(settings, arguments, rows, config, asked: simulate.Question):
 
 
 def _trainer_of(recipe, file: str | None) -> type:
-    """Return the trainer of a recipe; file: of one of one's own. Raises: SimulationFailed if it is not found."""
+    """Return the trainer of a recipe. file: of a custom recipe. Raises: SimulationFailed if it is not found."""
     try:
         return program.trainer(recipe, Path(file) if file else None)
     except UserError as error:

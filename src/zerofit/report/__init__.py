@@ -1,1 +1,1 @@
-"""The page of a run: report.html with its plots."""
+"""The report page of a run, report.html, with its charts."""

@@ -1,7 +1,7 @@
-"""Write report.html again and again while a run trains, in a process of its own.
+"""Update report.html in a separate process while a run trains.
 
-No rank waits for it: the process that supervises the ranks starts it, or rank 0 where nobody supervises. It has a low
-priority, draws only when the run has written something, and ends with the one that has started it.
+Ranks never wait for it. The supervisor starts it, or rank 0 without a supervisor. It has a low priority, draws only
+after the run has written something, and ends with the process that started it.
 """
 
 import contextlib
@@ -15,37 +15,37 @@ from zerofit.base import paths
 from zerofit.report import run_page
 from zerofit.report.run import FILE, Run
 
-OFF = "ZEROFIT_PAGE"  # environment variable; 0: the page is written at the end only
+OFF = "ZEROFIT_PAGE"  # environment variable; 0: write the page only at the end
 
-EVERY_SECONDS = 10.0  # between two pages, at least
+MIN_SECONDS = 10.0  # between two pages
 
-IDLE_SHARE = 20  # times the seconds that the last page took: a slow disk or machine gets fewer pages
+IDLE_FACTOR = 20  # multiple of the last page's duration to wait, so that slow machines write fewer pages
 
-NICE = 10  # on a machine whose cores all train, 19 would leave it a hundredth of one: minutes for a page
+NICE = 10  # if all cores train, 19 would leave 1% of a core: minutes per page
 
-LOOK_SECONDS = 1.0  # between looks at the run folder
+POLL_SECONDS = 1.0  # between checks of the run folder
 
 WATCHED = ("run.json", "metrics.jsonl", "result.json", "report.json", "memory.json", "next.json")
 
 
 class Page:
-    """The process that writes the page of a run folder; none where it could not be started or is turned off."""
+    """The process that writes the page of a run folder, if it is enabled and could start."""
 
     def __init__(self, folder: Path):
         self._process = None
         if os.environ.get(OFF) == "0":
             return
         command = [sys.executable, "-P", "-m", "zerofit.report.live", str(folder.absolute()), str(os.getpid())]
-        alone = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
-        with contextlib.suppress(OSError):  # no memory for one more process: the run goes on without
+        isolated = {"CUDA_VISIBLE_DEVICES": "", "OMP_NUM_THREADS": "1"}
+        with contextlib.suppress(OSError):  # e.g. out of memory; the run continues without the page
             self._process = subprocess.Popen(
-                command, env=os.environ | alone, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
+                command, env=os.environ | isolated, stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL,
                 stderr=subprocess.DEVNULL, start_new_session=True,
             )  # fmt: skip
-            print(f"page: {folder / FILE}, written again while the run trains", flush=True)
+            print(f"page: {folder / FILE}, updated while the run trains", flush=True)
 
     def stop(self) -> None:
-        """End the process; whoever calls this writes the last page."""
+        """End the process. The caller writes the final page."""
         if self._process is not None:
             self._process.kill()
             self._process.wait()
@@ -53,22 +53,22 @@ class Page:
 
 
 def main(folder: Path, parent: int) -> None:
-    """Write the page whenever the run has written something, until the parent process has ended; then once more."""
+    """Write the page whenever the run has written something, and once more after the parent process has ended."""
     os.nice(NICE)
-    before, due = None, time.monotonic() + EVERY_SECONDS
+    before, due = None, time.monotonic() + MIN_SECONDS
     while os.getppid() == parent:
-        time.sleep(LOOK_SECONDS)
+        time.sleep(POLL_SECONDS)
         if time.monotonic() >= due and (now := _written(folder)) != before:
             began = time.monotonic()
             before = now if _write(folder, training=True) else before
-            took = time.monotonic() - began
-            due = time.monotonic() + max(EVERY_SECONDS, IDLE_SHARE * took)
+            duration = time.monotonic() - began
+            due = time.monotonic() + max(MIN_SECONDS, IDLE_FACTOR * duration)
     if before is not None or (folder / "result.json").exists():
         _write(folder, training=False)
 
 
 def _written(folder: Path) -> list[tuple[int, int] | None]:
-    """Return time and size of the files that the page is made from; None for one that is missing."""
+    """Return (time, size) of the files that the page reads, None for a missing file."""
     stamps = []
     for name in WATCHED:
         try:
@@ -80,11 +80,11 @@ def _written(folder: Path) -> list[tuple[int, int] | None]:
 
 
 def _write(folder: Path, training: bool) -> bool:
-    """Write the page and return whether it is; what hinders it (a full disk, a lost file) may be gone the next time."""
+    """Write the page; return False after an error such as a full disk, which may be temporary."""
     with contextlib.suppress(Exception):
         run = Run(folder, training)
         if run.facts:
-            paths.write_text(folder / FILE, run_page.of([run], reload=run_page.RELOAD_SECONDS))
+            paths.write_text(folder / FILE, run_page.render([run], reload=run_page.RELOAD_SECONDS))
         return True
     return False
 

@@ -1,4 +1,4 @@
-"""Draw the charts of report.html, as pictures that stand in the page itself."""
+"""Draw the charts of report.html as embedded images."""
 
 import base64
 import io
@@ -6,12 +6,12 @@ from dataclasses import dataclass
 
 from zerofit.job.run_folder import without_formulas
 
-MOST_POINTS = 1000  # of a line; a page with every step of a long run would be slow to open
+MAX_POINTS = 1000  # per series, so that pages of long runs open quickly
 
 
 @dataclass
-class Line:
-    """One line of a chart. color: its number; dashed: an evaluation beside the training."""
+class Series:
+    """One line of a chart. color: its number; dashed: e.g. for an evaluation."""
 
     label: str
     points: list[tuple[float, float]]
@@ -19,17 +19,17 @@ class Line:
     dashed: bool = False
 
 
-def chart(unit: str, lines: list[Line], from_zero: bool = False) -> str:
-    """Return a picture of the lines over the optimizer steps; "" if none has two points."""
+def chart(unit: str, series: list[Series], from_zero: bool = False) -> str:
+    """Return an image of the series over the optimizer steps, or "" if no series has two points."""
     from matplotlib.figure import Figure
 
-    lines = [line for line in lines if line.points]
-    if not any(len(line.points) > 1 for line in lines):
+    series = [line for line in series if line.points]
+    if not any(len(line.points) > 1 for line in series):
         return ""
     figure = Figure(figsize=(5.4, 3))
     axes = figure.subplots()
-    for line in lines:
-        stride = -(-len(line.points) // MOST_POINTS)
+    for line in series:
+        stride = -(-len(line.points) // MAX_POINTS)
         points = line.points[::stride] + (line.points[-1:] if stride > 1 else [])
         axes.plot(
             *zip(*points, strict=True),
@@ -42,7 +42,7 @@ def chart(unit: str, lines: list[Line], from_zero: bool = False) -> str:
     axes.xaxis.get_major_locator().set_params(integer=True)
     if from_zero:
         axes.set_ylim(0, 1.05 * axes.get_ylim()[1])
-    if len(lines) > 1:
+    if len(series) > 1:
         axes.legend(frameon=False, fontsize=9)
     axes.grid(alpha=0.25)
     axes.spines[["top", "right"]].set_visible(False)
@@ -50,9 +50,9 @@ def chart(unit: str, lines: list[Line], from_zero: bool = False) -> str:
 
 
 def picture(figure) -> str:
-    """Return a figure of matplotlib as the address of a picture that holds it."""
+    """Return a matplotlib figure as a data URI. The page provides the background, and dark mode inverts the ink."""
     without_formulas(figure)
     figure.tight_layout()
     buffer = io.BytesIO()
-    figure.savefig(buffer, format="svg", metadata={"Date": None})
+    figure.savefig(buffer, format="svg", transparent=True, metadata={"Date": None})
     return "data:image/svg+xml;base64," + base64.b64encode(buffer.getvalue()).decode()

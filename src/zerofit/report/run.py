@@ -1,4 +1,4 @@
-"""Read from a run folder what its page and its view in a terminal show, also while the run trains."""
+"""Read a run folder for its page and terminal view, also while the run trains."""
 
 import contextlib
 import json
@@ -8,19 +8,19 @@ from functools import cached_property
 from pathlib import Path
 
 from zerofit.base.errors import UserError
-from zerofit.job import memory_figure, run_folder, run_lock, stretches
+from zerofit.job import memory_figure, run_folder, run_lock, run_segments
 
 FILE = "report.html"  # the page, in the run folder
 
-THE_REST = "all else"  # memory that is known in one sum only
+OTHER_MEMORY = "other"  # memory without a breakdown
 
 
 @dataclass
 class Run:
-    """What a run folder says of itself; files that are missing or damaged are empty."""
+    """The contents of a run folder. Missing or damaged files are empty."""
 
     folder: Path
-    training: bool = False  # what an earlier start has left as its result is no result then
+    training: bool = False  # if so, ignore the result of an earlier start
 
     @property
     def name(self) -> str:
@@ -64,9 +64,9 @@ class Run:
         return as_text(entry.get("value")), entry.get("source") or ""
 
     def arguments(self) -> dict[str, tuple[str, str]]:
-        """Return argument -> (value, source) of those that are not a default of transformers."""
-        named = {name: self.argument(name) for name in self.facts.get("arguments", {})}
-        return {name: entry for name, entry in named.items() if entry[1] != "transformers default"}
+        """Return {argument: (value, source)} without transformers' defaults."""
+        entries = {name: self.argument(name) for name in self.facts.get("arguments", {})}
+        return {name: entry for name, entry in entries.items() if entry[1] != "transformers default"}
 
 
 def open_run(name: str) -> Run:
@@ -74,19 +74,19 @@ def open_run(name: str) -> Run:
     folder = Path(name).expanduser()
     run = Run(folder, training=run_lock.is_held(folder) and not run_folder.finished(folder))
     if not run.facts:
-        raise UserError(f"{run.folder}: is no run folder (its run.json is missing or damaged); name one of runs/.")
+        raise UserError(f"{run.folder}: not a run folder (run.json is missing or damaged); use a folder of runs/.")
     return run
 
 
 def position(run: Run) -> tuple[int, int | None]:
-    """Return (the last step that was logged, the steps of the whole run or None where it is not known)."""
+    """Return (last logged step, total steps or None if unknown)."""
     return int(run.last("step") or 0), run.facts.get("total_steps") or (run.facts.get("plan") or {}).get("steps")
 
 
 def seconds_left(run: Run) -> float | None:
-    """Return the seconds that the rest of a run takes at the mean pace of its present stretch; None: not known yet."""
+    """Estimate the remaining seconds from the mean throughput since the last (re)start; None if unknown."""
     step, total = position(run)
-    begun = stretches.of_run(run.facts)[-1]["from_step"]
+    begun = run_segments.all_segments(run.facts)[-1]["from_step"]
     with contextlib.suppress(ValueError, OSError):
         started = datetime.strptime(run.facts.get("started", ""), "%Y-%m-%dT%H:%M:%S%z").timestamp()
         passed = (run.folder / run_folder.METRICS).stat().st_mtime - started
@@ -96,43 +96,43 @@ def seconds_left(run: Run) -> float | None:
 
 
 def planned_speed(run: Run) -> float | None:
-    """Return the tokens a second that the plan has estimated; None without an estimate."""
+    """Return the tokens per second that the plan estimated, or None."""
     return (run.facts.get("plan") or {}).get("tokens_per_second")
 
 
 def measured_memory(run: Run) -> tuple[str, dict[str, float]]:
-    """Return (where it was measured, bytes by part): by --memory_report, or else as far as the first log tells it."""
+    """Return (phase, bytes by part) from --memory_report, or else from the log."""
     peaks = run_folder.read_record(run.folder / "memory.json").get("peak", {})
     if peaks:
         return highest(peaks)
     parts = dict(run.facts.get("owners") or {})
     peak = run.result.get("peak_memory_bytes") or run.last("peak_memory_bytes")
-    if peak and run.facts.get("device") != "cpu":  # on a CPU it is the process's resident memory, libraries and all
-        parts[THE_REST] = max(0, peak - sum(parts.values()))
+    if peak and run.facts.get("device") != "cpu":  # on a CPU, the peak includes libraries
+        parts[OTHER_MEMORY] = max(0, peak - sum(parts.values()))
     return "measured", parts
 
 
 def highest(peaks: dict[str, dict[str, float]]) -> tuple[str, dict[str, float]]:
-    """Return the phase with the highest peak, and its parts; ("", {}) without phases."""
+    """Return the phase with the highest peak and its parts, or ("", {})."""
     phase = max(peaks, key=lambda name: sum(peaks[name].values()), default="")
     return phase, peaks.get(phase, {})
 
 
 def memory_rows(run: Run) -> list[list[str]]:
-    """Return a table of memory by owner, head first: the plan's at its highest phase beside what was measured."""
+    """Return a table of planned and measured memory by part at the highest phase. The first row is the head."""
     phase, planned = highest((run.facts.get("plan") or {}).get("peak") or {})
     where, measured = measured_memory(run)
-    if planned and THE_REST in measured:  # the plan's in the same sums
-        rest = sum(planned.values()) - sum(planned.get(part, 0) for part in measured)
-        planned = {part: planned.get(part, 0) for part in measured} | {THE_REST: rest}
+    if planned and OTHER_MEMORY in measured:  # sum the plan's parts in the same way
+        other = sum(planned.values()) - sum(planned.get(part, 0) for part in measured)
+        planned = {part: planned.get(part, 0) for part in measured} | {OTHER_MEMORY: other}
     columns = {f"planned, {phase}": planned, where if where == "measured" else f"measured, {where}": measured}
     columns = {head: parts for head, parts in columns.items() if parts}
-    named = {part for parts in columns.values() for part in parts}
-    order = [part for part in (*memory_figure.COLORS, THE_REST) if part in named]
-    order += sorted(named.difference(order))
+    present = {part for parts in columns.values() for part in parts}
+    order = [part for part in (*memory_figure.COLORS, OTHER_MEMORY) if part in present]
+    order += sorted(present.difference(order))
     rows = [[part, *(_size_of(parts, part) for parts in columns.values())] for part in order]
-    if {THE_REST, "activations"} & measured.keys() or not measured:  # else the parts that are known are not all
-        rows.append(["together", *(memory_figure.size(sum(parts.values())) for parts in columns.values())])
+    if {OTHER_MEMORY, "activations"} & measured.keys() or not measured:  # otherwise the parts are incomplete
+        rows.append(["total", *(memory_figure.size(sum(parts.values())) for parts in columns.values())])
     return [["", *columns], *rows] if columns else []
 
 
@@ -140,34 +140,34 @@ def _size_of(parts: dict[str, float], part: str) -> str:
     return memory_figure.size(parts[part]) if part in parts else ""
 
 
-def broke(run: Run) -> list[str]:
-    """Return what broke in the run and what was tried, a sentence each; what ended it for good is not among them."""
+def failures(run: Run) -> list[str]:
+    """Return sentences about failures and their fixes, except for the final failure."""
     lines = []
-    attempts = [one for one in run.failure.get("attempts", []) if one.get("kind") != "finished"]
-    for number, one in enumerate(attempts, 1):
-        what = f"{one.get('kind') or 'it ended'}: {one.get('sentence') or one.get('error') or ''}"
-        if then := one.get("what_next"):
-            lines.append(f"Attempt {number}: {what} → {then}")
+    attempts = [attempt for attempt in run.failure.get("attempts", []) if attempt.get("kind") != "finished"]
+    for number, attempt in enumerate(attempts, 1):
+        failure = f"{attempt.get('kind') or 'ended'}: {attempt.get('sentence') or attempt.get('error') or ''}"
+        if fix := attempt.get("what_next"):
+            lines.append(f"Attempt {number}: {failure} → {fix}")
         elif run.training:
-            lines.append(f"An earlier start: {what} → resumed")
+            lines.append(f"An earlier start: {failure} → resumed")
     lines += [f"Slow: {sentence}" for sentence in run.facts.get("slow_ranks", [])]
     steps = [*run_folder.by_step(run.folder / "nan", "step")]
     if steps:
-        lines.append(f"Not a number, kept in nan/: step {', '.join(map(str, steps))}")
+        lines.append(f"NaN or infinity, saved in nan/: step {', '.join(map(str, steps))}")
     return lines
 
 
 def as_text(value) -> str:
-    """Return the value of an argument as a person would type it."""
+    """Format the value of an argument as on a command line."""
     if value is None or isinstance(value, str):
         return value or ""
     if isinstance(value, float) and value.is_integer():
-        value = int(value)  # 10 on a command line and 10.0 in a YAML file are the same
+        value = int(value)  # 10.0 in a YAML file equals 10 on a command line
     return ", ".join(map(str, value)) if isinstance(value, list) else json.dumps(value)
 
 
 def duration(seconds: float) -> str:
-    """Return seconds as hours and minutes, minutes and seconds, or seconds."""
+    """Format seconds as hours and minutes, minutes and seconds, or seconds."""
     hours, rest = divmod(int(seconds), 3600)
     if hours:
         return f"{hours} h {rest // 60} min"

@@ -1,4 +1,4 @@
-"""`zerofit init`: lay recipes, DeepSpeed files, launchers, examples and a Makefile down, to be edited."""
+"""`zerofit init`: create a folder with editable recipes, DeepSpeed files, launchers, examples and a Makefile."""
 
 import argparse
 import os
@@ -12,8 +12,8 @@ from zerofit.base.paths import ROOT
 
 FOLDERS = ("recipes", "deepspeed_configs", "launchers", "examples")
 
-# The repository's Makefile installs into .venv; a project's uses the environment of the `zerofit` that made it.
-REPOSITORY = "# --- of the repository;"  # the verbs below this line are left out
+# The repository's Makefile installs into .venv; a project's Makefile uses the environment of this `zerofit`.
+REPOSITORY = "# --- repository only:"  # the verbs below this line are left out
 CHANGES = {
     "PYTHON ?= python3\n": "PYTHON ?= {python}\n",
     "ENV ?= .venv\n": "ENV ?= active\n",
@@ -30,25 +30,25 @@ def main(argv: list[str]) -> None:
     parser.add_argument("folder", help="a new or an empty folder")
     folder = Path(parser.parse_args(argv).folder).expanduser()
     if folder.exists() and not (folder.is_dir() and not any(folder.iterdir())):
-        raise UserError(f"{folder}: is there already and not an empty folder; name a new one.")
+        raise UserError(f"{folder}: exists and is not an empty folder; name a new one.")
     try:
-        for name in FOLDERS:  # the bundled task stays in the package
+        for name in FOLDERS:  # without the bundled tiny task
             shutil.copytree(ROOT / name, folder / name, ignore=shutil.ignore_patterns("__pycache__", "tiny"))
         (folder / "Makefile").write_text(makefile(), encoding="utf-8")
         (folder / ".gitignore").write_text("runs/\n", encoding="utf-8")
     except OSError as error:
         raise UserError(f"{folder}: cannot be written to: {error.strerror}.") from None
     print(
-        f"{folder}: recipes/, deepspeed_configs/, launchers/, examples/ and a Makefile; what they say is what runs "
-        f"there. Try:\n  cd {shlex.quote(str(folder))}\n  make sft\n  make sft MODEL=Qwen/Qwen3-0.6B DATA=data.jsonl"
+        f"created {folder} with recipes/, deepspeed_configs/, launchers/, examples/ and a Makefile, all yours to edit. "
+        f"Try:\n  cd {shlex.quote(str(folder))}\n  make sft\n  make sft MODEL=Qwen/Qwen3-0.6B DATA=data.jsonl"
     )
 
 
 def makefile() -> str:
-    """Return the Makefile of a project: the repository's, without its own verbs and its installation."""
+    """Return a project's Makefile: the repository's without its development verbs and its installation."""
     text = (ROOT / "Makefile").read_text(encoding="utf-8")
     head, mark, _ = text.partition(REPOSITORY)
-    assert mark, "the Makefile has no section of the repository"
+    assert mark, f"the Makefile lacks the line {REPOSITORY!r}"
     for before, after in CHANGES.items():
         assert head.count(before) == 1, before
         head = head.replace(before, after.format(python=_interpreter()))
@@ -56,5 +56,5 @@ def makefile() -> str:
 
 
 def _interpreter() -> str:
-    """Return this interpreter for a Makefile: not resolved, since a virtual environment's is a link."""
+    """Return this interpreter for a Makefile, without resolving the link of a virtual environment."""
     return os.path.abspath(sys.executable).replace("$", "$$")  # noqa: PTH100

@@ -1,4 +1,4 @@
-"""`zerofit kubernetes`: print the manifest of a Kubeflow TrainJob for a command line."""
+"""`zerofit kubernetes`: print a Kubeflow TrainJob manifest for a command line."""
 
 import argparse
 import re
@@ -25,14 +25,14 @@ QUEUE = "kueue.x-k8s.io/queue-name"  # Kueue's label
 
 LABEL = re.compile(r"[a-z]([-a-z0-9]*[a-z0-9])?")  # a service name in Kubernetes (RFC 1035)
 
-LONGEST = 63  # characters of a DNS label
+MAX_LABEL_LENGTH = 63  # characters of a DNS label
 
-# Strings that every YAML parser reads as strings; Kubernetes' parser reads 1e3 as a number, Python's does not.
+# Strings that every YAML parser reads as strings; for example Kubernetes reads 1e3 as a number.
 PLAIN = re.compile(r"[A-Za-z][A-Za-z]+[\w./-]*|--[a-z][\w-]*|\$\(\w+\)")
 
 
 @dataclass
-class Job:
+class Manifest:
     """The values for the template."""
 
     name: str
@@ -41,123 +41,121 @@ class Job:
     image: str
     use_cpu: bool  # request no GPU
     words: list[str]  # recipe and flags for `zerofit launch` in a pod
-    queue: str = ""  # Kueue's; "" without one
+    queue: str = ""  # Kueue's local queue; "": none
 
 
 def main(argv: list[str]) -> None:
-    """`zerofit kubernetes`: see --help. Prints the manifest.
+    """Print the manifest (`zerofit kubernetes`); see --help.
 
-    Raises: UserError for the user's mistakes, also in the recipe's flags, before anything is printed.
+    Raises: UserError for invalid options or recipe flags, before anything is printed.
     """
     parser = argparse.ArgumentParser(prog="zerofit kubernetes", allow_abbrev=False, description=__doc__)
-    parser.add_argument("--name", required=True, help="of the job; its run folder is /runs/<name>")
+    parser.add_argument("--name", required=True, help="name of the job; its run folder is /runs/<name>")
     parser.add_argument("--nodes", default="1", help="number of pods")
-    parser.add_argument("--gpus", default="1", help="GPUs of each pod, one process on each")
-    parser.add_argument("--image", required=True, help="container image with this repository, installed")
-    parser.add_argument("--queue", default="", help="Kueue's local queue, which starts all pods of the job or none")
-    parser.add_argument("--gpu_type", default="h100-80g", help="the cluster's GPU, for the check of the flags")
+    parser.add_argument("--gpus", default="1", help="GPUs of each pod, one process per GPU")
+    parser.add_argument("--image", required=True, help="container image with this repository installed")
+    parser.add_argument("--queue", default="", help="Kueue's local queue, which starts all pods together")
+    parser.add_argument("--gpu_type", default="h100-80g", help="the cluster's GPU, to check the flags")
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     parser.add_argument("recipe", help="recipes/sft.py, or any other recipe's file")
     parser.add_argument("flags", nargs=argparse.REMAINDER, help="the recipe's flags")
-    sys.stdout.write(render(_job(parser.parse_args(argv))))
+    sys.stdout.write(render(_manifest(parser.parse_args(argv))))
 
 
 # --- options and flags ---
 
 
-def _job(given) -> Job:
-    named = program.start(given.recipe)
-    flags, gpus = command_line.with_more(given.flags, given.args, given.gpus)
-    if not given.nodes.isdigit() or int(given.nodes) < 1:
-        raise UserError(f"--nodes {given.nodes}: must be a number of pods; a TrainJob needs all of them.")
-    nodes = int(given.nodes)
-    _check_names(given)
+def _manifest(args) -> Manifest:
+    named = program.start(args.recipe)
+    flags, gpus = command_line.with_extra_flags(args.flags, args.args, args.gpus)
+    if not args.nodes.isdigit() or int(args.nodes) < 1:
+        raise UserError(f"--nodes {args.nodes}: must be a number of pods; a TrainJob cannot run with fewer.")
+    nodes = int(args.nodes)
+    _check_names(args)
     if nodes > 1:
         prepare.check_for_nodes(flags)
     request = parse.request(named.recipe, flags)
     _check_request(request)
-    settings = resolve.resolve(request.put(gpus=nodes * gpus), nodes * gpus, hardware.find(given.gpu_type))
+    settings = resolve.resolve(request.put(gpus=nodes * gpus), nodes * gpus, hardware.find(args.gpu_type))
     if Path(file := named.in_project).is_absolute():
         print(
-            f"note: {file} is outside the project, {PROJECT}: the image must hold it at this path",
+            f"note: {file} is outside the project {PROJECT}: the image must contain it at this path",
             file=sys.stderr,
             flush=True,
         )
-    words = [file, *flags, *_to_go_on(settings, _mount(), given.name)]
-    return Job(given.name, nodes, gpus, given.image, settings.use_cpu, words, given.queue)
+    words = [file, *flags, *_resume_flags(settings, _mount(), args.name)]
+    return Manifest(args.name, nodes, gpus, args.image, settings.use_cpu, words, args.queue)
 
 
-def _check_names(given) -> None:
-    """Check the names by Kubernetes' rules, with room for the operator's suffix. Raises: UserError."""
-    limit = LONGEST - len(f"-node-0-{given.nodes}")
-    if not LABEL.fullmatch(given.name) or len(given.name) > limit:
+def _check_names(args) -> None:
+    """Check the names against Kubernetes' rules, with room for the operator's suffix. Raises: UserError."""
+    limit = MAX_LABEL_LENGTH - len(f"-node-0-{args.nodes}")
+    if not LABEL.fullmatch(args.name) or len(args.name) > limit:
         raise UserError(
-            f"--name {given.name}: must be 1 to {limit} of a-z, 0-9 and -, begin with a letter and not end with -; "
-            "Kubernetes makes the pods' names of it."
+            f"--name {args.name}: must be 1 to {limit} of a-z, 0-9 and -, begin with a letter and not end with -; "
+            "Kubernetes derives the pods' names from it."
         )
-    if given.queue and not LABEL.fullmatch(given.queue):
-        raise UserError(f"--queue {given.queue}: must be the name of a LocalQueue of Kueue (kubectl get localqueues).")
-    if not given.image or any(c.isspace() for c in given.image):
-        raise UserError(f"--image {given.image!r}: must be an image's name without spaces.")
+    if args.queue and not LABEL.fullmatch(args.queue):
+        raise UserError(f"--queue {args.queue}: must be the name of a Kueue LocalQueue (kubectl get localqueues).")
+    if not args.image or any(c.isspace() for c in args.image):
+        raise UserError(f"--image {args.image!r}: must be an image name without spaces.")
 
 
 def _check_request(request: Request) -> None:
-    """Refuse a token, which the manifest would contain, and flags that only print. Raises: UserError."""
+    """Reject a token, which the manifest would expose, and flags that only print. Raises: UserError."""
     if request.get("hub_token"):
         raise UserError(
-            f"hub_token ({request.source['hub_token']}): it would stand in the manifest for all to read; put it into a "
-            "secret (kubectl create secret generic zerofit --from-literal=HF_TOKEN=...) and leave it out."
+            f"hub_token ({request.source['hub_token']}): the manifest would expose it; put it into a secret (kubectl "
+            "create secret generic zerofit --from-literal=HF_TOKEN=...) and remove it."
         )
     for name in ("show", "plan"):
         if request.get(name):
-            raise UserError(
-                f"--{name}: prints and trains nothing; a job needs no pods for it (`zerofit launch` does it here)."
-            )
+            raise UserError(f"--{name}: only prints and needs no pods; use `zerofit launch` for it.")
 
 
-def _to_go_on(settings: Settings, mount: str, name: str) -> list[str]:
-    """Return the flags with which a restarted pod resumes from the checkpoints of the previous one.
+def _resume_flags(settings: Settings, mount: str, name: str) -> list[str]:
+    """Return the flags that make a restarted pod resume from the previous pod's checkpoints.
 
-    Raises: UserError if the user's own --output_dir or --resume_from_checkpoint prevents it.
+    Raises: UserError if the user's --output_dir or --resume_from_checkpoint prevents it.
     """
-    added = []
-    folder, resumed = settings.output_dir, settings.resume_from_checkpoint
+    flags = []
+    folder, checkpoint = settings.output_dir, settings.resume_from_checkpoint
     if not folder or settings.source["output_dir"] in ("default", "transformers default"):
-        added += ["--output_dir", f"{mount}/{name}"]
+        flags += ["--output_dir", f"{mount}/{name}"]
     elif not folder.startswith(f"{mount}/"):
         raise UserError(
-            f"--output_dir {folder}: is not on the volume, and a pod's own disk is gone with it; name a folder in "
-            f"{mount}, or leave it out."
+            f"--output_dir {folder}: is not on the volume, and a pod's disk is deleted with the pod; name a folder in "
+            f"{mount}, or remove it."
         )
-    if not resumed:
-        added += ["--resume_from_checkpoint", "auto"]
-    elif resumed != "auto":
+    if not checkpoint:
+        flags += ["--resume_from_checkpoint", "auto"]
+    elif checkpoint != "auto":
         raise UserError(
-            f"--resume_from_checkpoint {resumed}: a pod that is started again would begin there again; use `auto` and "
-            "the run's folder as --output_dir."
+            f"--resume_from_checkpoint {checkpoint}: a restarted pod would start from it again; use `auto` and the "
+            "run's folder as --output_dir."
         )
-    return added
+    return flags
 
 
 # --- the manifest ---
 
 
-def render(job: Job) -> str:
-    """Return the manifest as YAML text: the template with the job's values filled in.
+def render(manifest: Manifest) -> str:
+    """Fill in the template and return it as YAML.
 
-    Raises: UserError for a template without the keys that are filled in.
+    Raises: UserError for a template that lacks a key.
     """
     documents = _template()
     try:
-        _fill(documents, job)
+        _fill(documents, manifest)
     except (LookupError, TypeError) as error:
         raise _edited(error) from None
-    head = f"# Made by `zerofit kubernetes` of {TEMPLATE}, where every line is explained.\n"
+    head = f"# Generated by `zerofit kubernetes` from {TEMPLATE}, which explains every line.\n"
     return head + yaml.dump_all(documents, Dumper=_Dumper, sort_keys=False, width=120, allow_unicode=True)
 
 
 def _template() -> list[dict]:
-    """Read the template. Raises: UserError if it is no longer valid YAML."""
+    """Read the template. Raises: UserError for invalid YAML."""
     file = PROJECT / TEMPLATE
     try:
         return list(yaml.safe_load_all(file.read_text(encoding="utf-8")))
@@ -169,13 +167,13 @@ def _template() -> list[dict]:
 
 def _edited(error: Exception) -> UserError:
     return UserError(
-        f"{TEMPLATE}: has been edited so that --options find no place in it ({type(error).__name__}: {error}); "
-        "keep its keys and the volume `runs` (git diff shows what was changed)."
+        f"{TEMPLATE}: an edit removed a required key ({type(error).__name__}: {error}); restore its keys and the "
+        "volume `runs` (see git diff)."
     )
 
 
 def _mount() -> str:
-    """Return the path at which the template mounts the volume `runs`. Raises: UserError if it mounts none."""
+    """Return the mount path of the volume `runs` in the template. Raises: UserError if it is not mounted."""
     try:
         pod = _node(_template()[0])["template"]["spec"]
         paths = {mount["name"]: mount["mountPath"] for mount in pod["containers"][0]["volumeMounts"]}
@@ -189,38 +187,38 @@ def _node(runtime: dict) -> dict:
     return runtime["spec"]["template"]["spec"]["replicatedJobs"][0]["template"]["spec"]
 
 
-def _fill(documents: list[dict], job: Job) -> None:
+def _fill(documents: list[dict], manifest: Manifest) -> None:
     runtime, train = documents
     trainer = train["spec"]["trainer"]
-    runtime["metadata"]["name"] = train["metadata"]["name"] = train["spec"]["runtimeRef"]["name"] = job.name
+    runtime["metadata"]["name"] = train["metadata"]["name"] = train["spec"]["runtimeRef"]["name"] = manifest.name
     labels = train["metadata"].setdefault("labels", {})
     labels.pop(QUEUE, None)  # the template's example
-    if job.queue:
-        labels[QUEUE] = job.queue
-    runtime["spec"]["mlPolicy"]["numNodes"] = trainer["numNodes"] = job.nodes
-    _node(runtime)["backoffLimit"] = RESTARTS * job.nodes
-    trainer["numProcPerNode"] = job.gpus
-    trainer["image"] = job.image
-    trainer["args"] = _words(trainer["args"], job)
+    if manifest.queue:
+        labels[QUEUE] = manifest.queue
+    runtime["spec"]["mlPolicy"]["numNodes"] = trainer["numNodes"] = manifest.nodes
+    _node(runtime)["backoffLimit"] = RESTARTS * manifest.nodes
+    trainer["numProcPerNode"] = manifest.gpus
+    trainer["image"] = manifest.image
+    trainer["args"] = _words(trainer["args"], manifest)
     limits = trainer["resourcesPerNode"]["limits"]
     others = {key: amount for key, amount in limits.items() if not key.endswith("/gpu")}
-    gpus = {key: job.gpus for key in limits if key.endswith("/gpu")}
-    trainer["resourcesPerNode"]["limits"] = others | ({"cpu": job.gpus} if job.use_cpu else gpus)
+    gpus = {key: manifest.gpus for key in limits if key.endswith("/gpu")}
+    trainer["resourcesPerNode"]["limits"] = others | ({"cpu": manifest.gpus} if manifest.use_cpu else gpus)
 
 
-def _words(template: list[str], job: Job) -> list[str]:
+def _words(template: list[str], manifest: Manifest) -> list[str]:
     """Return the template's launch options with this job's numbers, then the job's recipe and flags.
 
-    Kubernetes expands $(VARIABLE) and turns $$ into $, so the user's dollar signs are doubled. No shell is involved.
+    Kubernetes expands $(VARIABLE) and replaces $$ by $ without a shell, so the user's dollar signs are doubled.
     """
     options = template[: template.index("recipes/sft.py")]
-    options[options.index("--gpus") + 1] = str(job.gpus)
-    options[options.index("--nnodes") + 1] = str(job.nodes)
-    return options + [word.replace("$", "$$") for word in job.words]
+    options[options.index("--gpus") + 1] = str(manifest.gpus)
+    options[options.index("--nnodes") + 1] = str(manifest.nodes)
+    return options + [word.replace("$", "$$") for word in manifest.words]
 
 
 class _Dumper(yaml.SafeDumper):
-    """YAML without anchors, and with quotes around strings that another parser could read as a number."""
+    """A dumper without anchors that quotes strings which another parser could read as a number."""
 
     def ignore_aliases(self, data) -> bool:
         return True

@@ -1,4 +1,4 @@
-"""`zerofit slurm`: fill in launchers/slurm.sbatch from the same flags, check and submit it."""
+"""`zerofit slurm`: fill in, check and submit launchers/slurm.sbatch."""
 
 import argparse
 import contextlib
@@ -38,9 +38,9 @@ CORES_PER_GPU = 4  # default of --cpus
 class Request:
     """The values for the template.
 
-    flags: the recipe's, without --output_dir; gpus, cpus: per node; on_cpu: request no GPU; setup: shell commands;
-    image: of a container, mounts: what it needs; launch: options of `zerofit launch`; sweep: further flags of each job
-    of an array; more: further sbatch options, verbatim.
+    flags: the recipe's flags without --output_dir; gpus, cpus: per node; on_cpu: request no GPU; setup: shell commands;
+    image, mounts: the container; launch: options of `zerofit launch`; sweep: extra flags of each job of an array;
+    more: extra sbatch options, verbatim.
     """
 
     recipe: Path
@@ -65,26 +65,26 @@ class Request:
 
 
 def main(argv: list[str]) -> None:
-    """`zerofit slurm`: see --help.
+    """Run `zerofit slurm`; see --help.
 
-    Raises: UserError for the user's mistakes, also in the recipe's flags, before anything is written or submitted.
+    Raises: UserError for invalid options or recipe flags, before anything is written or submitted.
     """
     parser = argparse.ArgumentParser(prog="zerofit slurm", allow_abbrev=False, description=__doc__)
     parser.add_argument("--nodes", default="1", help="number of nodes")
-    parser.add_argument("--gpus", default="1", help="GPUs, and so processes, on each (with --use_cpu true: processes)")
+    parser.add_argument("--gpus", default="1", help="GPUs (with --use_cpu true: processes) on each node")
     parser.add_argument("--cpus", default="", help=f"cores of each node (default: {CORES_PER_GPU} per GPU)")
-    parser.add_argument("--time", default="24:00:00", help="limit of one start; the job goes on after it by itself")
-    node_options.add_meeting(parser)
-    parser.add_argument("--port", default="", help="and the next one, on the first node (default: of the job's number)")
-    parser.add_argument("--exclusive", action="store_true", help="whole nodes, with all their memory")
+    parser.add_argument("--time", default="24:00:00", help="time limit of one start; the job is then requeued")
+    node_options.add_rendezvous_options(parser)
+    parser.add_argument("--port", default="", help="port on the first node; the next is used too (default: by job id)")
+    parser.add_argument("--exclusive", action="store_true", help="request exclusive nodes with all their memory")
     parser.add_argument("--setup", default="", help="shell commands before the job: module load, source, export")
-    parser.add_argument("--image", default="", help="image: FILE.sif for Apptainer, any other for Pyxis")
-    parser.add_argument("--mounts", default="", help="what it needs beside zerofit, run folder and this one: A:B,C:D")
+    parser.add_argument("--image", default="", help="container image: FILE.sif for Apptainer, any other for Pyxis")
+    parser.add_argument("--mounts", default="", help="extra mounts besides zerofit, run and current folder: A:B,C:D")
     for name in ("partition", "account", "qos"):
-        parser.add_argument(f"--{name}", default="", help="as sbatch's")
-    parser.add_argument("--sbatch", default="", help="more of sbatch's options in one string; they win over the others")
+        parser.add_argument(f"--{name}", default="", help="passed to sbatch")
+    parser.add_argument("--sbatch", default="", help="more sbatch options in one string; they override the others")
     parser.add_argument("--output_dir", default="", help="the run folder (default: runs/<recipe>-<time>)")
-    parser.add_argument("--sweep", default="", help="a file with a line of further flags for each job of an array")
+    parser.add_argument("--sweep", default="", help="a file with extra flags on a line for each job of an array")
     parser.add_argument("--args", default="", help="more recipe flags in one string, split like a shell would")
     parser.add_argument("--print", action="store_true", help="print the batch script; write and submit nothing")
     parser.add_argument("recipe", help="recipes/sft.py, or any other recipe's file")
@@ -101,78 +101,78 @@ def main(argv: list[str]) -> None:
     submit(request, script)
 
 
-def request_of(given) -> Request:
-    """Check the options as far as possible on a login node and return the request. Raises: UserError."""
-    named = program.start(given.recipe)
-    flags, gpus = command_line.with_more(given.flags, given.args, given.gpus)
-    nodes = command_line.whole_number("NODES=", given.nodes)
+def request_of(args) -> Request:
+    """Check the options on the login node and return the request. Raises: UserError."""
+    named = program.start(args.recipe)
+    flags, gpus = command_line.with_extra_flags(args.flags, args.args, args.gpus)
+    nodes = command_line.positive_integer("NODES=", args.nodes)
     on_cpu = (command_line.value_of(flags, ("--use_cpu",)) or "false").lower() in ("true", "1", "yes")
-    node_options.seconds(given.join_timeout)
-    if given.port and not (given.port.isdigit() and 0 < int(given.port) < 65535):
-        raise UserError(f"PORT={given.port}: must be a number from 1 to 65534 (the next port is used too).")
-    cpus = command_line.whole_number("--cpus ", given.cpus or str(gpus * (1 if on_cpu else CORES_PER_GPU)))
-    sweep = read_sweep(Path(given.sweep).expanduser()) if given.sweep else []
+    node_options.seconds(args.join_timeout)
+    if args.port and not (args.port.isdigit() and 0 < int(args.port) < 65535):
+        raise UserError(f"PORT={args.port}: must be a number from 1 to 65534; the next port is also used.")
+    cpus = command_line.positive_integer("--cpus ", args.cpus or str(gpus * (1 if on_cpu else CORES_PER_GPU)))
+    sweep = read_sweep(Path(args.sweep).expanduser()) if args.sweep else []
     if nodes > 1:
         prepare.check_for_nodes(flags)
     ranks = nodes * gpus
-    output_dir = given.output_dir or command_line.value_of(flags, ("--output_dir",))
-    whole = command_line.put(flags, output_dir=output_dir) if output_dir else flags
-    settings = check(named.recipe, whole, ranks, on_cpu)
+    output_dir = args.output_dir or command_line.value_of(flags, ("--output_dir",))
+    base = command_line.put(flags, output_dir=output_dir) if output_dir else flags
+    settings = check(named.recipe, base, ranks, on_cpu)
     for number, added_flags in enumerate(sweep):
         try:
             check(named.recipe, [*flags, *added_flags], ranks, on_cpu)
         except UserError as error:
-            raise UserError(f"{given.sweep}: job {number} ({shlex.join(added_flags)}): {error}") from None
+            raise UserError(f"{args.sweep}: job {number} ({shlex.join(added_flags)}): {error}") from None
     folder = choose_folder(settings)
-    _check_image(given, folder.absolute())
-    taken = [folder / str(number) for number in range(len(sweep)) if (folder / str(number) / "run.json").exists()]
-    if run_folder.finished(folder) or (taken and command_line.value_of(flags, RESUME) is None):
-        content = "runs" if taken else "a run that has finished"
+    _check_image(args, folder.absolute())
+    runs = [folder / str(number) for number in range(len(sweep)) if (folder / str(number) / "run.json").exists()]
+    if run_folder.finished(folder) or (runs and command_line.value_of(flags, RESUME) is None):
+        content = "runs" if runs else "a finished run"
         raise UserError(f"--output_dir {folder}: already holds {content}; name another folder (OUT=...).")
-    launch = ["--join_timeout", given.join_timeout, *(["--interface", given.interface] if given.interface else [])]
+    launch = ["--join_timeout", args.join_timeout, *(["--interface", args.interface] if args.interface else [])]
     return Request(
         named.file.absolute(), command_line.drop(flags, "--output_dir", "--resume_from_checkpoint"), folder.absolute(),
-        nodes, gpus, cpus, on_cpu, given.time, given.partition, given.account, given.qos,
-        given.exclusive, given.setup, given.image, given.mounts, given.port, launch, sweep,
-        _options(given.sbatch),
+        nodes, gpus, cpus, on_cpu, args.time, args.partition, args.account, args.qos,
+        args.exclusive, args.setup, args.image, args.mounts, args.port, launch, sweep,
+        _options(args.sbatch),
     )  # fmt: skip
 
 
-def _check_image(given, folder: Path) -> None:
-    """Refuse what a container cannot mount: paths with the signs between mounts. Raises: UserError."""
-    if given.mounts and not given.image:
-        raise UserError(f"--mounts {given.mounts}: there is no --image to mount them into.")
-    for path in (PROJECT, folder, Path.cwd()) if given.image else ():
+def _check_image(args, folder: Path) -> None:
+    """Check --mounts and that a container can mount the folders. Raises: UserError."""
+    if args.mounts and not args.image:
+        raise UserError(f"--mounts {args.mounts}: requires --image.")
+    for path in (PROJECT, folder, Path.cwd()) if args.image else ():
         if set(",:") & set(str(path)):
-            raise UserError(f"{path}: cannot be mounted into --image {given.image}: its name has a , or :.")
+            raise UserError(f"{path}: cannot be mounted into --image {args.image}: its name contains , or :.")
 
 
 def check(recipe: Recipe, flags: list[str], ranks: int, on_cpu: bool) -> Settings:
-    """Resolve the recipe's flags for the job's ranks, as the recipe will.
+    """Resolve the recipe's flags for the job's ranks, like the recipe.
 
-    A login node has no GPU; the job's GPU is assumed to be an A100, so to have bf16.
-    Raises: UserError for what the recipe would reject, and for a secret in the flags.
+    Login nodes lack GPUs, so the job's GPU is assumed to be an A100, which supports bf16.
+    Raises: UserError for invalid flags, and for a secret in the flags.
     """
-    asked = parse.request(recipe, flags)
-    if asked.source.get("hub_token") == FLAG:
+    request = parse.request(recipe, flags)
+    if request.source.get("hub_token") == FLAG:
         raise UserError(
-            "--hub_token: the batch script would hold it for everybody to read; leave it out and set HF_TOKEN in the "
+            "--hub_token: the batch script would expose it to all users; remove it and set HF_TOKEN in the "
             "environment, which sbatch passes on."
         )
-    resume = asked.get("resume_from_checkpoint")
+    resume = request.get("resume_from_checkpoint")
     if resume and resume.lower() not in ("auto", "true", "last"):
         raise UserError(
-            f"--resume_from_checkpoint {resume}: each start of the job goes on from the newest checkpoint of its own "
-            "run folder; name that folder with OUT=... and use auto."
+            f"--resume_from_checkpoint {resume}: the job always resumes from the newest checkpoint in its run folder; "
+            "name that folder with OUT=... and use auto."
         )
     gpu = None if on_cpu else hardware.GPUS["a100-80g"]
-    settings = resolve.resolve(asked.put(gpus=ranks), ranks, gpu)
+    settings = resolve.resolve(request.put(gpus=ranks), ranks, gpu)
     preflight.only_print(settings)
     return settings
 
 
 def read_sweep(file: Path) -> list[list[str]]:
-    """Return each line's flags, without blank lines and comments. Raises: UserError with file:line."""
+    """Return the flags of each line, without blank lines and comments. Raises: UserError with file:line."""
     try:
         lines = file.read_text(encoding="utf-8").splitlines()
     except OSError as error:
@@ -181,13 +181,11 @@ def read_sweep(file: Path) -> list[list[str]]:
     for number, line in enumerate(lines, 1):
         words = command_line.split(line, f"{file}:{number}", comments=True)
         if command_line.value_of(words, ("--output_dir",)):
-            raise UserError(
-                f"{file}:{number}: --output_dir: the jobs of a sweep are in OUT/0, OUT/1 ...; leave it out."
-            )
+            raise UserError(f"{file}:{number}: --output_dir: the jobs of a sweep use OUT/0, OUT/1 ...; remove it.")
         if words:
             sweep.append(words)
     if not sweep:
-        raise UserError(f"--sweep {file}: holds no line of flags.")
+        raise UserError(f"--sweep {file}: does not contain flags.")
     return sweep
 
 
@@ -203,7 +201,7 @@ def _options(text: str) -> list[tuple[str, str]]:
         elif options and not options[-1][1] and not word.startswith("-"):
             options[-1] = (options[-1][0], word)
         else:
-            raise UserError(f"--sbatch {text}: {word!r} is no option of sbatch; they begin with - or --.")
+            raise UserError(f"--sbatch {text}: {word!r} is not an sbatch option; options begin with - or --.")
     return options
 
 
@@ -213,7 +211,7 @@ def _options(text: str) -> list[tuple[str, str]]:
 def render(request: Request) -> str:
     """Return the template with the lines marked EDIT filled in.
 
-    Raises: UserError for a value that a batch script cannot contain: a line break, or a secret of the environment.
+    Raises: UserError for a line break or a secret in a value.
     """
     folder = str(request.folder).replace("\\", "\\\\").replace("%", "%%")  # sbatch replaces %x and the like
     script = TEMPLATE.read_text(encoding="utf-8")
@@ -256,7 +254,7 @@ def render(request: Request) -> str:
 
 
 def _fill(script: str, beginning: str, line: str) -> str:
-    """Replace the one line that begins with a regex, and its comment, by `line`; delete it for ""."""
+    """Replace the one line that begins with a regex by `line`; delete it for ""."""
     pattern = re.compile(rf"^{beginning}.*\n", re.MULTILINE)
     matches = pattern.findall(script)
     assert len(matches) == 1, (beginning, matches)
@@ -278,8 +276,8 @@ def _check_secrets(script: str) -> None:
     for name, value in os.environ.items():
         if name.endswith(("_TOKEN", "_API_KEY", "_SECRET", "_PASSWORD")) and len(value) > 7 and value in script:
             raise UserError(
-                f"the batch script would hold the value of {name} for everybody to read; leave it out of the flags: "
-                "sbatch passes the environment on."
+                f"the batch script would expose the value of {name} to all users; remove it from the flags: sbatch "
+                "passes the environment on."
             )
 
 
@@ -287,19 +285,19 @@ def _check_secrets(script: str) -> None:
 
 
 def submit(request: Request, script: str) -> None:
-    """Submit the batch script, write it and the job id into the run folder, print the next commands.
+    """Submit the batch script, write it and the job id into the run folder, and print the next commands.
 
-    Raises: UserError if sbatch rejects it, or an earlier job of the folder has not ended.
+    Raises: UserError if sbatch rejects it, or if an earlier job of the folder is active.
     """
     folder = request.folder
     if active := [job for job in status.jobs(folder) if job.is_alive]:
-        raise UserError(f"{folder}: its job {active[0].id} is {active[0].state.lower()}; `zerofit cancel "
-                        f"{shlex.quote(str(folder))}` ends it.")  # fmt: skip
+        raise UserError(f"{folder}: its job {active[0].id} is {active[0].state.lower()}; end it with `zerofit cancel "
+                        f"{shlex.quote(str(folder))}`.")  # fmt: skip
     if shutil.which("sbatch") is None:
         status.ask("sbatch")  # raises the UserError, before a folder is made
     folders = [folder / str(index) for index in range(len(request.sweep))] or [folder]
-    new_folders = [made for made in dict.fromkeys([*folders, folder]) if not made.exists()]
-    for run_dir in folders:  # SLURM does not create the log's folder, and without it the job fails with no message
+    new_folders = [path for path in dict.fromkeys([*folders, folder]) if not path.exists()]
+    for run_dir in folders:  # SLURM does not create the log's folder; the job fails silently without it
         run_lock.refuse_links(run_dir)
         run_dir.mkdir(parents=True, exist_ok=True)
         (run_dir / CANCELLED).unlink(missing_ok=True)
@@ -311,8 +309,8 @@ def submit(request: Request, script: str) -> None:
         with contextlib.suppress(OSError):
             if folder in new_folders:
                 (folder / SCRIPT).unlink()
-            for made in new_folders:
-                made.rmdir()
+            for path in new_folders:
+                path.rmdir()
         raise
     job_id, _, cluster = answer.strip().splitlines()[-1].partition(";")
     record = {"job_id": job_id, "cluster": cluster, "submitted": time.strftime("%Y-%m-%dT%H:%M:%S%z")}

@@ -1,1 +1,1 @@
-"""Training on one rank: the trainer, what it measures, and its checkpoints."""
+"""Training on one rank: the trainer, its measurements and its checkpoints."""

@@ -1,4 +1,4 @@
-"""Compare software, recipe, data and arguments across ranks and nodes; name the one that differs."""
+"""Compare software, recipe, data and arguments across ranks and nodes, and report the first difference."""
 
 import hashlib
 import json
@@ -18,7 +18,7 @@ MAY_DIFFER = {"output_dir", "logging_dir", "resume_from_checkpoint", "local_rank
 
 
 def software(program: Path) -> dict[str, str]:
-    """Return library versions, and a hash of the recipe's file and of this package."""
+    """Return the library versions, and a hash of the recipe's file and this package."""
     versions = {"python": platform.python_version()[:4]} | {name: metadata.version(name) for name in PACKAGES}
     digest = hashlib.sha256()
     for file in [program, *sorted(PACKAGE.rglob("*.py"))]:
@@ -26,8 +26,8 @@ def software(program: Path) -> dict[str, str]:
     return versions | {"recipe files": digest.hexdigest()[:12]}
 
 
-def of_job(settings, train_set, eval_set=None) -> dict[str, str]:
-    """Return the data, the model and every argument that decides what is trained, as strings to compare."""
+def job_facts(settings, train_set, eval_set=None) -> dict[str, str]:
+    """Return the data, the model and every argument that affects the training, as strings to compare."""
     values = {name: value for name, value in settings.written().items() if name not in MAY_DIFFER}
     arguments = {f"argument --{name}": json.dumps(value, default=str) for name, value in sorted(values.items())}
     deepspeed = json.dumps(settings.deepspeed, sort_keys=True).encode()
@@ -41,9 +41,9 @@ def of_job(settings, train_set, eval_set=None) -> dict[str, str]:
 
 
 def difference(nodes: list[tuple[str, dict]]) -> str:
-    """Return a sentence about the first fact that differs from the first entry's; "" if none does.
+    """Return a sentence about the first fact that differs between nodes; "" if all agree.
 
-    Args: nodes: (name of the node, its facts) of all nodes.
+    Args: nodes: (name, facts) of each node.
     """
     first, expected = nodes[0]
     for name in expected:
@@ -52,7 +52,7 @@ def difference(nodes: list[tuple[str, dict]]) -> str:
             node, value = others[0]
             and_more = f" (and {len(others) - 1} more)" if len(others) > 1 else ""
             return (
-                f"{name} is not the same on all nodes: {first} has {expected[name]}, {node}{and_more} has {value}; "
+                f"{name} differs between nodes: {first} has {expected[name]}, {node}{and_more} has {value}; "
                 "make them equal."
             )
     return ""

@@ -13,7 +13,7 @@ from zerofit.base.errors import UserError, first_line
 from zerofit.base.paths import cache_root, locked
 from zerofit.config import nvme, offload
 
-TOOLS = {"ninja": "pip install ninja", "g++": "apt install g++"}  # needed to compile the ops, and how to install it
+TOOLS = {"ninja": "pip install ninja", "g++": "apt install g++"}  # {tool to compile the ops: how to install it}
 
 
 def missing_tools() -> list[str]:
@@ -24,12 +24,12 @@ def missing_tools() -> list[str]:
 def prepare(settings) -> None:
     """Compile the C++ ops that the engine will load, once per node. Collective.
 
-    Raises: UserError when the compiler is missing or fails.
+    Raises: UserError if the compiler is missing or fails.
     """
-    names = names_of(settings.deepspeed)
+    names = required_ops(settings.deepspeed)
     if not names:
         return
-    extensions, ours = folder_of_all()
+    extensions, ours = ops_folder()
     os.environ["TORCH_EXTENSIONS_DIR"] = str(extensions)
     failure = None
     if int(os.environ.get("LOCAL_RANK", "0")) == 0:
@@ -38,22 +38,22 @@ def prepare(settings) -> None:
                 _build(name, extensions, ours)
         except UserError as error:
             failure = error
-    distributed.broadcast(None)  # ranks that do not compile wait here
+    distributed.broadcast(None)  # the other ranks wait here
     if failure:
         raise failure
 
 
-def names_of(config: dict | None) -> list[str]:
-    """Return the names of DeepSpeed's builders of the C++ ops that this configuration loads."""
+def required_ops(config: dict | None) -> list[str]:
+    """Return the names of DeepSpeed's builders for the C++ ops of this configuration."""
     builders = ["CPUAdamBuilder"] if offload.needs_cpu_adam(config) else []
     return builders + ["PinMemoryBuilder", "AsyncIOBuilder"] * bool(nvme.paths_of(config))
 
 
-def folder_of_all() -> tuple[Path, bool]:
-    """Return (folder of compiled ops, whether it is zerofit's own).
+def ops_folder() -> tuple[Path, bool]:
+    """Return (folder of compiled ops, whether it belongs to zerofit).
 
-    $TORCH_EXTENSIONS_DIR, else one for this node and torch version: the ops are compiled for the node's CPU, so nodes
-    that share a home folder must not share them.
+    It is $TORCH_EXTENSIONS_DIR, else a folder for this node and torch version: the ops are compiled for the node's CPU,
+    so nodes with a shared home folder must not share them.
     """
     if path := os.environ.get("TORCH_EXTENSIONS_DIR"):
         return Path(path), Path(path).parent.name == "zerofit-ops"
@@ -68,18 +68,20 @@ def _build(name: str, extensions: Path, ours: bool) -> None:
     _make(folder)
     if missing := missing_tools():
         tool = missing[0]
-        raise UserError(f"{builder.name}: {tool} is not on PATH, and DeepSpeed compiles this op; {TOOLS[tool]}.")
+        raise UserError(
+            f"{builder.name}: {tool} is not on PATH, but DeepSpeed needs it to compile this op; {TOOLS[tool]}."
+        )
     with locked(folder / "zerofit.lock"):
         clear_stale_lock(folder, ours)
         if not (folder / f"{builder.name}.so").exists():
-            print(f"compiling DeepSpeed's {builder.name} into {folder} (once; about a minute or two)", flush=True)
+            print(f"compiling DeepSpeed's {builder.name} into {folder} (once; takes a minute or two)", flush=True)
         began = time.perf_counter()
         try:
             builder.load(verbose=False)
         except Exception as error:
             raise UserError(
-                f"{builder.name}: DeepSpeed could not compile it: {first_line(error)}; see `ds_report`, or choose a "
-                "mode that needs no compiler (--offload without ratio and path)."
+                f"{builder.name}: DeepSpeed could not compile it: {first_line(error)}; see `ds_report`, or use "
+                "--offload without ratio and path, which does not need a compiler."
             ) from None
         if (seconds := time.perf_counter() - began) > 10:
             print(f"{builder.name}: compiled in {seconds:.0f} s", flush=True)
@@ -94,23 +96,23 @@ def _make(folder: Path) -> None:
         problem = error.strerror
     if problem:
         raise UserError(
-            f"{folder}: {problem}, and DeepSpeed compiles its ops there; set TORCH_EXTENSIONS_DIR to another folder."
+            f"{folder}: {problem}, but DeepSpeed compiles its ops there; set TORCH_EXTENSIONS_DIR to another folder."
         )
 
 
 def clear_stale_lock(folder: Path, ours: bool) -> None:
-    """Delete the `lock` file of a build that was killed, which PyTorch would wait for forever.
+    """Delete the `lock` file of a killed build, for which PyTorch would wait forever.
 
-    In zerofit's own folder every builder holds an operating-system lock first, so the file is stale.
-    Raises: UserError in another folder, where a program may still be building.
+    In zerofit's folder every builder first takes an operating-system lock, so the file is stale.
+    Raises: UserError in another folder, in which another program may still compile.
     """
     lock = folder / "lock"
     if not lock.exists():
         return
     if not ours:
         raise UserError(
-            f"{lock}: another program compiles there, or one that was killed has left it, for which PyTorch would wait "
-            "forever: remove it if none does, or leave TORCH_EXTENSIONS_DIR out."
+            f"{lock}: another program compiles there or was killed, and PyTorch would wait for it forever; remove it "
+            "if no program compiles, or unset TORCH_EXTENSIONS_DIR."
         )
     lock.unlink(missing_ok=True)
-    print(f"removed {lock}: a build that was killed left it, and every later start would wait for it", flush=True)
+    print(f"removed {lock} of a killed build: every start would wait for it", flush=True)

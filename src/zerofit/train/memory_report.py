@@ -7,9 +7,9 @@ from pathlib import Path
 import torch
 
 from zerofit.base import distributed, paths, rank_status
-from zerofit.base.errors import OutOfMemory, bytes_asked_for
+from zerofit.base.errors import OutOfMemory, failed_allocation
 from zerofit.job import memory_figure, run_folder
-from zerofit.parallel import ways
+from zerofit.parallel import dims
 from zerofit.train import memory_tracker, tensor_owners
 
 _SHORTER_ROWS = (
@@ -19,7 +19,7 @@ _SHORTER_ROWS = (
 
 
 def _adapter_instead(settings) -> str:
-    """Return the flags, or else the recipe, that train an adapter for the same end; "" where there is none."""
+    """Return the flags, else the recipe, to train an adapter instead; "" without an adapter variant."""
     recipe = settings.recipe
     if settings.trains_adapter:
         return ""
@@ -28,7 +28,7 @@ def _adapter_instead(settings) -> str:
     return f"recipes/{recipe.smaller[0]}.py (make {recipe.smaller[0]})" if recipe.smaller else ""
 
 
-# Part -> flags that make it smaller, best first: (whether it applies, flag).
+# Part -> flags that reduce it, best first: (applies to the settings, flag).
 _ADVICE = {
     "activations": (
         (lambda s: not s.gradient_checkpointing, "--gradient_checkpointing true"),
@@ -56,28 +56,28 @@ _ADVICE = {
 
 
 def start(settings) -> None:
-    """Open the memory tracker of --memory_report; call it before the model is loaded."""
+    """Open the memory tracker of --memory_report. Call it before the model is loaded."""
     if settings.use_cpu:
-        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # weights read in other threads could not be tracked
+        os.environ["HF_DEACTIVATE_ASYNC_LOAD"] = "1"  # weights loaded in other threads cannot be tracked
         tracker = memory_tracker.MemoryTracker(device="cpu")
     else:
-        # For the snapshot after an out-of-memory error; the tracker turns it off after its last step.
+        # For the snapshot of an out-of-memory error; the tracker turns it off after its last step.
         torch.cuda.memory._record_memory_history(stacks="python", max_entries=20_000)
         tracker = memory_tracker.MemoryTracker(device="cuda", round_to=512)
     tracker.__enter__()
 
 
 def write(trainer) -> None:
-    """Write memory.json and memory.png and print the table, of the rank with the highest peak. Collective."""
+    """Write memory.json and memory.png and print the table for the rank with the highest peak. Collective."""
     trainer.tracker.pause()
-    ranks = distributed.all_gather(_of_this_rank(trainer))
+    ranks = distributed.all_gather(_rank_report(trainer))
     if trainer.args.process_index:
         return
     folder, fullest = Path(trainer.args.output_dir), _write_json(trainer, ranks)
     memory_figure.plot(
         fullest["peak"], folder / "memory.png", f"Peak memory of rank {fullest['rank']}, by phase and part"
     )
-    cpu_note = f"; {memory_figure.size(fullest['host'])} more in host memory" if fullest["host"] else ""
+    cpu_note = f"; plus {memory_figure.size(fullest['host'])} in host memory" if fullest["host"] else ""
     print(
         f"\npeak memory of rank {fullest['rank']}{cpu_note}; {folder / 'memory.json'}\n"
         f"{memory_figure.table(fullest['peak'])}\n",
@@ -85,14 +85,14 @@ def write(trainer) -> None:
     )
 
 
-def _of_this_rank(trainer) -> dict:
+def _rank_report(trainer) -> dict:
     tracker = trainer.tracker
     states = {"peak": tracker.peak, "model_states": tracker.model_states, "host": tracker.host}
     return {"rank": trainer.args.process_index, **states}
 
 
 def _write_json(trainer, ranks: list[dict]) -> dict:
-    """Write memory.json from what the ranks report, and return the report of the fullest."""
+    """Write memory.json from the reports of the ranks, and return the report with the highest peak."""
     tracker = trainer.tracker
     fullest = max(ranks, key=lambda rank: max(sum(parts.values()) for parts in rank["peak"].values()))
     cuda = tracker.device == "cuda"
@@ -109,14 +109,14 @@ def _write_json(trainer, ranks: list[dict]) -> dict:
 
 
 def write_early(trainer) -> None:
-    """Write what rank 0 knows of its memory once it has logged, for those who look while the run trains.
+    """Write rank 0's memory after its first log line, for readers of the run folder during training.
 
-    With --memory_report that is memory.json, of this rank alone until the end; else the bytes that the model and the
-    optimizer have now, as "owners" of run.json. Both take milliseconds.
+    With --memory_report it is memory.json, with this rank only until the end; else "owners" of run.json, the bytes of
+    the model and the optimizer. Both take milliseconds.
     """
     folder = Path(trainer.args.output_dir)
     if trainer.settings.memory_report:
-        _write_json(trainer, [_of_this_rank(trainer)])
+        _write_json(trainer, [_rank_report(trainer)])
     else:
         owned = {part: size for part, size in parts_now(trainer).items() if part in ("parameters", "optimizer")}
         run_folder.put_into_run(folder, {"owners": owned})
@@ -124,13 +124,13 @@ def write_early(trainer) -> None:
 
 @contextlib.contextmanager
 def explained(trainer):
-    """Explain an out-of-memory error of the body in a sentence and two files; close the memory tracker.
+    """Convert an out-of-memory error of the body to OutOfMemory, and close the memory tracker.
 
-    Raises: OutOfMemory naming phase, largest parts and flags, for an out-of-memory error of torch or CUDA in the body.
+    Raises: OutOfMemory with phase, largest parts and flags, for an out-of-memory error of torch or CUDA in the body.
     """
     try:
         yield
-    except RuntimeError as error:  # torch.OutOfMemoryError is one
+    except RuntimeError as error:  # includes torch.OutOfMemoryError
         if not rank_status.gpu_is_full(error):
             raise
         raise OutOfMemory(explain(error, trainer), trainer.tracker.failed_in) from error
@@ -139,7 +139,7 @@ def explained(trainer):
 
 
 def explain(error, trainer) -> str:
-    """Return the sentence of an out-of-memory error; on CUDA also write two files to the run folder.
+    """Return the message of an out-of-memory error; on CUDA also write two files to the run folder.
 
     oom-rank<r>.txt: torch.cuda.memory_summary; oom-rank<r>.pickle: a snapshot for https://pytorch.org/memory_viz.
     """
@@ -151,34 +151,34 @@ def explain(error, trainer) -> str:
         paths.write_text(text, f"{error}\n\n{torch.cuda.memory_summary()}")
         snapshot.unlink(missing_ok=True)
         torch.cuda.memory._dump_snapshot(str(snapshot))
-        files = f" {text} and {snapshot} hold the allocator's state."
+        files = f" {text} and {snapshot} contain the allocator's state."
     phase = tracker.failed_in or tracker.phase
-    if tracker.model is None and not tracker.failed_in:  # compiled: no hooks for the phases of a step
+    if tracker.model is None and not tracker.failed_in:  # a compiled model has no hooks for the phases
         phase = "forward or backward"
     largest = sorted((p for p in parts.items() if p[1]), key=lambda p: -p[1])[:3]
-    words = {"half": settings.per_device_train_batch_size // 2, "adapter": _adapter_instead(settings)}
-    words["tokens"] = ways.flag_that_splits("tokens")
-    flags, of_activations = [], "activations"
-    if tracker.failed_in == "eval":  # not a forward that generates an answer or checks the packing
-        of_activations, rows = "activations of evaluation", settings.per_device_eval_batch_size
+    values = {"half": settings.per_device_train_batch_size // 2, "adapter": _adapter_instead(settings)}
+    values["tokens"] = dims.flag_that_splits("tokens")
+    flags, activations = [], "activations"
+    if tracker.failed_in == "eval":  # not a forward of generation or of the packing self-test
+        activations, rows = "activations of evaluation", settings.per_device_eval_batch_size
         flags = [f"--per_device_eval_batch_size {rows // 2}"] if rows > 1 else []
     for part, _ in largest:
-        choices = _ADVICE.get(of_activations if part.startswith("activations") else part, ())
-        applicable = [flag.format(**words) for applies, flag in choices if applies(settings)]
-        if settings.ranks_that_split("layers") > 1:
-            refused = ("--zero", "--offload", "--activation_offload")
-            more = [f"more stages ({ways.flag_that_splits('layers')})"]
-            applicable = [flag for flag in applicable if not flag.startswith(refused)] or more
+        choices = _ADVICE.get(activations if part.startswith("activations") else part, ())
+        applicable = [flag.format(**values) for applies, flag in choices if applies(settings)]
+        if settings.parallel_size("layers") > 1:
+            excluded = ("--zero", "--offload", "--activation_offload")
+            more = [f"more stages ({dims.flag_that_splits('layers')})"]
+            applicable = [flag for flag in applicable if not flag.startswith(excluded)] or more
         flags += [f for f in applicable[:2] if f not in flags]
     return (
         f"rank {rank} ran out of GPU memory in the {phase} phase of step {trainer.state.global_step + 1}"
-        f"{bytes_asked_for(error)}: {', '.join(f'{part} {memory_figure.size(count)}' for part, count in largest)}; "
+        f"{failed_allocation(error)}: {', '.join(f'{part} {memory_figure.size(count)}' for part, count in largest)}; "
         f"try {', or '.join(flags[:3]) or 'a smaller model'}.{files}"
     )
 
 
 def parts_now(trainer) -> dict[str, int]:
-    """Return bytes by part now, from the memory tracker if it tracks, else from model and optimizer."""
+    """Return the current bytes by part, from the memory tracker if it tracks, else from model and optimizer."""
     tracker = trainer.tracker
     if tracker.following:
         return tracker.alive()

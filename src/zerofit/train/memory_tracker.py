@@ -1,8 +1,8 @@
-"""Track the bytes alive on the device by part and phase, tensor by tensor.
+"""Track the live bytes on the device by part and phase, tensor by tensor.
 
-Counts tensor storages, never the process's resident memory. On a CPU the totals are what a device would hold without
-allocator overhead. On CUDA the totals are the allocator's, the parts come from the same tracking, and what the
-allocator holds beyond tracked tensors (kernel workspaces) is `untracked`.
+Counts tensor storages, never the process's resident memory. On a CPU, the totals exclude allocator overhead. On CUDA,
+the totals are the allocator's, the parts are tracked in the same way, and the difference (kernel workspaces) is
+`untracked`.
 
     with MemoryTracker(model) as tracker:      # or build a ZerofitTrainer inside `with MemoryTracker() as tracker:`
         ...
@@ -27,13 +27,13 @@ from zerofit.train import tensor_owners
 
 PHASES = ("load", "forward", "backward", "step", "save", "eval")
 
-FOLLOWED_STEPS = 3  # step 1 has no optimizer states yet, step 2 no ZeRO-3 trace; a tracked operation is a Python call
+FOLLOWED_STEPS = 3  # step 1 lacks optimizer states, step 2 the ZeRO-3 trace; a tracked operation is a Python call
 
 
-# How certain a label is: guessed from the phase, seen from shape or operation, known from the tensor's owner.
-_GUESS, _SEEN, _OWNED = 0, 1, 2
+# Certainty of a label: guessed from the phase, inferred from shape or operation, known from the tensor's owner.
+_GUESSED, _INFERRED, _OWNED = 0, 1, 2
 
-# Label of new tensors by phase; elsewhere "activations".
+# Label of new tensors by phase; "activations" in the others.
 _NEW_IN = {"load": "buffers", "step": "buffers", "save": "buffers"}
 
 
@@ -41,7 +41,7 @@ _open: "MemoryTracker | None" = None
 
 
 class _Storage:
-    """One block of memory: bytes, its part, and how certain the part is. Peaks keep it after it is freed."""
+    """A memory block: bytes, part, and certainty of the part. Peaks keep it after it is freed."""
 
     __slots__ = ("bytes", "part", "sure")
 
@@ -66,19 +66,19 @@ class Watch(TorchDispatchMode):
 
 
 class MemoryTracker:
-    """Record peak bytes by phase and part of what runs inside the `with` block.
+    """Record the peak bytes of the `with` block by phase and part.
 
     Args:
         model: its parameters are labeled from the start; a ZerofitTrainer built inside provides its own model.
         optimizer: torch's, accelerate's or DeepSpeed's; a ZerofitTrainer provides its own.
-        limit: bytes; more alive at once raise torch.OutOfMemoryError, as an allocator of that size would.
-        round_to: bytes that a block is rounded up to; the CUDA allocator rounds to 512.
+        limit: live bytes above which torch.OutOfMemoryError is raised, as by an allocator of that size.
+        round_to: block sizes are rounded up to a multiple of it; 512 in the CUDA allocator.
         keep_events: record every allocation and release in `events`, in order.
-        followed_steps: optimizer steps of a ZerofitTrainer after which it stops.
-    Attributes: phase, the current one (a caller without ZerofitTrainer sets it with `enter`); failed_in, the phase of
-        `during` that an error has ended, "" without one; device, "cpu" or "cuda";
-        model_states, bytes of parameters, gradients and optimizer at two moments of the last tracked step:
-        "last_gradient", when the backward has computed all gradients, and "before_step", when they are reduced.
+        followed_steps: optimizer steps of a ZerofitTrainer after which tracking stops.
+    Attributes: phase, the current one (set with `enter` without a ZerofitTrainer); failed_in, the phase of `during`
+        that an error has ended, else ""; device, "cpu" or "cuda"; model_states, bytes of parameters, gradients and
+        optimizer at two moments of the last tracked step: "last_gradient", after the backward has computed all
+        gradients, and "before_step", after they are reduced.
     """
 
     def __init__(
@@ -92,14 +92,14 @@ class MemoryTracker:
         self.model_states: dict[str, dict[str, int]] = {}
         self.allocator_peak: dict[str, int] = {}
         self._table: dict[int, _Storage] = {}
-        self.limit, self.highest, self.largest = limit, 0, 0  # bytes: most alive at once, largest block
-        self.live_bytes = 0  # alive now, of all parts
+        self.limit, self.highest, self.largest = limit, 0, 0  # bytes: highest total, largest block
+        self.live_bytes = 0  # current total of all parts
         self._vocabulary, self._snapshot_due = None, False
         self._best: dict[tuple[str, int], tuple[int, list[_Storage]]] = {}  # (phase, step) -> bytes, storages alive
         self._watch, self._hooks, self._gradient_hooks, self._once = None, [], [], set()
         self.events: list[tuple] | None = [] if keep_events else None  # (key, bytes, stream); 0 bytes: released
         self.stream, self.followed_steps = 0, followed_steps  # stream of new tensors
-        self.watch = Watch  # what tells the tracker of new tensors: a function that returns a context
+        self.watch = Watch  # returns a context that passes new tensors to the tracker
         if model is not None:
             self._adopt(model)
 
@@ -117,10 +117,10 @@ class MemoryTracker:
         self._hooks.clear()
         _open = None
 
-    # --- what is alive ---
+    # --- live tensors ---
 
     def see_output(self, output) -> None:
-        """Count the storages of what an operation returns."""
+        """Count the storages of the outputs of an operation."""
         if isinstance(output, torch.Tensor):
             self.see(output)
         elif isinstance(output, (tuple, list)):
@@ -129,21 +129,21 @@ class MemoryTracker:
                     self.see(value)
 
     def see_collective(self, args, kwargs, output) -> None:
-        """Count what a collective reads and writes: buckets and gathered shards."""
+        """Count the inputs and outputs of a collective: buckets and gathered shards."""
         for value in tree_iter((args, kwargs, output)):
             if isinstance(value, torch.Tensor):
-                self.see(value, "buffers", _SEEN)
+                self.see(value, "buffers", _INFERRED)
 
-    def see(self, tensor: torch.Tensor, part: str | None = None, sure: int = _GUESS) -> None:
+    def see(self, tensor: torch.Tensor, part: str | None = None, sure: int = _GUESSED) -> None:
         """Count the tensor's storage until it is freed, if it is on the tracked device (see `count`)."""
         if tensor.device.type == self.device:
             self.count(tensor, part, sure)
 
-    def count(self, tensor: torch.Tensor, part: str | None = None, sure: int = _GUESS) -> None:
+    def count(self, tensor: torch.Tensor, part: str | None = None, sure: int = _GUESSED) -> None:
         """Count the tensor's storage until it is freed; relabel a known one if the new label is more certain."""
         try:
             storage = tensor.untyped_storage()
-        except (NotImplementedError, RuntimeError):  # sparse, functorch: no storage to track
+        except (NotImplementedError, RuntimeError):  # sparse and functorch tensors lack a storage
             return
         key, size = storage._cdata, storage.nbytes()
         known = self._table.get(key)
@@ -154,10 +154,10 @@ class MemoryTracker:
         if not size:
             return
         if part is None:
-            loading = self.model is None  # before there is a model, new tensors are its weights
+            loading = self.model is None  # new tensors are weights until the model exists
             part = "parameters" if loading else _NEW_IN.get(self.phase, "activations")
             if part == "activations" and tensor.ndim > 1 and tensor.shape[-1] == self._vocabulary:
-                part, sure = "logits", _SEEN  # also their fp32 copy, softmax and gradient
+                part, sure = "logits", _INFERRED  # including their fp32 copy, softmax and gradient
         size = -(-size // self.round_to) * self.round_to
         self._table[key] = _Storage(size, part, sure)
         weakref.finalize(storage, self._died, key).atexit = False
@@ -181,25 +181,25 @@ class MemoryTracker:
                 self.events.append((key, 0, 0))
 
     def _keep_snapshot(self) -> None:
-        """List a peak's storages only when one is freed or the phase ends: a rising peak costs nothing."""
+        """Record a peak's storages, only when one is freed or the phase ends: a rising peak costs nothing."""
         if self._snapshot_due:
             size, _ = self._best[self.phase, self.steps]
             self._best[self.phase, self.steps] = (size, list(self._table.values()))
             self._snapshot_due = False
 
     def label(self) -> None:
-        """Label the tensors of the model and the optimizer, also in peaks that are already recorded."""
+        """Label the tensors of the model and the optimizer, including tensors in recorded peaks."""
         for part, tensors in tensor_owners.owned(self.model, self.optimizer).items():
             for tensor in tensors:
                 self.see(tensor, part, _OWNED)
 
     def alive(self) -> dict[str, int]:
-        """Return the bytes that are alive now, by part."""
+        """Return the live bytes by part."""
         return tensor_owners.by_part(self._table.values())
 
     @property
     def peak(self) -> dict[str, dict[str, int]]:
-        """Return {phase: {part: bytes}} at each phase's highest total, without what is offloaded."""
+        """Return {phase: {part: bytes}} at each phase's highest total, without offloaded tensors."""
         self._keep_snapshot()
         peaks: dict[str, dict[str, int]] = {}
         for (phase, _), (_, storages) in self._best.items():
@@ -251,7 +251,7 @@ class MemoryTracker:
             self.label()
 
     def pause(self) -> None:
-        """Stop tracking, so that operations run at full speed again; freed storages are still subtracted."""
+        """Stop tracking, so that operations run at full speed; freed storages are still subtracted."""
         if self.following:
             self.enter(self.phase)
             self._watch.__exit__(None, None, None)
@@ -260,11 +260,11 @@ class MemoryTracker:
                 hook.remove()
 
     def _adopt(self, model) -> None:
-        """Take phases from hooks on the model's forward, gradients from hooks on its parameters."""
+        """Register hooks on the model's forward for phases, and on its parameters for gradients."""
         self.model = model
-        inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # the one that generate() calls
+        inner = model.get_base_model() if hasattr(model, "get_base_model") else model  # generate() calls it directly
         self._vocabulary = getattr(getattr(inner, "config", None), "vocab_size", None)
-        for called in dict.fromkeys((model, inner)):  # peft 0.20 calls inner.forward, which runs no hook of inner
+        for called in dict.fromkeys((model, inner)):  # peft 0.20 calls inner.forward, which skips hooks of inner
             self._hooks.append(called.register_forward_pre_hook(self._before_forward))
             self._hooks.append(called.register_forward_hook(self._after_forward))
         self._follow_model()
@@ -278,7 +278,7 @@ class MemoryTracker:
 
     def _gradient(self, gradient: torch.Tensor) -> None:
         self.see(gradient, "gradients", _OWNED)
-        self._note_model_states("last_gradient")  # overwritten by each gradient, so the last one stays
+        self._note_model_states("last_gradient")  # overwritten by each gradient: the last one remains
 
     def _note_model_states(self, moment: str) -> None:
         alive = self.alive()
@@ -287,15 +287,15 @@ class MemoryTracker:
     # --- transformers' Trainer ---
 
     def attach(self, trainer) -> None:
-        """Track the phases of a ZerofitTrainer's steps; its saving and its evaluation call `during`."""
-        if self.model is None and not trainer.args.torch_compile:  # hooks would be compiled too
+        """Track the phases of a ZerofitTrainer's steps; its save and evaluation call `during`."""
+        if self.model is None and not trainer.args.torch_compile:  # which would compile the hooks
             self._adopt(trainer.model)
         self.enter("load")
         trainer.add_callback(_Phases(self, trainer))
 
     @contextlib.contextmanager
     def during(self, phase: str):
-        """Count the body as a phase, whose first time is tracked even while an open tracker is paused."""
+        """Count the body as a phase; its first run is tracked even while an open tracker is paused."""
         before, paused = self.phase, not self.following
         if paused and _open is self and phase not in self._once:
             self._follow()
@@ -304,7 +304,7 @@ class MemoryTracker:
         try:
             yield
         except BaseException:
-            self.failed_in = phase  # it is left before the error is explained
+            self.failed_in = phase  # the phase ends before the error is explained
             raise
         finally:
             self.enter(before)
@@ -315,7 +315,7 @@ class MemoryTracker:
         """Label tensors and note the model states, between the last backward and the optimizer's step."""
         if self.following:
             if self.device == "cpu" and torch.distributed.is_initialized():
-                time.sleep(0.1)  # gloo's thread holds the last reduced tensors for a moment after the wait for them
+                time.sleep(0.1)  # gloo's thread briefly keeps the last reduced tensors after the wait
             self.label()
             self._note_model_states("before_step")
         self.enter("step")
@@ -324,19 +324,19 @@ class MemoryTracker:
         if self.following:
             self.label()
             self._keep_snapshot()
-            for storage in list(self._table.values()):  # a tensor that outlives a step is no activation
+            for storage in list(self._table.values()):  # an activation does not outlive its step
                 if storage.part in ("activations", "logits"):
-                    storage.part, storage.sure = "buffers", _SEEN
+                    storage.part, storage.sure = "buffers", _INFERRED
             self.steps += 1
         self.enter("forward")
         if self.following and self.steps >= self.followed_steps:
             self.pause()
-            if self.device == "cuda" and self is _open:  # memory_report.start has turned the allocator's history on
+            if self.device == "cuda" and self is _open:  # turned on by memory_report.start
                 torch.cuda.memory._record_memory_history(enabled=None)
 
 
 class _Phases(TrainerCallback):
-    """Callback that marks in the memory tracker where a Trainer's steps begin and end."""
+    """Callback that reports the start and end of a Trainer's steps to the memory tracker."""
 
     def __init__(self, tracker: MemoryTracker, trainer):
         self.tracker, self.trainer = tracker, trainer
@@ -356,7 +356,7 @@ class _Phases(TrainerCallback):
                 return step(*args, **kwargs)
 
             engine.step = tracked_step
-        tracker.pause()  # generation before the first step (exact match) is not part of the report
+        tracker.pause()  # the report excludes generation before the first step (exact match)
 
     def on_step_begin(self, args, state, control, **kwargs):
         if self.tracker is _open and self.tracker.steps < self.tracker.followed_steps:
@@ -372,26 +372,26 @@ class _Phases(TrainerCallback):
 
 
 def current() -> MemoryTracker:
-    """Return the open memory tracker, or a new one that only knows phases."""
+    """Return the open memory tracker, or a new one that records only phases."""
     return _open or MemoryTracker()
 
 
-_highest = 0  # bytes of torch.cuda.max_memory_allocated, read before a memory tracker reset it
+_highest = 0  # torch.cuda.max_memory_allocated before a memory tracker reset it
 
 
 def keep_outside_allocator(folder: Path) -> None:
-    """Write what this GPU holds outside of torch's allocator into run.json, and for later plans into the cache folder.
+    """Write the GPU memory outside torch's allocator to run.json, and for later plans to the cache folder.
 
-    It is the CUDA context, NCCL's buffers and other processes.
+    It includes the CUDA context, NCCL's buffers and other processes.
     """
     free, total = torch.cuda.mem_get_info()
     size = total - free - torch.cuda.memory_reserved()
     run_folder.add_to_run(folder, "outside_allocator", [size])
-    allocator.keep_outside(torch.cuda.get_device_name(), distributed.size(), distributed.local_size(), size)
+    allocator.record_outside_bytes(torch.cuda.get_device_name(), distributed.size(), distributed.local_size(), size)
 
 
 def peak_memory_bytes(args) -> int:
-    """Return the ranks' highest peak: allocated CUDA memory, or resident memory on a CPU. Collective."""
+    """Return the highest peak of all ranks: allocated CUDA memory, or resident memory on a CPU. Collective."""
     if args.device.type == "cuda":
         peak = max(torch.cuda.max_memory_allocated(), _highest)
     else:

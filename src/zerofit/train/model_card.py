@@ -1,4 +1,4 @@
-"""Write the model card of a trained model: final/ of a run, or an export."""
+"""Write the model card of a trained model, in final/ of a run or an export."""
 
 import re
 from dataclasses import dataclass, field
@@ -7,30 +7,30 @@ from pathlib import Path
 from zerofit import __version__
 from zerofit.job import program, scores
 
-# Names of zerofit's own folders, which are shown with the run folder's; and names that say nothing of a model.
-OWN_FOLDERS = r"final|export|export-merged|checkpoint-\d+"
-NO_NAMES = ("model", "base", "weights", "snapshot")
+# Folders of zerofit, replaced by the name of the run folder; and uninformative folder names.
+KIT_FOLDERS = r"final|export|export-merged|checkpoint-\d+"
+GENERIC_NAMES = ("model", "base", "weights", "snapshot")
 
-# What stands around the scores in a card, so that new ones take their place.
+# Markers around the scores of a card, between which new scores replace them.
 SCORES, END_OF_SCORES = "<!-- written by zerofit eval -->", "<!-- end of the scores -->"
 
 
 @dataclass
 class Card:
-    """What a model card says."""
+    """The content of a model card."""
 
     facts: dict  # run.json; {} for a folder of another program
-    name: str  # the title of a card without facts
+    name: str  # title of a card without facts
     architecture: str  # the model's class
-    adapter: dict | None  # adapter_config.json of what was trained; None for a full model
-    steps: int | None  # of these weights
-    losses: str  # a phrase on the losses of these weights
-    weights: str  # a phrase for their dtype
-    merged: bool = False  # whether the adapter is in its base
-    made: str = "Trained"  # what zerofit did
-    own_ends: bool = False  # whether an adapter's folder says where generation stops
+    adapter: dict | None  # adapter_config.json; None for a full model
+    steps: int | None  # optimizer steps of these weights
+    losses: str  # phrase about the losses of these weights
+    weights: str  # their dtype
+    merged: bool = False  # whether the adapter is merged into its base
+    made: str = "Trained"  # verb for zerofit's action
+    has_generation_config: bool = False  # in an adapter's folder: sets where generation stops
     body: list[str] = field(default_factory=list)  # sentences below the table
-    command: str = ""  # that uses files which transformers does not load; "": code for transformers or peft
+    command: str = ""  # usage of files that transformers cannot load; "": code for transformers or peft
 
     def argument(self, name: str):
         """Return the run's value of an argument; None without facts."""
@@ -45,7 +45,7 @@ class Card:
 
     @property
     def hub_base(self) -> str | None:
-        """Return the base model's hub id; the hub refuses a card with any other base."""
+        """Return the base model's hub id, else None; the hub rejects a card with any other base."""
         return self.base if "/" in self.base else None
 
 
@@ -63,14 +63,14 @@ def text(card: Card) -> str:
         base_model=card.hub_base,
     )
     base = card.base.rpartition("/")[2]
-    title = f"{recipe or 'model'} of {card.architecture if base in NO_NAMES else base}" if base else card.name
+    title = f"{recipe or 'model'} of {card.architecture if base in GENERIC_NAMES else base}" if base else card.name
     rows = "\n".join(f"| {name} | {value} |" for name, value in _rows(card) if value not in (None, ""))
     body = "".join(f"{paragraph}\n\n" for paragraph in card.body)
     loader = "AutoPeftModelForCausalLM" if holds_adapter else "AutoModelForCausalLM"
     names, more = "AutoTokenizer", ""
-    if holds_adapter and card.own_ends:
+    if holds_adapter and card.has_generation_config:
         names = "AutoTokenizer, GenerationConfig"
-        more = 'model.generation_config = GenerationConfig.from_pretrained(".")  # peft takes the base\'s\n'
+        more = 'model.generation_config = GenerationConfig.from_pretrained(".")  # peft uses the base\'s\n'
     code = (
         f"```bash\n{card.command}\n```\n"
         if card.command
@@ -86,24 +86,24 @@ def text(card: Card) -> str:
 
 
 def with_scores(card: str, evaluations: list[dict], weights: str, changed: str = "") -> str:
-    """Return the text of a card with the newest scores of its weights, in place of those that it has.
+    """Return the text of a card with its scores replaced by the newest scores of its weights.
 
-    A trial on the first rows (--limit) is no score of a model that is given to others.
+    Trials on the first rows (--limit) are excluded.
 
-    Args: evaluations: of scores.json; weights: their name there; changed: what was done to them since.
+    Args: evaluations: entries of scores.json; weights: their name there; changed: later changes to them, e.g. a merge.
     """
-    head, rows = scores.table([one for one in evaluations if one.get("limit") is None], weights)
+    head, rows = scores.table([entry for entry in evaluations if entry.get("limit") is None], weights)
     if not rows:
         return card
     before = f", before {changed}" if changed else ""
     harness = f"by lm-evaluation-harness {evaluations[-1].get('harness', '')}; ± is the standard error"
-    said = f"Of {weights}{before}, {harness}."
-    section = f"{SCORES}\n## Scores\n\n{said}\n\n{scores.as_markdown(head, rows)}\n{END_OF_SCORES}\n\n"
-    before, found, after = card.partition(SCORES)
-    if found and END_OF_SCORES in after:
+    intro = f"Scores of {weights}{before}, {harness}."
+    section = f"{SCORES}\n## Scores\n\n{intro}\n\n{scores.as_markdown(head, rows)}\n{END_OF_SCORES}\n\n"
+    before, marker, after = card.partition(SCORES)
+    if marker and END_OF_SCORES in after:
         return before + section + after.partition(END_OF_SCORES)[2].lstrip("\n")
-    before, found, after = card.partition("## Use\n")
-    return f"{before if found else before.rstrip() + chr(10) * 2}{section}{found}{after}"
+    before, heading, after = card.partition("## Use\n")
+    return f"{before if heading else before.rstrip() + chr(10) * 2}{section}{heading}{after}"
 
 
 def _rows(card: Card):
@@ -134,14 +134,14 @@ def _rows(card: Card):
 
 
 def stretches(facts: dict, steps: int | None) -> str:
-    """Return stage and ranks of each stretch of a run: "stage 2 on 2 ranks to step 40, then stage 0 on 1 rank".
+    """Return stage and ranks of each segment of a run: "stage 2 on 2 ranks to step 40, then stage 0 on 1 rank".
 
-    Args: facts: run.json, whose "resumed" lists what was trained before; steps: of the weights, None if unknown.
+    Args: facts: run.json, whose "resumed" lists the earlier segments; steps: of the weights, None if unknown.
     """
     now = {"zero": facts.get("arguments", {}).get("zero", {}).get("value"), "world_size": facts.get("world_size")}
     shown = []
     for stretch in [*facts.get("resumed", []), now]:
-        if shown and all(shown[-1][name] == stretch[name] for name in now):  # only interrupted in between
+        if shown and all(shown[-1][name] == stretch[name] for name in now):  # an interruption without a change
             shown.pop()
         shown.append(stretch)
         if steps is not None and stretch.get("to_step", 0) >= steps:
@@ -153,9 +153,9 @@ def stretches(facts: dict, steps: int | None) -> str:
 
 
 def losses(history: list[dict], step: int) -> str:
-    """Return a phrase on the last losses up to a step. Args: history: transformers' log_history."""
-    seen = [entry for entry in history if entry.get("step", 0) <= step]
-    train, held_out = (next((e[name] for e in reversed(seen) if name in e), None) for name in ("loss", "eval_loss"))
+    """Return a phrase about the last losses up to a step. Args: history: transformers' log_history."""
+    entries = [entry for entry in history if entry.get("step", 0) <= step]
+    train, held_out = (next((e[name] for e in reversed(entries) if name in e), None) for name in ("loss", "eval_loss"))
     return losses_sentence(train, held_out)
 
 
@@ -170,8 +170,8 @@ def _is_path(name: str) -> bool:
 
 
 def _public(name: str) -> str:
-    """Return a hub id as it is, of a path only the folder's name (the run's, for a folder within a run)."""
+    """Return a hub id unchanged, and only the folder's name of a path (the run's, for a folder within a run)."""
     if not _is_path(name):
         return name
     parts = Path(name).expanduser().parts
-    return next((part for part in reversed(parts) if not re.fullmatch(OWN_FOLDERS, part)), "")
+    return next((part for part in reversed(parts) if not re.fullmatch(KIT_FOLDERS, part)), "")

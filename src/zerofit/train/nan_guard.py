@@ -1,4 +1,4 @@
-"""Skip steps whose loss or gradient is not finite, save them for replay, and end a run that has no gradient."""
+"""Skip steps with a non-finite loss or gradient, save them for replay, and end a run without a gradient."""
 
 import math
 from pathlib import Path
@@ -13,27 +13,27 @@ from zerofit.job.settings import Check
 from zerofit.model import patches
 from zerofit.train import trial
 
-KEPT = 10  # bad steps whose batches a run folder keeps at most
+MAX_KEPT_STEPS = 10  # bad steps whose batches are kept in a run folder
 
-OVERFLOWS = 40  # skipped steps in a row after which fp16's loss scaler (2^16 at first, halved each time) cannot recover
+MAX_OVERFLOWS = 40  # consecutive skipped steps after which fp16's loss scaler (2^16, halved each time) cannot recover
 
-STEPS_WITHOUT_GRADIENT = 3  # at the start, after which a run ends: it would train nothing
+STEPS_WITHOUT_GRADIENT = 3  # first steps without a gradient after which a run ends
 
-LEAST_LOSS = 1e-4  # of a step; below it a gradient of 0 may be right: rows without labels, a hinge, a fit without error
+MIN_LOSS = 1e-4  # loss of a step below which a gradient of 0 may be right: rows without labels, a hinge, a perfect fit
 
 
 class GradientCount:
-    """Count the steps of a run whose gradient is exactly zero, and end a run in which it is that in every step.
+    """Count the steps with a gradient of exactly zero, and end a run if the gradient of every step is zero.
 
-    The matrix A of LoRA has none in the first step, but B has: zero over all parameters is a fault.
+    LoRA's matrix A has a zero gradient in the first step, but B does not: a zero over all parameters is an error.
     """
 
     def __init__(self):
-        self.steps = self.zero = 0  # zero: a device tensor where the norm is one; no sync per step
-        self.loss = 0.0  # of the first steps
+        self.steps = self.zero = 0  # zero: a device tensor if the norm is one; no sync per step
+        self.loss = 0.0  # sum over the first steps
 
     def count(self, norm, losses: list[torch.Tensor]) -> None:
-        """Count a step that was applied. norm: None where the engine computes none."""
+        """Count an applied step. norm: None if the engine does not compute it."""
         if norm is None:
             return
         self.steps += 1
@@ -42,56 +42,56 @@ class GradientCount:
             self.loss = sum((loss.detach().float().abs() for loss in losses), self.loss)
 
     def check(self, model) -> None:
-        """Raise UserError if there was a loss and no gradient in any step so far. Collective."""
+        """Raise UserError if all steps so far had a loss but no gradient. Collective."""
         if self.steps == 0 or int(self.zero) < self.steps:
             return
-        if max(distributed.all_gather(float(self.loss))) < LEAST_LOSS * self.steps:  # a rank's rows may have no labels
+        if max(distributed.all_gather(float(self.loss))) < MIN_LOSS * self.steps:  # a rank's rows may lack labels
             return
         trained = [name for name, parameter in model.named_parameters() if parameter.requires_grad]
         raise UserError(
-            f"the gradient was exactly zero in each of the first {self.steps} steps, though there is a loss: nothing "
-            f"trains. The loss does not depend on the {len(trained)} trainable tensors ({', '.join(trained[:2])} ...). "
-            "A scale of 0 does that (alpha_pattern of --adapter_config), a dropout of 1, or a recipe of your own that "
-            "freezes or detaches what it trains."
+            f"the gradient was exactly zero in each of the first {self.steps} steps despite a loss, so nothing trains: "
+            f"the loss does not depend on the {len(trained)} trainable tensors ({', '.join(trained[:2])} ...). "
+            "Possible causes: a scale of 0 (alpha_pattern of --adapter_config), a dropout of 1, a custom recipe that "
+            "freezes or detaches the trained weights."
         )
 
     def line(self) -> Check:
-        """Return the line of the run's certificate."""
+        """Return the line for the certificate."""
         zero = int(self.zero)
         numbers = {"steps": self.steps, "steps_with_zero_gradient": zero}
         if not self.steps:
-            return Check("gradient", None, "gradient: its norm was not measured in any step", numbers)
-        sentence = f"gradient: it was not zero in {self.steps - zero} of {self.steps} steps"
+            return Check("gradient", None, "gradient: the norm was not measured in any step", numbers)
+        sentence = f"gradient: not zero in {self.steps - zero} of {self.steps} steps"
         return Check("gradient", zero < self.steps, sentence, numbers)
 
 
 class NanGuard:
-    """Skip, report and save the optimizer steps of a trainer that have no finite loss or gradient.
+    """Skip, report and save the optimizer steps of a trainer with a non-finite loss or gradient.
 
-    DeepSpeed's engine itself skips an update without a finite gradient, without a message (stages 1 to 3); at stage 0
-    `hold_back` does the same, and `watch_engine` for an engine at stage 0 in fp32 (of a JSON). Steps with finite losses
-    that fp16's loss scaler skips are normal and not counted as bad.
+    DeepSpeed's engine silently skips updates with a non-finite gradient (stages 1 to 3). `hold_back` does the same at
+    stage 0, and `watch_engine` for an engine at stage 0 in fp32 (of a JSON). Steps with finite losses that fp16's loss
+    scaler skips are normal and not counted as bad.
     """
 
     def __init__(self, trainer):
         self.trainer, self.settings = trainer, trainer.settings
         self.gradients = GradientCount()
-        self.found = self.in_a_row = self.overflows = 0  # steps
-        self.by_rows = False  # whether the last bad step had micro batches without a finite loss
-        self.steps_logged = self.found_logged = 0  # since the last log line
+        self.bad_steps = self.in_a_row = self.overflows = 0
+        self.by_rows = False  # whether a loss of the last bad step was not finite
+        self.steps_logged = self.bad_steps_logged = 0  # since the last log line
         self.batches, self.numbers, self.losses, self.grad_norm = [], None, [], 0.0
-        self.was_bad = None  # of stage 0, while its optimizer runs: () -> whether the gradient was not finite
+        self.was_bad = None  # stage 0, during its optimizer step: () -> whether the gradient was not finite
 
     def begin(self, batches: list[dict], numbers: list[list[int]] | None) -> None:
-        """Remember the micro batches of the step that begins; does not synchronize with the device.
+        """Record the micro batches of the next step, without a synchronization with the device.
 
-        Args: numbers: of the sequences in each; None: not known.
+        Args: numbers: row numbers of each micro batch; None if unknown.
         """
         self.batches, self.numbers, self.losses = batches, numbers, []
         self.loss_before = self.trainer._tr_loss.clone()
 
     def watch_engine(self) -> None:
-        """Let DeepSpeed's engine see on a plain optimizer, as on its own ones, that a step was skipped."""
+        """Let DeepSpeed's engine detect skipped steps of a plain optimizer, as it does for its own optimizers."""
         optimizer = self.trainer.optimizer.optimizer
         if hasattr(optimizer, "overflow"):
             return
@@ -100,7 +100,9 @@ class NanGuard:
             parameters = [parameter for group in optimizer.param_groups for parameter in group["params"]]
             gradients = [parameter.grad for parameter in parameters if parameter.grad is not None]
             bad = (~torch.nn.utils.get_total_norm(gradients, math.inf).isfinite()).float()
-            torch.distributed.all_reduce(bad, torch.distributed.ReduceOp.MAX)  # stages of a pipeline have their own
+            torch.distributed.all_reduce(
+                bad, torch.distributed.ReduceOp.MAX
+            )  # stages of a pipeline have different gradients
             optimizer.overflow = bool(bad)
             for parameter in parameters if optimizer.overflow else []:
                 parameter.grad = None
@@ -110,10 +112,10 @@ class NanGuard:
         patches.write(self.trainer.optimizer, "__has_overflow__", True)
 
     def hold_back(self) -> None:
-        """Keep non-finite gradients at stage 0 from torch's optimizer, so that it changes no weight or state.
+        """Keep torch's optimizer at stage 0 from changing weights or states with non-finite gradients.
 
-        A fused Adam looks at `found_inf` on the device (the route of torch's GradScaler): its kernels are queued before
-        the host knows, in `look_back`. For the others the host waits for the norm, and drops the gradients.
+        A fused Adam reads `found_inf` on the device (as with torch's GradScaler): its kernels are queued before the
+        host reads the flag in `look_back`. For other optimizers, the host waits for the norm and drops the gradients.
         """
         trainer = self.trainer
         if trainer.is_deepspeed_enabled or trainer.accelerator.scaler is not None:
@@ -121,7 +123,7 @@ class NanGuard:
         optimizer = trainer.optimizer.optimizer
         if is_fused_adam(optimizer) and isinstance(self.grad_norm, torch.Tensor):
             optimizer.found_inf = (~self.grad_norm.isfinite()).float()
-            self.was_bad = _on_its_way(optimizer.found_inf)
+            self.was_bad = _copy_to_host(optimizer.found_inf)
             return
         bad = not math.isfinite(self.grad_norm)
         self.was_bad = lambda: bad
@@ -130,7 +132,7 @@ class NanGuard:
                 parameter.grad = None
 
     def look_back(self) -> None:
-        """Tell accelerate after the optimizer's call whether it skipped the step: then its scheduler does not step."""
+        """Set accelerate's skipped-step flag after optimizer.step(), so that the scheduler does not step."""
         if self.was_bad is None:
             return
         patches.write(self.trainer.optimizer, "_is_overflow", self.was_bad())
@@ -140,8 +142,8 @@ class NanGuard:
     def after_step(self) -> None:
         """Count, report and save a skipped step. All ranks reach the same decision.
 
-        Raises: Diverged after --max_nan_steps bad steps in a row (--on_nan stop), or after OVERFLOWS skipped ones;
-            UserError if the first steps have no gradient.
+        Raises: Diverged after --max_nan_steps bad steps in a row (--on_nan stop), or after MAX_OVERFLOWS skipped ones;
+            UserError if the gradient of the first steps is zero.
         """
         self.steps_logged += 1
         if not self.trainer.accelerator.optimizer_step_was_skipped:
@@ -150,40 +152,39 @@ class NanGuard:
             if self.gradients.steps == STEPS_WITHOUT_GRADIENT:
                 self.gradients.check(self.trainer.model)
             return
-        losses = distributed.all_gather([loss.item() for loss in self.losses])  # by [rank][micro batch]
-        if self.grad_norm is None:  # an engine at stage 0 has measured none
+        losses = distributed.all_gather([loss.item() for loss in self.losses])  # [rank][micro batch]
+        if self.grad_norm is None:  # an engine at stage 0 does not measure it
             self.grad_norm = math.nan
         if self.settings.precision == "fp16" and all(math.isfinite(loss) for rank in losses for loss in rank):
             self.overflows += 1
-            if self.overflows >= OVERFLOWS:
+            if self.overflows >= MAX_OVERFLOWS:
                 raise Diverged(
-                    f"step {self.trainer.state.global_step}: fp16 gradients overflowed in {OVERFLOWS} steps in a row "
-                    "and none was applied; use --bf16 true, or lower --learning_rate."
+                    f"step {self.trainer.state.global_step}: fp16 gradients overflowed in {MAX_OVERFLOWS} steps in "
+                    "a row, which were all skipped; use --bf16 true, or lower --learning_rate."
                 )
             return
-        self.found += 1
-        self.found_logged += 1
+        self.bad_steps += 1
+        self.bad_steps_logged += 1
         self.in_a_row += 1
         self.by_rows = any(not math.isfinite(loss) for rank in losses for loss in rank)
         self.trainer._tr_loss.copy_(self.loss_before)  # keeps the logged mean finite
         stop = self.settings.on_nan == "stop" and self.in_a_row >= self.settings.max_nan_steps
-        self._tell(losses, stop)
+        self._report(losses, stop)
 
     def at_end(self) -> None:
         """If the run ends on non-finite steps, determine whether the data or the weights caused them.
 
-        Raises: Diverged when the weights give no finite loss on any of four rows, or when only the gradient was bad;
-            UserError if no step had a gradient.
+        Raises: Diverged if the loss of four rows is never finite, or if only the gradient was bad; UserError if the
+            gradient of every step was zero.
         """
         self.gradients.check(self.trainer.model)
         self.settings.checks.append(self.gradients.line())
         if not self.in_a_row or (self.by_rows and self._some_row_is_finite()):
             return
-        of_gradient = "all of its losses were finite, no row stands out"
-        why = "the weights give no finite loss on any row" if self.by_rows else of_gradient
+        reason = "the loss of the weights is not finite on any row" if self.by_rows else "all of its losses were finite"
         raise Diverged(
-            f"step {self.trainer.state.global_step}: the run ends on a step without a finite gradient, and {why}: the "
-            "weights are no longer usable. Lower --learning_rate, or start from an earlier checkpoint."
+            f"step {self.trainer.state.global_step}: the run ends on a step with a non-finite gradient, and {reason}: "
+            "the weights are unusable. Lower --learning_rate, or start from an earlier checkpoint."
         )
 
     def _some_row_is_finite(self) -> bool:
@@ -194,21 +195,21 @@ class NanGuard:
         return any(math.isfinite(loop.metrics["eval_loss"]) for loop in losses)
 
     def mean(self, logged: float) -> float:
-        """Correct the logged mean loss: transformers divides the sum by all steps, skipped ones included."""
-        steps, skipped = self.steps_logged, self.found_logged
-        self.steps_logged = self.found_logged = 0
+        """Correct the logged mean loss: transformers divides the sum by all steps, including skipped ones."""
+        steps, skipped = self.steps_logged, self.bad_steps_logged
+        self.steps_logged = self.bad_steps_logged = 0
         if not skipped:
             return logged
         return logged * steps / (steps - skipped) if steps > skipped else math.nan
 
     def _rows_of_all_ranks(self) -> list[list[list[int]]] | None:
-        """Return the rows of this step by [rank][micro batch]; None where a rank does not know them. Collective."""
+        """Return the rows of this step by [rank][micro batch]; None if unknown on a rank. Collective."""
         sequences = None if self.numbers is None else self.trainer.train_dataset.sequences
-        own = self.numbers and [[row for i in of for row in _documents(sequences, i)] for of in self.numbers]
-        of_ranks = distributed.all_gather(own)
-        return None if None in of_ranks else of_ranks
+        rows = self.numbers and [[row for i in batch for row in _documents(sequences, i)] for batch in self.numbers]
+        rows_by_rank = distributed.all_gather(rows)
+        return None if None in rows_by_rank else rows_by_rank
 
-    def _tell(self, losses: list[list[float]], stop: bool) -> None:
+    def _report(self, losses: list[list[float]], stop: bool) -> None:
         trainer, settings = self.trainer, self.settings
         step = trainer.state.global_step
         bad_batches = [
@@ -220,25 +221,25 @@ class NanGuard:
             for r, m in bad_batches[:4]
         )
         places += f" and {len(bad_batches) - 4} more" if len(bad_batches) > 4 else ""
-        of_gradient = f"the gradient is {float(self.grad_norm)}, all losses are finite"
-        issue = f"the loss is not finite on {places}" if bad_batches else of_gradient
+        gradient_issue = f"the gradient is {float(self.grad_norm)}, all losses are finite"
+        issue = f"the loss is not finite on {places}" if bad_batches else gradient_issue
         folder = Path(trainer.args.output_dir) / "nan" / f"step-{step}"
-        is_kept = self.found <= KEPT or stop
+        is_kept = self.bad_steps <= MAX_KEPT_STEPS or stop
         if is_kept:
             self._keep(folder, losses, rows, bad_batches)
         if stop:
             trainer.save_model(str(folder / "model"))
             (folder / "model" / "training_args.bin").unlink(missing_ok=True)
-        hint = f"; `zerofit replay {folder}` looks into it" if is_kept else ""
+        hint = f"; `zerofit replay {folder}` analyzes it" if is_kept else ""
         if stop:
             raise Diverged(
-                f"step {step}: {issue}; {self.in_a_row} steps in a row (--max_nan_steps) were not applied{hint}. Lower "
-                "--learning_rate, look at these rows, or use --bf16 instead of --fp16."
+                f"step {step}: {issue}; {self.in_a_row} steps in a row (--max_nan_steps) were skipped{hint}. Lower "
+                "--learning_rate, inspect these rows, or use --bf16 instead of --fp16."
             )
         if trainer.args.process_index == 0:
             limit = f" of {settings.max_nan_steps}" if settings.on_nan == "stop" else ""
             print(
-                f"note: step {step}: {issue}; the step is not applied ({self.in_a_row}{limit} in a row){hint}",
+                f"note: step {step}: {issue}; the step is skipped ({self.in_a_row}{limit} in a row){hint}",
                 flush=True,
             )
 
@@ -269,13 +270,13 @@ class NanGuard:
 
 
 def is_fused_adam(optimizer) -> bool:
-    """Return whether torch's optimizer leaves weights and states as they are where its `found_inf` is 1."""
+    """Return whether torch's optimizer leaves weights and states unchanged if its `found_inf` is 1."""
     kinds = (torch.optim.Adam, torch.optim.AdamW)
     return type(optimizer) in kinds and all(group["fused"] for group in optimizer.param_groups)
 
 
-def _on_its_way(flag: torch.Tensor):
-    """Start to copy a flag to the host; return a function that waits for this copy alone and returns the flag."""
+def _copy_to_host(flag: torch.Tensor):
+    """Start to copy a flag to the host; return a function that waits for this copy only and returns the flag."""
     if flag.device.type != "cuda":
         return lambda: bool(flag)
     host = torch.empty((), dtype=flag.dtype, pin_memory=True)
@@ -291,7 +292,7 @@ def _on_its_way(flag: torch.Tensor):
 
 
 def _documents(sequences, index: int) -> list[int]:
-    """Return the rows of a pack, or the row itself; none for the filler at the end."""
+    """Return the rows of a pack, else the row itself; [] for the filler at the end."""
     if index == len(sequences):
         return []
     return list(sequences.packs[index]) if hasattr(sequences, "packs") else [index]
@@ -301,5 +302,5 @@ def read(folder: Path) -> dict:
     """Read step.json of a saved step. Raises: ValueError if it is missing or damaged."""
     facts = run_folder.read_record(folder / "step.json")
     if missing := [name for name in ("recipe", "flags", "world_size") if name not in facts]:
-        raise ValueError(f"step.json holds no {missing[0]}")
+        raise ValueError(f"step.json lacks {missing[0]}")
     return {"rows": None, "texts": {}} | facts

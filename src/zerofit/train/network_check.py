@@ -1,4 +1,4 @@
-"""Check before loading the model that all ranks have the same job and reach each other, and how fast."""
+"""Check that all ranks have the same job and reach each other, and measure the links, before loading the model."""
 
 import collections
 import contextlib
@@ -21,28 +21,28 @@ from zerofit.train import consistency
 
 PAYLOAD_BYTES = {"cuda": 256 * 2**20, "cpu": 16 * 2**20}
 
-WITHOUT_PEERS = "NCCL_P2P_DISABLE"  # NCCL's: GPUs of a node exchange through host memory
+NO_P2P = "NCCL_P2P_DISABLE"  # NCCL's variable: GPUs of a node exchange data through host memory
 
-PEERS_FAILED = "ZEROFIT_PEERS_FAILED"  # set by the launcher: an attempt without the one above had no answer
+P2P_FAILED = "ZEROFIT_PEERS_FAILED"  # set by the launcher after an attempt with peer-to-peer copies has failed
 
-SECONDS = 60.0  # for all ranks to answer each other; plus a quarter of a second for each rank above 256
+SECONDS = 60.0  # timeout for an exchange of all ranks, plus 1/4 s per rank above 256
 
 
 @contextlib.contextmanager
 def connecting(settings):
-    """Say what to look at when the ranks cannot connect to each other in the body."""
+    """Add a hint to an error of the body if the ranks cannot connect to each other."""
     try:
         yield
     except RuntimeError as error:
-        if not rank_status.of_a_peer(error):
+        if not rank_status.caused_by_peer(error):
             raise
         raise RuntimeError(f"{first_line(error)}: {_cure(settings.use_cpu)}") from error
 
 
 def answer(settings) -> None:
-    """Exchange a number between all ranks, before anything else is. Collective.
+    """Exchange a number between all ranks, before any other exchange. Collective.
 
-    A rank without an answer in time ends its process with a sentence, which another collective would wait for longer.
+    After a timeout, a rank ends its process with a message; another collective would wait longer.
     """
     if _is_alone():
         return
@@ -55,89 +55,89 @@ def _is_alone() -> bool:
 
 
 def check(settings, train_set, eval_set) -> None:
-    """Compare the ranks' jobs, and measure the links. Collective.
+    """Compare the jobs of the ranks, and measure the links. Collective.
 
-    Raises: UserError, naming the node that differs. A rank without an answer in time ends its process with a sentence.
+    Raises: UserError naming the node that differs. After a timeout, a rank ends its process with a message.
     """
     if _is_alone():
         return
     software = consistency.software(program.file_of(settings.recipe))
-    facts = software | consistency.of_job(settings, train_set, eval_set)
+    facts = software | consistency.job_facts(settings, train_set, eval_set)
     with _bounded(settings.use_cpu):
         facts_by_node = dict(
             reversed(distributed.all_gather((f"node {distributed.node()} ({socket.gethostname()})", facts)))
-        )  # of each node's first rank
+        )  # facts of each node's first rank
         if sentence := consistency.difference([*reversed(facts_by_node.items())]):
             raise UserError(sentence)
         if distributed.several_nodes():
             settings.decisions.append(f"{len(facts_by_node)} nodes with the same software, data and arguments")
         if distributed.several_nodes() or not settings.use_cpu:
-            settings.decisions += [*_speeds(settings.use_cpu), *_knobs(settings)]
+            settings.decisions += [*_speeds(settings.use_cpu), *_network_settings(settings)]
         if not settings.use_cpu:
-            settings.decisions += _kinds(distributed.all_gather(torch.cuda.get_device_name()))
+            settings.decisions += _gpu_kinds(distributed.all_gather(torch.cuda.get_device_name()))
 
 
 @contextlib.contextmanager
 def _bounded(use_cpu: bool):
-    """End this process with a sentence when the body takes too long, which interrupts no collective, or one fails."""
+    """End this process with a message if the body, which may hang in a collective, takes too long or fails."""
     seconds = SECONDS + max(0, distributed.size() - 256) / 4
-    timer = threading.Timer(seconds, lambda: _end(f"had no answer from all ranks in {seconds:.0f} s", use_cpu))
+    timer = threading.Timer(seconds, lambda: _end(f"received no answer from all ranks in {seconds:.0f} s", use_cpu))
     timer.daemon = True
     timer.start()
     try:
         yield
     except RuntimeError as error:
-        if use_cpu or rank_status.of_a_peer(error) or rank_status.gpu_is_full(error):
+        if use_cpu or rank_status.caused_by_peer(error) or rank_status.gpu_is_full(error):
             raise
         _end(f"could not exchange numbers with the other ranks ({first_line(error)})", use_cpu)
     finally:
         timer.cancel()
 
 
-def _end(what: str, use_cpu: bool) -> None:
+def _end(problem: str, use_cpu: bool) -> None:
     """End this process, whose collectives may never return."""
     place = f"rank {distributed.rank()} (node {distributed.node()}, {socket.gethostname()})"
-    error = BrokenLinks(f"{place} {what} before the first step: {_cure(use_cpu)}")
+    error = BrokenLinks(f"{place} {problem} before the first step: {_cure(use_cpu)}")
     rank_status.record(error)
     print(f"zerofit: error: {error}.", flush=True)
     os._exit(error.exit_code)
 
 
 def _cure(use_cpu: bool) -> str:
-    """Return what to do when ranks do not reach each other: between nodes the network, within one the GPUs' links."""
+    """Return a hint for ranks that do not reach each other: the network of several nodes, the GPU links of one node."""
     if distributed.several_nodes():
-        words = (
-            "see that the nodes reach each other on all ports, and name the interface between them with --interface, "
+        hint = (
+            "check that the nodes reach each other on all ports, and set the interface between them with --interface, "
             "GLOO_SOCKET_IFNAME or NCCL_SOCKET_IFNAME"
         )
-        more = f"; NCCL_IB_DISABLE=1 tries it without InfiniBand, {WITHOUT_PEERS}=1 without copies from GPU to GPU"
-        return words if use_cpu else words + more
+        more = f"; NCCL_IB_DISABLE=1 disables InfiniBand, {NO_P2P}=1 disables copies from GPU to GPU"
+        return hint if use_cpu else hint + more
     if use_cpu:
-        return "the machine may be too busy; GLOO_SOCKET_IFNAME=lo has its processes use the local interface"
-    if os.environ.get(WITHOUT_PEERS, "0") != "0":
+        return "the machine may be too busy; GLOO_SOCKET_IFNAME=lo selects the local interface"
+    if os.environ.get(NO_P2P, "0") != "0":
         return (
-            f"this is without copies from GPU to GPU ({WITHOUT_PEERS}={os.environ[WITHOUT_PEERS]}), so they are not "
-            "the cause; NCCL_DEBUG=INFO says where NCCL stands, and `dmesg -T` whether a GPU has failed (Xid)"
+            f"copies from GPU to GPU are off ({NO_P2P}={os.environ[NO_P2P]}), so they are not the cause; "
+            "NCCL_DEBUG=INFO logs the state of NCCL, and `dmesg -T` shows whether a GPU has failed (Xid)"
         )
     return (
         f"copies from GPU to GPU may be broken on this machine (IOMMU or ACS on, or GPUs whose driver does not support "
-        f"them); {WITHOUT_PEERS}=1 sends through host memory instead"
+        f"them); {NO_P2P}=1 copies through host memory instead"
     )
 
 
 def _exchange(use_cpu: bool) -> None:
-    """Gather every rank's number, and pass a number on to the next rank, in a group that is destroyed afterwards.
+    """Gather every rank's number, and send a number to the next rank, in a group that is destroyed afterwards.
 
-    An all-to-all would test each pair, but NCCL opens channels to every peer for it, gigabytes of each GPU's memory.
-    Raises: RuntimeError when a rank receives a wrong number.
+    An all-to-all would test each pair, but NCCL would open channels to every peer, which takes gigabytes per GPU.
+    Raises: RuntimeError if a rank receives a wrong number.
     """
     count, rank = distributed.size(), distributed.rank()
     device = "cpu" if use_cpu else "cuda"
-    own, gathered = torch.tensor([rank], device=device), torch.empty(count, dtype=torch.long, device=device)
-    received, before = torch.empty_like(own), (rank - 1) % count
+    number, gathered = torch.tensor([rank], device=device), torch.empty(count, dtype=torch.long, device=device)
+    received, before = torch.empty_like(number), (rank - 1) % count
     group = dist.new_group()
-    dist.all_gather_into_tensor(gathered, own, group=group)
-    sent = dist.P2POp(dist.isend, own, (rank + 1) % count, group)
+    dist.all_gather_into_tensor(gathered, number, group=group)
+    sent = dist.P2POp(dist.isend, number, (rank + 1) % count, group)
     for work in dist.batch_isend_irecv([sent, dist.P2POp(dist.irecv, received, before, group)]):
         work.wait()
     if gathered.tolist() != [*range(count)] or received.item() != before:
@@ -148,18 +148,16 @@ def _exchange(use_cpu: bool) -> None:
 
 
 def _speeds(use_cpu: bool) -> list[str]:
-    """Return a sentence on all-reduce speed among the ranks of a node, and among one rank of each node."""
+    """Return sentences about the all-reduce speed of the ranks of a node, and of one rank per node."""
     node_of_rank = distributed.all_gather(distributed.node())
     nodes = [[rank for rank, node in enumerate(node_of_rank) if node == name] for name in dict.fromkeys(node_of_rank)]
-    own_place = f"node {distributed.node()} ({socket.gethostname()})"
+    place = f"node {distributed.node()} ({socket.gethostname()})"
     kinds = {"within a node": nodes, "between nodes": [[ranks[0] for ranks in nodes]]}
     sentences = []
     for kind, groups in kinds.items():
         opened = [(ranks, dist.new_group(ranks)) for ranks in groups if len(ranks) > 1]
-        own_speed = [
-            _bus_bandwidth(group, len(ranks), use_cpu) for ranks, group in opened if distributed.rank() in ranks
-        ]
-        speeds = [speed for speed in distributed.all_gather((own_speed[0], own_place) if own_speed else None) if speed]
+        speed = [_bus_bandwidth(group, len(ranks), use_cpu) for ranks, group in opened if distributed.rank() in ranks]
+        speeds = [speed for speed in distributed.all_gather((speed[0], place) if speed else None) if speed]
         if speeds:
             sentences.append(_speed_sentence(kind, speeds, max(len(ranks) for ranks, _ in opened), dist.get_backend()))
         for ranks, group in opened:
@@ -169,15 +167,15 @@ def _speeds(use_cpu: bool) -> list[str]:
 
 
 def _speed_sentence(kind: str, speeds: list[tuple[float, str]], count: int, backend: str) -> str:
-    """Return the sentence on the slowest link, which names its node if others are faster. speeds: (GB/s, node)."""
+    """Return a sentence about the slowest link, with its node if the others are faster. speeds: (GB/s, node)."""
     slowest, node = min(speeds)
-    uneven = slowest < statistics.median(speed for speed, _ in speeds) / (1 + stragglers.LONGER)
+    uneven = slowest < statistics.median(speed for speed, _ in speeds) / (1 + stragglers.MIN_SLOWDOWN)
     where = f"; {node} is the slowest" if uneven else ""
-    return f"links {kind}: {slowest:.2f} GB/s a rank ({count} ranks, {backend}, all-reduced){where}"
+    return f"links {kind}: {slowest:.2f} GB/s per rank ({count} ranks, {backend}, all-reduce){where}"
 
 
 def _bus_bandwidth(group, count: int, use_cpu: bool) -> float:
-    """Return a rank's GB/s in an all-reduce: bytes x 2 (n - 1) / n / s (nccl-tests, PERFORMANCE.md)."""
+    """Return the bus bandwidth of an all-reduce in GB/s: bytes x 2 (n - 1) / n / s (nccl-tests, PERFORMANCE.md)."""
     device = "cpu" if use_cpu else "cuda"
     numbers = torch.ones(PAYLOAD_BYTES[device] // 4, device=device)
     dist.all_reduce(numbers[:1024], group=group)  # opens the connections
@@ -190,32 +188,32 @@ def _bus_bandwidth(group, count: int, use_cpu: bool) -> float:
     return numbers.numel() * 4 * 2 * (count - 1) / count / seconds / 1e9
 
 
-def _kinds(gpus: list[str]) -> list[str]:
-    """Return a sentence about a job whose ranks have GPUs of several kinds; [] for one kind."""
+def _gpu_kinds(gpus: list[str]) -> list[str]:
+    """Return a sentence about a job with several kinds of GPUs; [] for one kind."""
     ranks = collections.Counter(gpus)
     if len(ranks) == 1:
         return []
     counted = ", ".join(f"{count} x {name}" for name, count in ranks.most_common())
-    return [f"GPUs of several kinds ({counted}): each step waits for the slowest, and all hold what the smallest can"]
+    return [f"GPUs of several kinds ({counted}): each step waits for the slowest, and the smallest limits the memory"]
 
 
-def _knobs(settings) -> list[str]:
-    if os.environ.get(PEERS_FAILED) and not settings.use_cpu:
+def _network_settings(settings) -> list[str]:
+    if os.environ.get(P2P_FAILED) and not settings.use_cpu:
         return [
-            f"{WITHOUT_PEERS}=1: the first try, with copies from GPU to GPU, had no answer or a wrong one; this one, "
-            "without them, had the right one (through host memory, slower). Set it yourself, and the first is left out"
+            f"{NO_P2P}=1: the first attempt, with copies from GPU to GPU, received no answer or a wrong one; this "
+            f"attempt copies through host memory (slower) and works. Set {NO_P2P}=1 to skip the first attempt"
         ]
     if not distributed.several_nodes():
         return []
     names = ("NCCL_SOCKET_IFNAME",) if not settings.use_cpu else ("GLOO_SOCKET_IFNAME",)
-    chosen = ", ".join(f"{name}={os.environ.get(name, '(its own choice)')}" for name in names)
+    chosen = ", ".join(f"{name}={os.environ.get(name, '(automatic)')}" for name in names)
     return [f"network of rank 0: {chosen}; collectives give up after {settings.ddp_timeout} s (--ddp_timeout)"]
 
 
 def check_disk(settings, folder: Path) -> None:
-    """Check that all nodes see the run folder's disk: each rank writes checkpoint files. Collective.
+    """Check that all nodes see the run folder's disk, as each rank writes checkpoint files. Collective.
 
-    Raises: UserError, naming a node that does not; for --node_local_storage, if all nodes do.
+    Raises: UserError naming a node that does not see it; with --node_local_storage, if all nodes see it.
     """
     if not distributed.several_nodes():
         return
@@ -225,17 +223,16 @@ def check_disk(settings, folder: Path) -> None:
     if distributed.rank() == 0:
         mark.touch()
     distributed.barrier()
-    own = None if _seen(mark) else f"node {distributed.node()} ({socket.gethostname()})"
-    blind = [node for node in distributed.all_gather(own) if node]
+    name = None if _seen(mark) else f"node {distributed.node()} ({socket.gethostname()})"
+    blind = [node for node in distributed.all_gather(name) if node]
     if distributed.rank() == 0:
         mark.unlink()
     if settings.node_local_storage and not blind:
-        raise UserError(f"--node_local_storage: all nodes see the same disk at {folder}; leave it out.")
+        raise UserError(f"--node_local_storage: all nodes see the same disk at {folder}; remove this flag.")
     if blind and settings.save_strategy != "no" and not settings.node_local_storage:
         raise UserError(
-            f"--output_dir {folder}: {blind[0]} does not see the disk that node 0 has there, and its part of each "
-            "checkpoint would be missing; name a folder that all nodes share, or --node_local_storage true, or "
-            "--save_strategy no."
+            f"--output_dir {folder}: {blind[0]} does not see node 0's disk there, so its part of each checkpoint "
+            "would be missing; use a folder that all nodes share, --node_local_storage true or --save_strategy no."
         )
 
 
@@ -251,7 +248,7 @@ def _seen(mark: Path, seconds: float = 10.0) -> bool:
 
 
 def main() -> None:
-    """Exchange numbers among ranks that torchrun has started for this alone, and print their speed."""
+    """Exchange numbers between ranks that torchrun has started for this check, and print the speed."""
     use_cpu = not torch.cuda.is_available()
     if not use_cpu:
         torch.cuda.set_device(int(os.environ["LOCAL_RANK"]))

@@ -13,26 +13,26 @@ from zerofit.train.trainer import ZerofitTrainer
 
 
 def load_stage(settings, tokenizer):
-    """Return this rank's stage of the model (pipeline_layers.Pipeline); collective, after recipe.start_processes."""
-    from zerofit.parallel import pipeline_layers  # imports DeepSpeed, which chooses its device then
+    """Return this rank's stage of the model (pipeline_layers.Pipeline). Collective, after recipe.start_processes."""
+    from zerofit.parallel import pipeline_layers  # imports DeepSpeed, which then selects its device
 
     return pipeline_layers.build(settings, tokenizer)
 
 
 class PipelineTrainer(ZerofitTrainer):
-    """A ZerofitTrainer over stages: micro batches are collected, and the last one runs them all.
+    """A ZerofitTrainer over stages: it collects the micro batches of a step and runs them together at the last one.
 
-    The loss of a step is the sum over its supervised tokens / their number, as in the other recipes; the last stage
-    computes it. Data order, checkpoints, logs and signals are those of ZerofitTrainer.
+    The last stage computes the loss of a step, the mean over its supervised tokens as in the other recipes. Data order,
+    checkpoints, logs and signals work as in ZerofitTrainer.
     """
 
     def __init__(self, settings, net, *args):
         super().__init__(settings, net, *args)
         self.numel, self.shapes = (net.numel, net.numel), net.shapes
         self.clock.flops_per_token = 6 * net.numel
-        self.micro_batches = []  # of this step, so far
-        self.scale = 1.0  # of a micro batch's summed loss; 1 in evaluation
-        self.sums = []  # of the last stage's micro batches: losses in training, see `loss` in evaluation
+        self.micro_batches = []  # collected micro batches of this step
+        self.scale = 1.0  # factor for a micro batch's summed loss; 1 in evaluation
+        self.sums = []  # the last stage's micro batches: losses in training, `_evaluated` in evaluation
         net.loss_fn = self.loss
 
     @property
@@ -40,16 +40,16 @@ class PipelineTrainer(ZerofitTrainer):
         return self.model.architecture
 
     def install_techniques(self, net) -> None:
-        """Leave out checkpointing: the layers were copied from a model that has it."""
+        """Install all techniques except gradient checkpointing: the layers come from a model that has it."""
         for technique in resolve.techniques_of(self.settings):
             if technique not in gradient_checkpointing.TECHNIQUES:
                 technique.install(self.settings, net)
 
     def fuse_loss(self, net) -> None:
-        """Leave the model as it is: `loss` computes with the head's weight."""
+        """Leave the model unchanged: `loss` uses the weight of the head."""
 
-    def prove_documents_apart(self) -> None:
-        """Trust the list of models that can be cut: they were compared with one process, packed rows too."""
+    def check_no_cross_document_attention(self) -> None:
+        """Skip the check: all supported models were compared with one process, including packed rows."""
 
     def loss(self, hidden, labels):
         """Return the summed loss of a micro batch, on the last stage, times `scale`."""
@@ -69,7 +69,7 @@ class PipelineTrainer(ZerofitTrainer):
 
     @staticmethod
     def _batch(inputs: dict) -> tuple:
-        """Return a micro batch as DeepSpeed's engine takes it: what goes into the first stage, labels for the last."""
+        """Return a micro batch for DeepSpeed's engine: (inputs of the first stage, labels for the last)."""
         ids, positions = inputs["input_ids"], inputs.get("position_ids")
         if positions is None:
             positions = torch.arange(ids.shape[1], device=ids.device).expand(ids.shape).contiguous()
@@ -77,7 +77,7 @@ class PipelineTrainer(ZerofitTrainer):
 
     def get_batch_samples(self, epoch_iterator, num_batches, device):
         batches, count = super().get_batch_samples(epoch_iterator, num_batches, device)
-        return batches, count / self.settings.ranks_per_row  # each stage has counted the same rows
+        return batches, count / self.settings.ranks_per_row  # every stage counts the same rows
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         self.clock.count(inputs)
@@ -89,23 +89,23 @@ class PipelineTrainer(ZerofitTrainer):
         # The engine divides by micro batches and data ranks.
         self.scale = len(batches) * self.settings.data_ranks / self.tokens_of_step
         loss = self.model_wrapped.train_batch(iter(batches))
-        self.guard.losses = self.sums or [torch.zeros(()) for _ in batches]  # the last stage has them
+        self.guard.losses = self.sums or [torch.zeros(()) for _ in batches]  # empty before the last stage
         return loss.detach()
 
     def check_hooks(self) -> None:
         super().check_hooks()
-        if self.own_loss:
+        if self.has_custom_loss:
             raise UserError(
                 "compute_loss: a pipeline computes the loss in its last stage and never calls the trainer's; use "
-                "recipes/sft.py for a loss of your own."
+                "recipes/sft.py for a custom loss."
             )
 
     def _evaluation_total(self, dataloader) -> torch.Tensor:
         """Return the sums of `_evaluated` over all batches and data ranks. Collective."""
         total = torch.zeros(4, dtype=torch.float64, device=self.args.device)
         batches, self.scale = (self._batch(inputs) for inputs in dataloader), 1.0
-        # Every rank has as many batches; a few at once keep the stages busy between two beats.
-        size = 8 * self.settings.ranks_that_split("layers")
+        # All ranks have the same number of batches. Groups of batches keep the stages busy between two heartbeats.
+        size = 8 * self.settings.parallel_size("layers")
         for group in self.reporter.evaluating(iter(lambda: list(itertools.islice(batches, size)), [])):
             self.sums = []
             self.model_wrapped.eval_batch(
@@ -117,7 +117,7 @@ class PipelineTrainer(ZerofitTrainer):
         return total
 
     def _evaluated(self, hidden, targets, total) -> torch.Tensor:
-        """Return a batch's summed loss and supervised tokens; on the bundled task also its exact rows, and all rows."""
+        """Return (summed loss, supervised tokens, exactly predicted rows on the bundled task, all rows) of a batch."""
         supervised = targets != IGNORE
         rows = right = supervised.any(-1)
         if self.settings.bundled:
@@ -126,15 +126,12 @@ class PipelineTrainer(ZerofitTrainer):
         return torch.stack([n.double() for n in (total, supervised.sum(), right.sum(), rows.sum())])
 
     def score(self) -> float:
-        """Return the share of evaluation rows whose every answer token is the most likely one. Collective.
-
-        These are the rows that a greedy generation answers exactly.
-        """
+        """Return the share of evaluation rows that greedy generation answers exactly. Collective."""
         total = self._evaluation_total(self.get_eval_dataloader())
         return (total[2] / total[3]).item()
 
     def save_model(self, output_dir=None, _internal_call=False) -> None:
-        """Save the model as a Hugging Face folder, each stage its own file. Collective."""
+        """Save the model as a Hugging Face folder, one file per stage. Collective."""
         from zerofit.parallel import pipeline_layers
 
         with self.tracker.during("save"), self.reporter.heartbeat.beating(self.state.global_step):

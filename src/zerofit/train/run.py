@@ -1,4 +1,4 @@
-"""What a recipe does after training: save final/, evaluate, write result.json; and report a failure."""
+"""Finish a recipe after training: save final/, evaluate, write result.json; and report failures."""
 
 import contextlib
 import json
@@ -18,16 +18,16 @@ from zerofit.train.trainer import ZerofitTrainer
 
 @contextlib.contextmanager
 def failures_reported(trainer: ZerofitTrainer):
-    """Write a failure to result.json and raise it again, with a sentence for out of memory and a full disk."""
+    """Write a failure to result.json and raise it again, with a message for out of memory and a full disk."""
     try:
         with memory_report.explained(trainer):
             yield
     except BaseException as error:
         folder = Path(trainer.args.output_dir)
         if isinstance(error, OutOfMemory):
-            error.what_next = restart.leave_smaller(trainer.settings, error.phase)
-        if isinstance(error, KeyboardInterrupt) and not rank_status.folder():  # else the supervisor says it
-            error = KeyboardInterrupt(resumable.how_to_go_on("interrupted", folder, trainer.state.global_step))
+            error.what_next = restart.record_smaller_settings(trainer.settings, error.phase)
+        if isinstance(error, KeyboardInterrupt) and not rank_status.folder():  # else the supervisor prints it
+            error = KeyboardInterrupt(resumable.how_to_continue("interrupted", folder, trainer.state.global_step))
         if trainer.args.process_index == 0 and not run_folder.finished(folder):
             kinds = {Stopped: "stopped", KeyboardInterrupt: "interrupted"}
             status = {
@@ -35,7 +35,7 @@ def failures_reported(trainer: ZerofitTrainer):
                 "error": f"{type(error).__name__}: {error}",
                 "steps": trainer.state.global_step,
             }
-            with contextlib.suppress(OSError):  # the disk may be full; the error itself must come through
+            with contextlib.suppress(OSError):  # the disk may be full; the original error must be raised
                 run_folder.write_json(folder / "result.json", status)
                 ended = f"the run has {status['status']} at step {status['steps']}"
                 page.write(trainer.settings, ended, trainer.certificate.seconds)
@@ -45,20 +45,17 @@ def failures_reported(trainer: ZerofitTrainer):
 
 
 def save_final(trainer: ZerofitTrainer) -> None:
-    """Save the trained model or adapter with its card to final/ and verify its files.
-
-    Collective: under ZeRO-3 every rank has a share.
-    """
+    """Save the trained model or adapter with its card to final/ and verify its files. Collective."""
     final = _final(trainer)
-    trainer.model.config.get_text_config().use_cache = True  # off for training only
+    trainer.model.config.get_text_config().use_cache = True  # off during training only
     trainer.save_model(str(final))
     if trainer.args.process_index == 0:
         trainable, total = trainer.numel
         adapters.convert_to_plain_lora(trainer.model, final)
-        (final / "training_args.bin").unlink(missing_ok=True)  # a pickle that no loader needs
+        (final / "training_args.bin").unlink(missing_ok=True)  # an unused pickle
         verify_saved(final, trainable if trainer.settings.trains_adapter else total)
         _write_card(trainer, final)
-        run_folder.readable(final)
+        run_folder.apply_umask(final)
         file = final / "generation_config.json"
         stops = json.loads(file.read_text(encoding="utf-8")).get("eos_token_id") if file.exists() else None
         trainer.check_ends(shipped=generation.ids_of(stops))
@@ -86,7 +83,7 @@ def _card(trainer: ZerofitTrainer, final: Path) -> model_card.Card:
         steps=step,
         losses=model_card.losses(state.log_history, step),
         weights=str(dtype).removeprefix("torch."),
-        own_ends=(final / "generation_config.json").exists(),
+        has_generation_config=(final / "generation_config.json").exists(),
     )
 
 
@@ -95,14 +92,14 @@ def _final(trainer: ZerofitTrainer) -> Path:
 
 
 def evaluate(trainer: ZerofitTrainer) -> dict:
-    """Evaluate the saved model, show sample generations and return the metrics for result.json. Collective."""
+    """Evaluate the saved model, print sample generations and return the metrics for result.json. Collective."""
     settings = trainer.settings
     evaluation = evaluation_of_saved(trainer)
     if trainer.args.process_index == 0 and (_final(trainer) / "README.md").exists():
         _write_card(trainer, _final(trainer))  # with this evaluation's loss
-    of_preferences = ("eval_rewards", "eval_logps", "eval_preference", "eval_kl")
+    preference_prefixes = ("eval_rewards", "eval_logps", "eval_preference", "eval_kl")
     metrics = {"eval_loss": evaluation["eval_loss"] if evaluation else None}
-    metrics |= {name: value for name, value in (evaluation or {}).items() if name.startswith(of_preferences)}
+    metrics |= {name: value for name, value in (evaluation or {}).items() if name.startswith(preference_prefixes)}
     if settings.bundled:
         name = trainer.objective.score_name.replace(" ", "_")
         metrics |= {f"{name}_before": trainer.reporter.before, f"{name}_after": trainer.score()}
@@ -114,8 +111,8 @@ def evaluate(trainer: ZerofitTrainer) -> dict:
     metrics["samples"] = samples
     if trainer.args.process_index == 0:
         for sample in samples:
-            said = {"asked": "prompt", "before": "before", "answered": "after", "wanted": "wanted"}
-            lines = [f"  {word:<8}  {sample[name]}" for word, name in said.items() if sample[name] is not None]
+            labels = {"prompt": "prompt", "before": "before", "after": "after", "wanted": "expected"}
+            lines = [f"  {label:<8}  {sample[key]}" for key, label in labels.items() if sample[key] is not None]
             print(printable("\n".join(["", *lines])))
         if settings.bundled:
             before, after = metrics[f"{name}_before"], metrics[f"{name}_after"]
@@ -125,10 +122,9 @@ def evaluate(trainer: ZerofitTrainer) -> dict:
 
 
 def evaluation_of_saved(trainer: ZerofitTrainer) -> dict | None:
-    """Return the metrics of the model that final/ holds: the last evaluation's, or those of a new one.
+    """Return the metrics of the model in final/, from the last evaluation or a new one. Collective.
 
-    With --load_best_model_at_end the weights are an earlier step's, which the last evaluation has not seen. All ranks
-    call it.
+    With --load_best_model_at_end the weights are of an earlier step than the last evaluation.
     """
     state = trainer.state
     evaluations = [entry for entry in state.log_history if "eval_loss" in entry]
@@ -162,7 +158,7 @@ def write_result(trainer: ZerofitTrainer, metrics: dict) -> None:
 
 
 def write_prediction(measured_bytes: int, folder: Path) -> None:
-    """Write the peak that a simulation has predicted before the launch, and the measured one, to plan.json."""
+    """Write the simulated peak memory of the plan and the measured one to plan.json."""
     predicted = job.published()
     if predicted and "by" not in predicted:
         measured = {"bytes": measured_bytes, "ratio": round(measured_bytes / predicted["peak_bytes"], 4)}
@@ -170,7 +166,7 @@ def write_prediction(measured_bytes: int, folder: Path) -> None:
 
 
 def _result(trainer: ZerofitTrainer) -> dict:
-    """Return what result.json says of the training itself."""
+    """Return the training's part of result.json."""
     args, settings, meter = trainer.args, trainer.settings, trainer.clock
     trainable, total = trainer.numel
     history = trainer.state.log_history
@@ -179,7 +175,7 @@ def _result(trainer: ZerofitTrainer) -> dict:
         "status": "finished",
         "recipe": settings.recipe.name,
         "steps": trainer.state.global_step,
-        "steps_not_applied": trainer.guard.found,
+        "steps_not_applied": trainer.guard.bad_steps,
         "train_loss": next((entry["train_loss"] for entry in reversed(history) if "train_loss" in entry), None),
         "last_loss": losses[-1] if losses else None,
         "world_size": args.world_size,

@@ -10,9 +10,9 @@ PARTS = ("parameters", "gradients", "optimizer", "activations", "logits", "buffe
 def owned(model, optimizer) -> dict[str, list[torch.Tensor]]:
     """Return tensors by part: parameters, gradients, optimizer, buffers, and host for offloaded ones.
 
-    Sharded parameters (ZeRO-3) count by this rank's share; gathered ones are "buffers". With offload, the optimizer's
-    tensors are "host" (in CPU memory).
-    Args: optimizer: torch's own, or with the wrappers of accelerate and DeepSpeed around it.
+    Sharded parameters (ZeRO-3) count with this rank's share; gathered parameters are "buffers". With offload, the
+    optimizer's tensors are "host" (CPU memory).
+    Args: optimizer: torch's, or wrapped by accelerate and DeepSpeed.
     """
     parts = {part: [] for part in ("parameters", "gradients", "optimizer", "buffers", "host")}
     weights = [] if model is None else list(model.parameters())
@@ -32,7 +32,7 @@ def owned(model, optimizer) -> dict[str, list[torch.Tensor]]:
 
 
 def _add_weight(parts: dict[str, list], weight: torch.nn.Parameter) -> None:
-    """Add the tensors of one of the model's parameters to the parts; a gathered one of ZeRO-3 to "buffers" too."""
+    """Add the tensors of a parameter of the model; a parameter gathered by ZeRO-3 also counts as "buffers"."""
     sharded = hasattr(weight, "ds_tensor")
     parts["parameters"] += [weight.ds_tensor] if sharded else _inner(weight.data)
     parts["parameters"] += _quantization(weight)
@@ -42,7 +42,7 @@ def _add_weight(parts: dict[str, list], weight: torch.nn.Parameter) -> None:
 
 
 def _add_optimizer(parts: dict[str, list], wrapper, model_ids: set[int]) -> None:
-    """Add the tensors that an optimizer, or a wrapper around one, holds beside the model's parameters."""
+    """Add the tensors of an optimizer or its wrapper, except the model's parameters."""
     attributes = vars(wrapper)
     for part, names in _DEEPSPEED.items():
         for name in names:
@@ -76,14 +76,14 @@ _DEEPSPEED = {
 
 
 def _quantization(parameter) -> list[torch.Tensor]:
-    """Return the scales beside bitsandbytes' 4-bit weights, quantized once or twice."""
+    """Return the scales of bitsandbytes' 4-bit weights, quantized once or twice."""
     state = getattr(parameter, "quant_state", None)
     states = [s for s in (state, getattr(state, "state2", None)) if s is not None]
     return [t for s in states for t in _tensors(vars(s))]
 
 
 def _unwrapped(optimizer):
-    """Yield the optimizer and each one that it wraps: accelerate's, DeepSpeed's, torch's."""
+    """Yield the optimizer and all wrapped ones: accelerate's, DeepSpeed's, torch's."""
     seen = set()
     while optimizer is not None and id(optimizer) not in seen:
         seen.add(id(optimizer))

@@ -1,6 +1,6 @@
-"""Continue a tracker's curve after a resume: the run's id is kept in the run folder and given back.
+"""Continue a tracker's curve after a resume: the run folder stores the tracker's run id.
 
-trackio needs nothing: it resumes the run of the same name, which is that of the run folder.
+trackio does not need an id: it resumes the run with the name of the run folder.
 """
 
 import os
@@ -9,9 +9,9 @@ from collections.abc import Iterable
 from pathlib import Path
 
 from zerofit.job import run_folder
-from zerofit.job.stretches import TRACKERS
+from zerofit.job.run_segments import TRACKERS
 
-# Tracker: the variables from which it reads the run's id, and that it may continue that run.
+# Tracker: (variable of the run id, variables that allow it to continue the run).
 VARIABLES = {
     "wandb": ("WANDB_RUN_ID", {"WANDB_RESUME": "allow"}),
     "comet_ml": ("COMET_EXPERIMENT_KEY", {"COMET_MODE": "get_or_create"}),
@@ -19,15 +19,15 @@ VARIABLES = {
     "tensorboard": ("TENSORBOARD_LOGGING_DIR", {}),
 }
 
-LOGS = "runs"  # of the run folder, where transformers has tensorboard's files
+LOGS = "runs"  # transformers' folder for tensorboard in the run folder
 
-_set: dict[str, str] = {}  # variables that an earlier run of this process has set
+_set: dict[str, str] = {}  # variables set by an earlier run of this process
 
 
 def start(report_to: str | Iterable[str] | None, folder: Path) -> None:
-    """Give the trackers of this process the ids of the run in the folder, and keep new ones. Call on rank 0.
+    """Set the run ids of the folder for the trackers of this process, and store new ids. Call on rank 0.
 
-    What the user's environment says stays. mlflow's server makes the id: `remember` keeps it.
+    The user's environment takes precedence. mlflow's server creates the id, which `remember` stores.
     """
     names = [report_to] if isinstance(report_to, str) else list(report_to or [])
     kept = run_folder.read_json(folder / "run.json").get(TRACKERS) or {}
@@ -36,11 +36,11 @@ def start(report_to: str | Iterable[str] | None, folder: Path) -> None:
         is_the_users = os.environ.get(variable) not in (None, _set.get(variable))
         if not variable or is_the_users:
             continue
-        made = {"wandb": uuid.uuid4().hex, "comet_ml": uuid.uuid4().hex, "tensorboard": LOGS}
-        if (own := kept.get(name) or made.get(name)) is None:
+        new_ids = {"wandb": uuid.uuid4().hex, "comet_ml": uuid.uuid4().hex, "tensorboard": LOGS}
+        if (run_id := kept.get(name) or new_ids.get(name)) is None:
             continue
-        kept[name] = own
-        os.environ[variable] = _set[variable] = str(folder / own) if name == "tensorboard" else own
+        kept[name] = run_id
+        os.environ[variable] = _set[variable] = str(folder / run_id) if name == "tensorboard" else run_id
         for other, value in more.items():
             os.environ.setdefault(other, value)
     if kept:
@@ -48,7 +48,7 @@ def start(report_to: str | Iterable[str] | None, folder: Path) -> None:
 
 
 def remember(report_to: Iterable[str], folder: Path) -> None:
-    """Keep the id that mlflow's server has given the run. Call on rank 0 once training has begun."""
+    """Store the run id of mlflow's server. Call on rank 0 after training has started."""
     if "mlflow" not in report_to:
         return
     import mlflow
@@ -59,7 +59,7 @@ def remember(report_to: Iterable[str], folder: Path) -> None:
 
 
 def forget_later_steps(trainer, step: int) -> None:
-    """Have tensorboard leave out what an earlier start has logged after this step. Call on rank 0."""
+    """Hide entries after this step that an earlier start logged to tensorboard. Call on rank 0."""
     from transformers.integrations import TensorBoardCallback
 
     for callback in trainer.callback_handler.callbacks:

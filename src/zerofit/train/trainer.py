@@ -1,4 +1,4 @@
-"""transformers' Trainer with the kit's data order, loss scale, evaluation and checkpoints."""
+"""transformers' Trainer with zerofit's data order, loss scale, evaluation and checkpoints."""
 
 import contextlib
 import functools
@@ -48,16 +48,16 @@ from zerofit.train import memory_tracker, nan_guard, progress, stop, trackers
 
 
 class Arguments(TrainingArguments):
-    """transformers' TrainingArguments, pickled without their tokens: a push uploads training_args.bin."""
+    """transformers' TrainingArguments, pickled without access tokens: a push uploads training_args.bin."""
 
-    settings = None  # of the run
+    settings = None  # the run's Settings
 
     def __getstate__(self) -> dict:
         hidden = {name: None for name in vars(self) if name.endswith("_token") or name == "settings"}
         return vars(self) | hidden
 
     def to_dict(self) -> dict:
-        """Return the arguments as trackers (--report_to) record them: the kit's and its decisions too."""
+        """Return the arguments for trackers (--report_to), including zerofit's arguments and decisions."""
         if (settings := self.settings) is None:
             return super().to_dict()
         kit = {name: value for name, value in settings.written().items() if not name.endswith("_token")}
@@ -66,25 +66,25 @@ class Arguments(TrainingArguments):
 
 
 def training_arguments(settings) -> TrainingArguments:
-    """Build transformers' TrainingArguments, before the model: this registers the ZeRO-3 configuration.
+    """Build transformers' TrainingArguments before the model: this registers the ZeRO-3 configuration.
 
-    Raises: UserError for values that transformers refuses.
+    Raises: UserError for values that transformers rejects.
     """
     unset_hf_deepspeed_config()
-    # Batches in pinned memory are copied beside the kernels; by accelerate's default the host waits for all of them.
+    # Pinned batches are copied while kernels run; by accelerate's default the host waits for all kernels.
     copies = (settings.accelerator_config or {}) | {"non_blocking": settings.dataloader_pin_memory}
-    own = {"optim": registry.name_for_transformers(settings), "accelerator_config": copies}
+    overrides = {"optim": registry.name_for_transformers(settings), "accelerator_config": copies}
     try:
         with warnings.catch_warnings():
             warnings.simplefilter("ignore", FutureWarning)
-            arguments = Arguments(**settings.training_values() | own)
+            arguments = Arguments(**settings.training_values() | overrides)
     except (ValueError, ImportError) as error:
-        raise UserError(f"transformers refuses these arguments: {' '.join(str(error).split())}") from None
+        raise UserError(f"transformers rejects these arguments: {' '.join(str(error).split())}") from None
     arguments.settings = settings
     if settings.output_dir:
         arguments.run_name = arguments.run_name or Path(settings.output_dir).name
-    arguments.disable_tqdm = True  # our own step lines
-    # One process that sees several GPUs would use nn.DataParallel, which multiplies the micro batch.
+    arguments.disable_tqdm = True  # replaced by zerofit's step lines
+    # A process that sees several GPUs would use nn.DataParallel, which multiplies the micro batch.
     patches.write(arguments, "_n_gpu", min(1, arguments.n_gpu))
     patches.check_overrides(ZerofitTrainer)
     distributed.verify(arguments)
@@ -96,25 +96,27 @@ class ZerofitTrainer(Trainer):
 
     def __init__(self, settings, net, tokenizer, arguments, train_set, eval_set):
         self.settings, self.tokens, self.eval_tokens = settings, train_set, eval_set
-        self.tells_generation = False  # whether the time of --eval_generation_rows was said
+        self.generation_time_reported = False  # whether the time of --eval_generation_rows was printed
         self.ends, tokenizer = generation.stop_at_ends(net, tokenizer, train_set.statistics.get("ends", []))
         self.clock = progress.ThroughputMeter(settings, net)
         self.shapes = {name: tuple(getattr(p, "ds_shape", p.shape)) for name, p in net.named_parameters()}
-        self.saving_to = None  # folder that a checkpoint is written to before it is renamed
-        self.unpublished, self.host_copies = None, background.HostCopies()  # of --save_in_background
+        self.saving_to = None  # staging folder of the checkpoint that is being written
+        self.pending_checkpoint, self.host_copies = None, background.HostCopies()  # --save_in_background
         if settings.zero == 3:
             patches.list_own_parameters_directly()
-            patches.forget_releases_with_their_trace()
+            patches.clear_releases_with_trace()
             patches.wait_for_parameters_in_order()
         self.install_techniques(net)
-        self.numel = count_parameters(net)  # trainable, all; DeepSpeed's tensor parallelism replaces them by shards
+        self.numel = count_parameters(
+            net
+        )  # trainable, all; counted before DeepSpeed's tensor parallelism replaces them by shards
         self.fused_loss = self.fuse_loss(net)
         self.router_loss = fused_loss.router_loss(net)
-        self.label_counts = []  # of the micro batches of this step that are still to come
-        self.label_count = None  # of the batch that is computed, for the fused loss; None: not counted on the host
+        self.label_counts = []  # labels of the remaining micro batches of this step
+        self.label_count = None  # labels of the current batch, for the fused loss; None: not counted on the host
         pad, documents = tokenizer.pad_token_id, settings.objective.documents
         self.sequence = sequence_parallel.SequenceParallel(settings)
-        slices = settings.ranks_that_split("tokens")
+        slices = settings.parallel_size("tokens")
         self.seq_idx = linear_attention.reads_documents(getattr(net, "config", None))
         self.train_collator = TrainCollator(pad, settings.padding_free, slices, self.seq_idx)
         super().__init__(
@@ -127,13 +129,13 @@ class ZerofitTrainer(Trainer):
         )
         if self.label_smoother is not None:  # transformers shifts labels for its own classes only
             self.label_smoother = functools.partial(self.label_smoother, shift_labels=True)
-        self.train_sampler = self.given_rows = self.eval_loader = None
-        if not train_set.stream:  # which shuffles its own rows
+        self.train_sampler = self.seen_rows = self.eval_loader = None
+        if not train_set.stream:  # a stream shuffles its rows
             ranks = settings.data_ranks
             self.train_sampler = training_sampler(self.train_dataset, arguments, train_set.weights, ranks)
-            self.given_rows = rows.RowsSeen()
+            self.seen_rows = rows.RowsSeen()
         if (ddp := self.accelerator.ddp_handler) is not None:
-            ddp.gradient_as_bucket_view = True  # saves a copy of the gradients
+            ddp.gradient_as_bucket_view = True  # avoids a copy of the gradients
             ddp.static_graph = bool(settings.ddp_static_graph)
         for callback in (PrinterCallback, ProgressCallback):
             self.remove_callback(callback)
@@ -143,20 +145,20 @@ class ZerofitTrainer(Trainer):
         self.tracker.attach(self)
         self.reporter, self.certificate = progress.Reporter(self), recorder.Recorder(self)
         self.add_callback(self.reporter)
-        if stopping := stop.early(settings):
+        if stopping := stop.early_stopping(settings):
             self.add_callback(stopping)
         self.uploads = Uploads(settings.upload_to, Path(arguments.output_dir)) if settings.upload_to else None
         if self.uploads:
             self.add_callback(self.uploads)
-        self.add_callback(self.certificate)  # behind the reporter, which may turn padding_free off
+        self.add_callback(self.certificate)  # after the reporter, which may turn padding_free off
         self.objective = settings.objective(self)
 
     def check_ends(self, shipped: list[int] | None) -> None:
-        """Write the certificate's line about the tokens that end answers.
+        """Write the certificate's line about the end tokens of answers.
 
-        Args: shipped: where generation of final/ stops, None: not saved yet.
+        Args: shipped: end tokens in final/'s generation config, None if not saved yet.
         """
-        checks, generated = self.settings.checks, generation.stops_of(self.model)
+        checks, generated = self.settings.checks, generation.stop_ids(self.model)
         checks[:] = [check for check in checks if check.name != end_tokens.CHECK]
         checks.append(end_tokens.check(self.ends, self.tokens.dataset, generated, shipped))
 
@@ -169,8 +171,8 @@ class ZerofitTrainer(Trainer):
     def train(self, *args, **kwargs):
         """Train as transformers does.
 
-        Raises: Stopped after the save that a signal asked for; DiskFull if there was no room for that save; UserError
-            for what a recipe of one's own sets and nothing would call (check_hooks).
+        Raises: Stopped after the save on a signal; DiskFull if the disk was too full for that save; UserError for hooks
+            of a custom recipe that would never be called (check_hooks).
         """
         self.check_hooks()
         if (resumed := self.settings.resume_from_checkpoint) and self.args.process_index == 0:
@@ -183,33 +185,34 @@ class ZerofitTrainer(Trainer):
         self.train_seconds = time.perf_counter() - self.train_started
         if self.reporter.stopping:
             self.finish_uploads()
-            distributed.barrier()  # a rank that ended earlier would end the others
+            distributed.barrier()  # a rank that ends earlier would end the others
             raise stopped(self.args, self.state.global_step)
         return output
 
     def seconds_so_far(self) -> float:
-        """Return the seconds of training, those before a resume too, as far as the checkpoints say them."""
-        before = self.settings.resumed[-1].get("train_seconds", 0.0) if self.settings.resumed else 0.0
+        """Return the seconds of training, including the recorded time before a resume."""
+        segments = self.settings.previous_segments
+        before = segments[-1].get("train_seconds", 0.0) if segments else 0.0
         return before + time.perf_counter() - self.train_started
 
-    def unlogged(self) -> dict:
-        """Return what the means of the next log line hold so far, for a checkpoint. Collective."""
+    def pending_log_state(self) -> dict:
+        """Return the partial means of the next log line, for a checkpoint. Collective."""
         steps = self.state.global_step - self._globalstep_last_logged
         losses = distributed.all_gather(self._tr_loss.item()) if steps else [0.0]
-        own = {"steps": steps, "loss": sum(losses) / len(losses), "skipped": self.guard.found_logged}
-        return own | self.objective.unlogged()
+        state = {"steps": steps, "loss": sum(losses) / len(losses), "skipped": self.guard.bad_steps_logged}
+        return state | self.objective.pending_log_state()
 
-    def take_unlogged(self, kept: dict) -> None:
-        """Go on with the means of the checkpoint: the first log line after a resume has the steps before it too."""
-        if not kept.get("steps"):
+    def restore_log_state(self, state: dict) -> None:
+        """Continue with the checkpoint's partial means: the first log line after a resume includes earlier steps."""
+        if not state.get("steps"):
             return
-        patches.write(self, "_globalstep_last_logged", self.state.global_step - kept["steps"])
-        self._tr_loss += kept["loss"]
-        self.guard.steps_logged, self.guard.found_logged = kept["steps"], kept["skipped"]
-        self.objective.take_unlogged(kept)
+        patches.write(self, "_globalstep_last_logged", self.state.global_step - state["steps"])
+        self._tr_loss += state["loss"]
+        self.guard.steps_logged, self.guard.bad_steps_logged = state["steps"], state["skipped"]
+        self.objective.restore_log_state(state)
 
     def finish_uploads(self, *folders: Path) -> None:
-        """Wait on rank 0 until everything that was saved is uploaded, also these folders (--upload_to)."""
+        """Wait on rank 0 until all saves and these folders are uploaded (--upload_to)."""
         if self.uploads and self.args.process_index == 0:
             with self.reporter.heartbeat.beating(self.state.global_step):
                 self.uploads.finish(*folders)
@@ -217,7 +220,7 @@ class ZerofitTrainer(Trainer):
     @override
     def _finalize_training(self, *args, **kwargs):
         self.publish_checkpoint()
-        # A resumed run starts from the last checkpoint, which transformers deletes beside a better one.
+        # A resumed run starts from the last checkpoint, which transformers deletes if another one is better.
         if self.reporter.stopping or not self.args.load_best_model_at_end:
             self.state.best_model_checkpoint = None
         return super()._finalize_training(*args, **kwargs)
@@ -233,17 +236,17 @@ class ZerofitTrainer(Trainer):
             save.save(self, lambda: write(model, trial))
 
     def publish_checkpoint(self) -> None:
-        """Finish the checkpoint that is saved in the background, if there is one. Collective.
+        """Finish the checkpoint that is being saved in the background, if any. Collective.
 
-        Raises: as save.publish.
+        Raises: see save.publish.
         """
-        if self.unpublished is not None:
+        if self.pending_checkpoint is not None:
             with self._saving():
                 save.publish(self)
 
     @contextlib.contextmanager
     def _saving(self):
-        """Context of what a save does while training stands still."""
+        """Context for the part of a save during which training waits."""
         during_save = self.tracker.during("save")
         with during_save, self.clock.paused(), self.reporter.heartbeat.beating(self.state.global_step):
             yield
@@ -255,8 +258,8 @@ class ZerofitTrainer(Trainer):
                     save.write_without_weights(self, Path(output_dir))
                 return
             super().save_model(output_dir, _internal_call)
-            if self.settings.trains_adapter and self.args.should_save and generation.stops_of(self.model):
-                # peft saves none
+            if self.settings.trains_adapter and self.args.should_save and generation.stop_ids(self.model):
+                # peft does not save it
                 self.model.generation_config.save_pretrained(output_dir or self.args.output_dir)
 
     def evaluate(self, *args, **kwargs) -> dict[str, float]:
@@ -267,7 +270,7 @@ class ZerofitTrainer(Trainer):
     @override
     def _prepare_for_training(self, max_steps, train_dataloader, resume_from_checkpoint):
         if not self.settings.resharded:
-            with pickles.only_known():  # DeepSpeed loads its shards here
+            with pickles.known_globals_only():  # DeepSpeed loads its shards here
                 return super()._prepare_for_training(max_steps, train_dataloader, resume_from_checkpoint)
         prepared = super()._prepare_for_training(max_steps, train_dataloader, None)
         reshard.load(self, Path(resume_from_checkpoint))
@@ -276,7 +279,7 @@ class ZerofitTrainer(Trainer):
     @override
     def _init_training_state(self, max_steps, num_update_steps_per_epoch, num_train_epochs, *args, **kwargs):
         trained = super()._init_training_state(max_steps, num_update_steps_per_epoch, num_train_epochs, *args, **kwargs)
-        # With no step left, transformers would start the last epoch again and train for one step.
+        # Without remaining steps, transformers would restart the last epoch and train for one step.
         return (num_train_epochs, 0) if self.state.global_step >= max_steps else trained
 
     @override
@@ -287,16 +290,16 @@ class ZerofitTrainer(Trainer):
 
     @override
     def _issue_warnings_after_load(self, load_result) -> None:
-        """Refuse a checkpoint that lacks weights; those that it holds under the name they are tied to are there."""
+        """Refuse a checkpoint that lacks weights, other than weights tied to a saved one."""
         tied = getattr(self.model, "all_tied_weights_keys", {})
         missing = [name for name in load_result.missing_keys if name not in tied]
-        converted.refuse("the checkpoint to resume from", missing, load_result.unexpected_keys)
+        converted.check_names("the checkpoint to resume from", missing, load_result.unexpected_keys)
 
     @override
     def _determine_best_metric(self, metrics, trial) -> bool:
-        """Return whether to save for --save_strategy best: at a new best metric, or where a save is due anyway.
+        """Return whether to save for --save_strategy best: at a new best metric, or if a save is due anyway.
 
-        With --load_best_model_at_end, only a step that is saved can be the best one.
+        With --load_best_model_at_end, only a saved step can be the best one.
         """
         best_decides, due = self.args.save_strategy == SaveStrategy.BEST, self.control.should_save
         if self.args.load_best_model_at_end and not (best_decides or due):
@@ -306,44 +309,43 @@ class ZerofitTrainer(Trainer):
     @override
     def _load_best_model(self) -> None:
         best = Path(self.state.best_model_checkpoint)
-        # Before a resume at another stage or rank count it was saved in shards that DeepSpeed cannot load here.
+        # DeepSpeed cannot load shards that were saved before a resume at another stage or rank count.
         if self.is_deepspeed_enabled and (known := read_facts(best)) and resumable.must_reshard(self.settings, known):
             reshard.load_weights(self, best)
             return
         if not self.is_deepspeed_enabled and converted.load(self.model, best):
             return
-        with pickles.only_known():
+        with pickles.known_globals_only():
             super()._load_best_model()
 
     @override
     def _load_rng_state(self, checkpoint) -> None:
-        """Load this rank's RNG states; a rank that the saved run did not have is seeded, alike in each resume.
+        """Load this rank's RNG states; seed a rank that the saved run did not have, in the same way at each resume.
 
-        So are ranks on nodes with another number of GPUs: a file has the states of one node's GPUs by their numbers.
+        Ranks on nodes with another number of GPUs are also seeded: a file has the states of all GPUs of one node.
         """
         args = self.args
         if checkpoint is None:
             return
         file = Path(checkpoint) / (f"rng_state_{args.process_index}.pth" if args.world_size > 1 else "rng_state.pth")
-        if file.exists() and _is_of_these_gpus(file):
+        if file.exists() and _matches_gpus(file):
             super()._load_rng_state(checkpoint)
             return
         if file.exists() and args.process_index == 0:
-            print("note: nodes with another number of GPUs: dropout draws different numbers from here on", flush=True)
+            print("note: nodes with another number of GPUs: dropout draws different numbers from now on", flush=True)
         self.seed_this_rank()
 
     def seed_this_rank(self) -> None:
         """Seed torch, numpy and Python from --seed, step and rank, so that dropout masks differ between ranks.
 
-        Ranks that split matrices compute one row together, and draw the same numbers.
-
-        Draws that all ranks must share (initial weights, row order) come earlier or have a separate generator.
+        Ranks that split matrices compute a row together and draw the same numbers. Draws that all ranks must share
+        (initial weights, row order) come earlier or have a separate generator.
         """
         set_seed(self.seed_of_step())
 
     def seed_of_step(self) -> int:
-        """Return a number made of --seed, step and rank."""
-        rank = self.args.process_index // self.settings.ranks_that_split("matrices")
+        """Return a seed derived from --seed, step and rank."""
+        rank = self.args.process_index // self.settings.parallel_size("matrices")
         step_and_rank = self.state.global_step * self.args.world_size + rank
         return (self.args.seed + 1_000_003 * step_and_rank) % 2**32
 
@@ -368,21 +370,21 @@ class ZerofitTrainer(Trainer):
     def create_scheduler(self, num_training_steps, optimizer=None):
         """Build the schedule; polynomial and cosine_with_min_lr read `defaults`, which DeepSpeed's optimizers lack."""
         wrapper = self.optimizer if optimizer is None else optimizer
-        engines = getattr(wrapper, "optimizer", None) if self.is_deepspeed_enabled else None
-        if engines is not None and not hasattr(engines, "defaults"):
-            engines.defaults = engines.optimizer.defaults
+        engine_optimizer = getattr(wrapper, "optimizer", None) if self.is_deepspeed_enabled else None
+        if engine_optimizer is not None and not hasattr(engine_optimizer, "defaults"):
+            engine_optimizer.defaults = engine_optimizer.optimizer.defaults
         try:
             warmup = self.args.get_warmup_steps(num_training_steps)
-            if self.args.lr_scheduler_type == "polynomial" and warmup >= num_training_steps:  # divides by 0 there
+            if self.args.lr_scheduler_type == "polynomial" and warmup >= num_training_steps:  # divides by 0
                 raise ValueError(f"the warm-up takes all {num_training_steps} steps of the run; lower --warmup_steps")
             return super().create_scheduler(num_training_steps, optimizer)
         except (TypeError, ValueError) as error:
-            more = json.dumps(self.args.lr_scheduler_kwargs or {})
-            flags = f"--lr_scheduler_type {self.args.lr_scheduler_type.value} --lr_scheduler_kwargs '{more}'"
+            kwargs = json.dumps(self.args.lr_scheduler_kwargs or {})
+            flags = f"--lr_scheduler_type {self.args.lr_scheduler_type.value} --lr_scheduler_kwargs '{kwargs}'"
             raise UserError(f"{flags}: {first_line(error)}.") from None
 
     def get_train_dataloader(self):
-        """Build the training data loader, whose batches may be unpadded; evaluation stays padded."""
+        """Build the training data loader, whose batches may be unpadded; evaluation batches are padded."""
         collate, dataset = self.train_collator, self.train_dataset
         if self.tokens.stream is not None:
             collate = streaming.TokenizingCollator(self.tokens.stream, collate)
@@ -391,7 +393,7 @@ class ZerofitTrainer(Trainer):
         return self._loader(dataset, self.args.per_device_train_batch_size, self.train_sampler, collate)
 
     def get_eval_dataloader(self, eval_dataset=None):
-        """Return the data loader of the evaluation set, built once: its order never changes."""
+        """Return the data loader of the evaluation set, built only once: its order never changes."""
         dataset = self.eval_dataset if eval_dataset is None else eval_dataset
         if self.eval_loader is None or self.eval_loader.dataset is not dataset:
             micro = self.args.per_device_eval_batch_size
@@ -414,7 +416,7 @@ class ZerofitTrainer(Trainer):
                 multiprocessing_context=args.dataloader_multiprocessing_context,
                 in_order=args.dataloader_in_order,
                 worker_init_fn=rank_status.end_with_rank_only,
-                # Without one, opening a loader draws from torch's: dropout would change with each evaluation.
+                # By default, creating a loader draws from torch's generator: each evaluation would change dropout.
                 generator=torch.Generator().manual_seed(args.seed),
             )
         )
@@ -428,16 +430,16 @@ class ZerofitTrainer(Trainer):
 
     @override
     def _get_num_items_in_batch(self, batch_samples, device):
-        """Return what the loss of a step is divided by, as the objective or transformers counts it."""
+        """Return the divisor of a step's loss, as counted by the objective or transformers."""
         count = self.objective.items(batch_samples, device)
         if count is None:
             return super()._get_num_items_in_batch(batch_samples, device)
-        # The ranks of a --tp_size group have the same rows; transformers 5.17 scales the loss as if they had not.
+        # Ranks of a --tp_size group have the same rows; transformers 5.17 scales the loss as if the rows differed.
         return count / self.get_tp_size() if "get_tp_size" in Trainer.compute_loss.__code__.co_names else count
 
     def over_ranks(self, count: torch.Tensor) -> torch.Tensor:
-        """Return the sum of a count of each rank over the ranks that a loss is divided among. Collective."""
-        if self.counted_ranks > 1:
+        """Return the sum of a count over the ranks that contribute to a loss. Collective."""
+        if self.loss_world_size > 1:
             torch.distributed.all_reduce(count)
         return count
 
@@ -447,14 +449,14 @@ class ZerofitTrainer(Trainer):
         batches, count = super().get_batch_samples(timed, num_batches, device)
         self.label_counts = [batch.pop(LABEL_COUNT, None) for batch in batches]
         numbers = [batch.pop(rows.ROWS, None) for batch in batches]
-        if None in numbers:  # of a stream, or a data loader of the recipe's own
-            numbers = self.given_rows = None
-        elif self.given_rows is not None:
+        if None in numbers:  # a stream, or the recipe's custom data loader
+            numbers = self.seen_rows = None
+        elif self.seen_rows is not None:
             epoch = self.state.global_step // (len(self.train_sampler) // self.train_sampler.multiple)
-            for of_batch in numbers:
-                self.given_rows.add(epoch, of_batch, filler=len(self.train_dataset))
+            for batch_numbers in numbers:
+                self.seen_rows.add(epoch, batch_numbers, filler=len(self.train_dataset))
         if count is not None:
-            count = count / self.sequence.size  # each rank of a group has counted the same rows
+            count = count / self.sequence.size  # all ranks of a group have counted the same rows
             self.certificate.compare_count(count)
         if self.settings.optim == "sophia" and batches:
             sophia.estimate_if_due(self, batches)
@@ -464,50 +466,50 @@ class ZerofitTrainer(Trainer):
 
     @override
     def _clip_grad_norm(self, model):
-        if self.is_deepspeed_enabled:  # its step has clipped
+        if self.is_deepspeed_enabled:  # its step clips
             return None
         return super()._clip_grad_norm(model)
 
     @override
     def _get_grad_norm(self, model, grad_norm=None):
-        if self.is_deepspeed_enabled:  # as it is, on the device: transformers reads it, behind the optimizer's kernels
+        if self.is_deepspeed_enabled:  # a device tensor: transformers reads it after the optimizer's kernels
             self.guard.grad_norm = self.model_wrapped.get_global_grad_norm()
         else:
             self.guard.grad_norm = super()._get_grad_norm(model, grad_norm)
         return self.guard.grad_norm
 
-    def prove_documents_apart(self) -> None:
-        """Check with the real model that documents in one row do not affect each other.
+    def check_no_cross_document_attention(self) -> None:
+        """Run a self-test with the real model: documents in one row must not affect each other.
 
-        Looks for a gradient from one document to another in a training step, which is 0 in any precision if they are
-        apart, and compares the logits of three documents in one row with those of each alone. In half precision these
-        are other kernels, whose rounding grows with the depth: there only what no rounding makes is a failure. Without
-        --packing, a failure turns padding_free off, with a note.
+        It checks that the gradient of one document with respect to another is 0 in a training step, in any precision,
+        and compares the logits of three documents in one row with the logits of each document alone. In half precision
+        different kernels compute them, and rounding errors grow with the depth, so the bound exceeds any rounding
+        error. Without --packing, a failure turns padding_free off, with a note.
         Raises: UserError for a failure with --packing.
         """
-        bound = 1e-3 if self.settings.precision == "fp32" else attention.BEYOND_ROUNDING
+        bound = 1e-3 if self.settings.precision == "fp32" else attention.MAX_ROUNDING_ERROR
         try:
             pad = self.data_collator.pad_token_id
             logit_error = attention.packed_logit_error(
                 self.model_wrapped, self.tokens.dataset, pad, self.args, self.seq_idx
             )
             gradient_leak = attention.cross_document_gradient(self.model, self.tokens.dataset, self.args, self.seq_idx)
-            both = f"gradient of one by another {gradient_leak:.1g}, logits {logit_error:.1e} off those of each alone"
+            measured = f"gradient between documents {gradient_leak:.1g}, logits {logit_error:.1e} off single documents"
             if logit_error <= bound and gradient_leak < 1e-6:
-                sentence = f"documents in one row: {both} (bounds 1e-06 and {bound:.0e})"
+                sentence = f"documents in one row: {measured} (bounds 1e-06 and {bound:.0e})"
                 numbers = {"gradient": gradient_leak, "logits": logit_error, "bound": bound}
                 self.settings.checks.append(Check("documents_apart", True, sentence, numbers))
                 return
-            what = "are not what they are alone" if gradient_leak < 1e-6 else "read each other"
-            problem = f"documents in one row {what} ({both}; bounds 1e-06 and {bound:.0e})"
-        except ValueError as error:  # the attention cannot do what this model needs, e.g. a soft cap
+            effect = "differ from single documents" if gradient_leak < 1e-6 else "affect each other"
+            problem = f"documents in one row {effect} ({measured}; bounds 1e-06 and {bound:.0e})"
+        except ValueError as error:  # the attention lacks a feature of this model, e.g. a soft cap
             problem = " ".join(str(error).split()).rstrip(".")
-        # A kernel refuses the GPU or the shapes, the model's code needs a mask; or a bug: the traceback is saved.
+        # A kernel rejects the GPU or the shapes, or the model needs a mask. It may be a bug, so the traceback is saved.
         except (RuntimeError, TypeError, AttributeError) as error:
             if rank_status.gpu_is_full(error):
                 raise
             error_file = Path(self.args.output_dir) / "padding_free.txt"
-            problem = f"packed attention failed ({first_line(error)}; {error_file} holds the whole error)"
+            problem = f"packed attention failed ({first_line(error)}; {error_file} contains the full error)"
             if self.args.process_index == 0:
                 write_text(error_file, "".join(traceback.format_exception(error)))
         if self.settings.packing:
@@ -517,10 +519,10 @@ class ZerofitTrainer(Trainer):
             print(f"note: padding_free is off: {problem}", flush=True)
             run_folder.add_to_run(Path(self.args.output_dir), "decisions", [f"padding_free false: {problem}"])
 
-    def prove_slices(self) -> None:
-        """Check with the real model that ranks which split a row compute what one rank computes for the whole row.
+    def check_row_splitting(self) -> None:
+        """Run a self-test with the real model: ranks that split a row must compute the same as one rank.
 
-        Raises: UserError if they do not.
+        Raises: UserError if the logits differ.
         """
         if not self.model_accepts_loss_kwargs:
             raise self.sequence.refusal(f"{type(self.model).__name__} cannot divide its loss by the tokens of the step")
@@ -531,14 +533,14 @@ class ZerofitTrainer(Trainer):
         bound = 1e-3 if self.settings.precision == "fp32" else 0.05
         if not error <= bound:
             raise self.sequence.refusal(
-                f"this model's logits of split rows are {error:.1%} off those of whole rows (bound {bound:.1%})"
+                f"this model's logits of split rows differ by {error:.1%} from unsplit rows (bound {bound:.1%})"
             )
 
     def training_step(self, model, inputs, num_items_in_batch=None):
         self.clock.count(inputs)
         if num_items_in_batch is not None:
-            # A stream's rows of a step may all be truncated away, and a rank that counts for itself may have only the
-            # filler of the last step: loss 0, not NaN.
+            # All labels of a stream's step may be truncated, and a rank with its own count may have only the filler of
+            # the last step: the loss is 0, not NaN.
             num_items_in_batch = num_items_in_batch.clamp(min=1)
         no_casts = adapters.without_input_casts(self.model, self.settings)
         counted = self.labels_counted(self.label_counts.pop(0) if self.label_counts else None)
@@ -548,16 +550,16 @@ class ZerofitTrainer(Trainer):
         return loss
 
     def install_techniques(self, net) -> None:
-        """Change the model as the techniques of the job ask for."""
+        """Apply the techniques of the job to the model."""
         resolve.install(self.settings, net)
 
     def fuse_loss(self, net) -> fused_loss.FusedLoss | None:
-        """Fuse the loss of the model; a simulation does it among real tensors."""
+        """Fuse the loss of the model; a simulation overrides this to use real tensors."""
         return fused_loss.install(self.settings, net)
 
     @contextlib.contextmanager
     def labels_counted(self, count: int | None):
-        """Context in which `count` labels of the batch are in the loss; None: not known on the host."""
+        """Set the number of labels of the batch in the body; None: not known on the host."""
         self.label_count = count
         try:
             yield
@@ -565,7 +567,7 @@ class ZerofitTrainer(Trainer):
             self.label_count = None
 
     def without_logits(self, documents=None):
-        """Return the context for a forward pass that needs the loss but not the logits; documents: see FusedLoss."""
+        """Return the context for a forward that needs the loss but not the logits. documents: see FusedLoss."""
         return self.fused_loss.on(documents, self.label_count) if self.fused_loss else contextlib.nullcontext()
 
     def compute_loss(self, model, inputs, return_outputs=False, num_items_in_batch=None):
@@ -573,49 +575,47 @@ class ZerofitTrainer(Trainer):
         return (loss, outputs) if return_outputs else loss
 
     def model_loss(self, model, inputs, num_items_in_batch):
-        """Return (loss, outputs) as transformers computes them: by the model, label smoothing or compute_loss_func."""
+        """Return transformers' (loss, outputs), from the model, label smoothing or compute_loss_func."""
         return super().compute_loss(model, inputs, True, num_items_in_batch)
 
     @property
-    def counted_ranks(self) -> int:
-        """Return the ranks whose items num_items_in_batch counts; a loss is multiplied by it, as DDP averages."""
+    def loss_world_size(self) -> int:
+        """Return the number of ranks in num_items_in_batch; losses are multiplied by it, as DDP averages."""
         return self.args.world_size if self.args.average_tokens_across_devices else 1
 
     @property
-    def own_loss(self) -> bool:
-        """Return whether a recipe of one's own computes the loss."""
-        owner = next(kind for kind in type(self).__mro__ if "compute_loss" in vars(kind))
+    def has_custom_loss(self) -> bool:
+        """Return whether a custom recipe computes the loss."""
+        owner = next(cls for cls in type(self).__mro__ if "compute_loss" in vars(cls))
         return not owner.__module__.startswith("zerofit.") or self.compute_loss_func is not None
 
     def check_hooks(self) -> None:
-        """Refuse hooks of transformers' Trainer that nothing here would call, before the first step.
+        """Refuse hooks of transformers' Trainer that would never be called, before the first step.
 
         Raises: UserError.
         """
         for name in ("compute_metrics", "preprocess_logits_for_metrics"):
             if getattr(self, name) is not None:
                 raise UserError(
-                    f"trainer.{name}: an evaluation computes the loss and keeps no predictions, so it would never be "
-                    "called; leave it out, and measure in a callback's on_evaluate or with a loss of your own."
+                    f"trainer.{name}: evaluation does not keep predictions, so this hook would never be called; remove "
+                    "it, and measure in a callback's on_evaluate or with a custom loss."
                 )
-        if self.own_loss and str(self.args.metric_for_best_model).removeprefix("eval_") == "perplexity":
-            raise UserError(
-                "--metric_for_best_model perplexity: with an own compute_loss there is no perplexity; use loss."
-            )
+        if self.has_custom_loss and str(self.args.metric_for_best_model).removeprefix("eval_") == "perplexity":
+            raise UserError("--metric_for_best_model perplexity: not available with a custom compute_loss; use loss.")
 
     def score(self) -> float:
-        """Return how well the model does on the held-out rows of the bundled task. Collective."""
+        """Return the model's score on the held-out rows of the bundled task. Collective."""
         return self.objective.score()
 
     def evaluation_loop(
         self, dataloader, description, prediction_loss_only=None, ignore_keys=None, metric_key_prefix="eval"
     ):
-        """Return the metrics of evaluation_metrics over all rows, for any split into batches and ranks."""
+        """Return evaluation_metrics over all rows, which do not depend on the split into batches and ranks."""
         with self.objective.evaluating(dataloader):
             with self.tracker.during("eval"):
                 total = self._evaluation_total(dataloader)
-            found = self.evaluation_metrics(total) | generation.exact_match_of_some(self)
-            metrics = {f"{metric_key_prefix}_{name}": value for name, value in found.items()}
+            metrics = self.evaluation_metrics(total) | generation.exact_match_of_first_rows(self)
+            metrics = {f"{metric_key_prefix}_{name}": value for name, value in metrics.items()}
         return EvalLoopOutput(
             predictions=None, label_ids=None, metrics=metrics, num_samples=len(self.eval_tokens or ())
         )
@@ -623,8 +623,7 @@ class ZerofitTrainer(Trainer):
     def _evaluation_total(self, dataloader) -> torch.Tensor:
         """Return evaluation_sums of all batches and ranks. Collective.
 
-        Under ZeRO-3 no_grad replaces inference_mode: parameters gathered in inference mode could not be trained
-        afterwards.
+        Under ZeRO-3 no_grad replaces inference_mode: parameters gathered in inference mode could not be trained.
         """
         model = self.model_wrapped if self.is_deepspeed_enabled else self.model
         was_training = model.training
@@ -643,12 +642,12 @@ class ZerofitTrainer(Trainer):
         return total
 
     def evaluation_sums(self, model, inputs) -> torch.Tensor:
-        """Return what a batch adds to the sums of an evaluation, float64."""
+        """Return the float64 terms of a batch for the sums of an evaluation."""
         return self.objective.evaluation_sums(model, inputs)
 
-    def own_mean(self, model, inputs, count) -> torch.Tensor:
-        """Return the mean of an own loss over the `count` items of a batch on this rank alone."""
-        items = count.clamp(min=1) * self.counted_ranks  # a loss of one rank is multiplied by them (counted_ranks)
+    def custom_loss_mean(self, model, inputs, count) -> torch.Tensor:
+        """Return the mean of a custom loss over the `count` items of a batch on this rank."""
+        items = count.clamp(min=1) * self.loss_world_size  # a loss is multiplied by loss_world_size
         return self.compute_loss(model, dict(inputs), num_items_in_batch=items)
 
     def evaluation_metrics(self, total: torch.Tensor) -> dict[str, float]:
@@ -666,34 +665,35 @@ class ZerofitTrainer(Trainer):
         super().log(logs, start_time)
 
 
-def _is_of_these_gpus(file: Path) -> bool:
-    """Return whether a file of random states has as many as this node has GPUs, or none."""
+def _matches_gpus(file: Path) -> bool:
+    """Return whether a file of RNG states matches this node's number of GPUs, or lacks CUDA states."""
     states = pickles.load(file).get("cuda") if torch.cuda.is_available() else None
     return not isinstance(states, list) or len(states) == torch.cuda.device_count()
 
 
 def stopped(args, step: int) -> UserError:
-    """Return the error that ends a run which was asked to save and stop: DiskFull if that save found no room."""
+    """Return the error that ends a run after a request to save and stop: DiskFull if the save did not fit."""
     folder = Path(args.output_dir)
     if (folder / f"checkpoint-{step}").exists():
         return Stopped(how_it_stopped(args, step))
     saved = list(run_folder.checkpoints(folder).values())
-    newest = f"{saved[-1].name} stays the newest" if saved else "nothing is saved yet"
+    newest = f"{saved[-1].name} remains the newest" if saved else "nothing is saved yet"
     return DiskFull(
-        f"stopped after step {step}, which is not saved: the disk of {folder} has no room for another checkpoint; "
-        f"{newest}; make room, then `{command_line.next_step('resume', folder)}` continues"
+        f"stopped after step {step}, which is not saved: the disk of {folder} is too full for another checkpoint; "
+        f"{newest}; free some space, then continue with `{command_line.next_step('resume', folder)}`"
     )
 
 
 def how_it_stopped(args, step: int) -> str:
-    """Return the message of a run that was asked to save and stop."""
+    """Return the message of a run after a request to save and stop."""
     folder = Path(args.output_dir)
     if args.save_only_model:
         export = command_line.next_step("export", folder / f"checkpoint-{step}")
         return (
             f"stopped after step {step}; checkpoint-{step} holds the model without optimizer states "
-            f"(--save_only_model), so no run can continue from it; `{export}` keeps it"
+            f"(--save_only_model) and cannot be resumed; export it with `{export}`"
         )
     return (
-        f"stopped after step {step}, checkpoint-{step} is saved; `{command_line.next_step('resume', folder)}` continues"
+        f"stopped after step {step}, checkpoint-{step} is saved; continue with "
+        f"`{command_line.next_step('resume', folder)}`"
     )

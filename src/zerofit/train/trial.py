@@ -1,4 +1,4 @@
-"""Measure steps on the longest rows, on a rank of the canary or of the batch size search."""
+"""Measure steps on the longest rows, on a rank of the canary or the batch size search."""
 
 import json
 import math
@@ -17,11 +17,11 @@ from zerofit.job import job
 from zerofit.job.request import Request
 from zerofit.train import memory_tracker
 
-# Of job.Job.trial: what the ranks measure instead of training.
+# Keys of job.Job.trial, a measurement of the ranks instead of training.
 CANARY = "canary"  # True
-BATCH_SEARCH = "batch_search"  # {"sizes": [micro batch], "limit_bytes": of a rank}
+BATCH_SEARCH = "batch_search"  # {"sizes": [micro batch], "limit_bytes": limit per rank}
 
-LONG_RUN_SECONDS = 600  # predicted seconds of training from which --canary auto is on
+LONG_RUN_SECONDS = 600  # predicted training time from which --canary auto is on
 
 
 # --- canary ---
@@ -29,23 +29,23 @@ LONG_RUN_SECONDS = 600  # predicted seconds of training from which --canary auto
 
 def is_canary() -> bool:
     """Return whether this process is a rank of a canary."""
-    return _of_job(CANARY) is not None
+    return _trial_of_job(CANARY) is not None
 
 
-def _of_job(kind: str):
-    """Return what the job of this process says of a kind of trial; None if it is none."""
+def _trial_of_job(kind: str):
+    """Return the parameters of a kind of trial in this process's job, None if it is not such a trial."""
     running = job.running()
     return running and running.trial.get(kind)
 
 
-def _tell(record: dict) -> None:
-    """Add what this rank has measured to its file in the folder of the attempt."""
+def _record(record: dict) -> None:
+    """Append a measurement of this rank to its file in the folder of the attempt."""
     with (rank_status.folder() / f"measured{distributed.rank()}.jsonl").open("a") as file:
         file.write(json.dumps(record) + "\n")
 
 
 def measured(folder: Path, rank: int) -> list[dict]:
-    """Return what a rank of a trial has measured. folder: of the attempt."""
+    """Return the measurements of a rank of a trial. folder: of the attempt."""
     file = folder / f"measured{rank}.jsonl"
     return [json.loads(line) for line in file.read_text().splitlines()] if file.exists() else []
 
@@ -69,7 +69,7 @@ def measure_canary(trainer) -> None:
         "steps": trainer.state.max_steps, "checkpoints": _checkpoints(trainer),
     }  # fmt: skip
     if args.process_index == 0:
-        _tell(result)
+        _record(result)
     sys.stdout.flush()
     distributed.barrier()
     os._exit(0)
@@ -78,14 +78,14 @@ def measure_canary(trainer) -> None:
 def _steps(trainer, rows: list[dict]) -> tuple[float, int]:
     """Take two optimizer steps; return (seconds of a full step, tokens of a micro batch)."""
     args = trainer.args
-    number = min(
-        2, args.gradient_accumulation_steps
-    )  # with accumulation, gradients held during the second micro batch add to the peak
+    number = min(2, args.gradient_accumulation_steps)  # gradients during a second micro batch add to the peak
     for _ in range(2):
         began = time.perf_counter()
         loss = micro_batches(trainer, rows, number)
         if not math.isfinite(loss):
-            raise UserError(f"the canary's loss on the longest rows is {loss}: look at the model and at `make data`.")
+            raise UserError(
+                f"the canary's loss on the longest rows is {loss}; check the model, and the data with `make data`."
+            )
         seconds = time.perf_counter() - began
     return seconds / number * args.gradient_accumulation_steps, sum(len(row["input_ids"]) for row in rows)
 
@@ -95,18 +95,18 @@ def _evaluate(trainer) -> None:
     batch = trainer.data_collator(longest(trainer.eval_tokens.dataset, count))
     loss = trainer.evaluation_loop([batch], "canary").metrics["eval_loss"]
     if not math.isfinite(loss):
-        raise UserError(f"the canary's loss on the longest evaluation rows is {loss}: look at --eval_data.")
+        raise UserError(f"the canary's loss on the longest evaluation rows is {loss}; check --eval_data.")
 
 
 def _save_and_reload(trainer, rows: list[dict], folder: Path) -> dict:
-    """Save a checkpoint, take a step, reload, and check that the loss is the one at the save."""
+    """Save a checkpoint, take a step, reload it, and check that the loss equals the one at the save."""
     args = trainer.args
     began = time.perf_counter()
     trainer._save_checkpoint(trainer.model, trial=None)
     saved, checkpoint = time.perf_counter(), folder / f"checkpoint-{trainer.state.global_step}"
     before = _loss(trainer, rows)
     for group in trainer.optimizer.param_groups:
-        group["lr"] = 0.01  # warm-up starts at 0, and a step at 0 would leave nothing for the reload to restore
+        group["lr"] = 0.01  # a warm-up starts at 0, and a step at 0 would not change the weights
     micro_batches(trainer, rows, min(2, args.gradient_accumulation_steps))
     reloading = time.perf_counter()
     _load(trainer, str(checkpoint))
@@ -120,19 +120,16 @@ def _save_and_reload(trainer, rows: list[dict], folder: Path) -> dict:
 
 
 def _check_same_loss(before: float, after: float, precision: str, device: str) -> None:
-    """Compare the losses at the save and after the reload.
-
-    Raises: UserError where they differ.
-    """
+    """Compare the losses at the save and after the reload. Raises: UserError if they differ."""
     if math.isclose(before, after, rel_tol=1e-6):
         return
     note = ""
-    if device == "cuda" and precision != "fp32":  # cuBLAS chooses a kernel for each product
+    if device == "cuda" and precision != "fp32":  # cuBLAS selects a kernel for each product
         note = (
-            "; a difference in the last digits can come from another cuBLAS kernel (split-K adds in another order, "
-            f"which {precision} shows) instead of the checkpoint; --canary false trains without the comparison"
+            "; a difference in the last digits may come from another cuBLAS kernel (split-K adds in another order, "
+            f"visible in {precision}) rather than the checkpoint; --canary false skips the comparison"
         )
-    raise UserError(f"a checkpoint that was read back gives the loss {after:.9g} instead of {before:.9g}{note}.")
+    raise UserError(f"a reloaded checkpoint gives the loss {after:.9g} instead of {before:.9g}{note}.")
 
 
 def _loss(trainer, rows: list[dict]) -> float:
@@ -141,7 +138,7 @@ def _loss(trainer, rows: list[dict]) -> float:
 
 def _load(trainer, checkpoint: str) -> None:
     if trainer.is_deepspeed_enabled:
-        strict = not trainer.settings.trains_adapter  # an adapter's checkpoint has no frozen base
+        strict = not trainer.settings.trains_adapter  # an adapter's checkpoint lacks the frozen base
         deepspeed_load_checkpoint(trainer.model_wrapped, checkpoint, load_module_strict=strict)
     else:
         trainer._load_from_checkpoint(checkpoint)
@@ -149,23 +146,23 @@ def _load(trainer, checkpoint: str) -> None:
 
 
 def _checkpoints(trainer) -> int:
-    """Return the most checkpoints on the disk at once: a new one is written before the oldest is deleted."""
+    """Return the maximum number of checkpoints on the disk: a save is written before the oldest is deleted."""
     args, state = trainer.args, trainer.state
     if args.save_strategy == "no":
         return 0
     written = state.num_train_epochs
-    if args.save_strategy == "steps":  # the last step is saved too
+    if args.save_strategy == "steps":  # the last step is also saved
         written = math.ceil(state.max_steps / max(1, state.save_steps or 1))
-    written = min(written, state.max_steps)  # a stream has no last epoch
-    # + 1 for the one being written, + 1 for the best one, which comes on top of a limit of 1.
+    written = min(written, state.max_steps)  # for a stream, the epochs are unlimited
+    # + 1 for the one being written, + 1 for the best one, which is kept in addition to a limit of 1.
     kept = args.save_total_limit + 1 + args.load_best_model_at_end if args.save_total_limit else written
     return min(written, kept)
 
 
-def request(asked: Request) -> Request:
-    """Return the request of a trial: it contacts no hub, storage or tracker, and reads at once what it has saved."""
-    asked = asked.drop("upload_to", "resume_from_checkpoint")
-    return asked.put(push_to_hub=False, report_to="none", save_in_background=False)
+def request(original: Request) -> Request:
+    """Return the request of a trial: without hub, storage and trackers, and with saves in the foreground."""
+    local = original.drop("upload_to", "resume_from_checkpoint")
+    return local.put(push_to_hub=False, report_to="none", save_in_background=False)
 
 
 # --- batch size search ---
@@ -173,27 +170,27 @@ def request(asked: Request) -> Request:
 
 def is_batch_search() -> bool:
     """Return whether this process is a rank of the batch size search."""
-    return _of_job(BATCH_SEARCH) is not None
+    return _trial_of_job(BATCH_SEARCH) is not None
 
 
 def measure_batch(trainer) -> None:
     """Measure a real step with each size of the job, in order, instead of training; then end the process.
 
-    Needs model, optimizer and engine. Each rank writes a line for each size that fits.
+    Call it with model, optimizer and engine built. Each rank writes a line for each size that fits.
     """
-    wanted = _of_job(BATCH_SEARCH)
-    rows = longest_rows(trainer, max(wanted["sizes"]))
+    search = _trial_of_job(BATCH_SEARCH)
+    rows = longest_rows(trainer, max(search["sizes"]))
     cuda = trainer.args.device.type == "cuda"
     if cuda:
         total_bytes = torch.cuda.get_device_properties(trainer.args.device).total_memory
-        torch.cuda.set_per_process_memory_fraction(min(1.0, wanted["limit_bytes"] / total_bytes))
+        torch.cuda.set_per_process_memory_fraction(min(1.0, search["limit_bytes"] / total_bytes))
         tracker = None
     else:
-        tracker = memory_tracker.MemoryTracker(trainer.model, trainer.optimizer, limit=wanted["limit_bytes"])
+        tracker = memory_tracker.MemoryTracker(trainer.model, trainer.optimizer, limit=search["limit_bytes"])
     exit_code = 0
     try:
-        for size in wanted["sizes"]:
-            _tell({"size": size, **_step(trainer, rows[:size], tracker)})
+        for size in search["sizes"]:
+            _record({"size": size, **_step(trainer, rows[:size], tracker)})
     except RuntimeError as error:
         if not rank_status.gpu_is_full(error):
             raise
@@ -202,7 +199,7 @@ def measure_batch(trainer) -> None:
     sys.stdout.flush()
     if not exit_code:
         distributed.barrier()
-    os._exit(exit_code)  # the other ranks may wait in a collective forever; the launcher ends them
+    os._exit(exit_code)  # other ranks may hang in a collective; the launcher ends them
 
 
 def longest_rows(trainer, count: int) -> list[dict]:
@@ -242,7 +239,7 @@ def _step(trainer, rows: list[dict], tracker) -> dict:
 
 
 def micro_batches(trainer, rows: list[dict], number: int) -> float:
-    """Take one optimizer step of `number` micro batches, each of these rows; return its loss."""
+    """Take one optimizer step of `number` micro batches of these rows each; return its loss."""
     accelerator, model = trainer.accelerator, trainer.model_wrapped
     count = number * sum(label != -100 for row in rows for label in row["labels"])
     count = torch.tensor(max(1, count), device=trainer.args.device)

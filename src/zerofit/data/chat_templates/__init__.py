@@ -1,1 +1,1 @@
-"""Chat templates: the built-in ones to train with, and the arguments that templates read."""
+"""Built-in chat templates for training, and the arguments of templates."""

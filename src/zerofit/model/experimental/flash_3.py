@@ -1,4 +1,4 @@
-"""Use FlashAttention 3 on Hopper GPUs where it computes what FlashAttention 2 does."""
+"""Use FlashAttention 3 on Hopper GPUs if its results match FlashAttention 2."""
 
 import functools
 import itertools
@@ -9,22 +9,21 @@ import torch
 
 from zerofit.base import distributed
 from zerofit.job.technique import Technique
-from zerofit.model import attention
-from zerofit.model import prove as proofs
+from zerofit.model import attention, self_test
 
-MODULE = "flash_attn_interface"  # what torch's switch imports
+MODULE = "flash_attn_interface"  # the module that torch imports for it
 
 DOCUMENTS = (40, 216, 128)  # tokens of the self-test's documents
 
-# Of the relative errors: its rounding and that of FlashAttention 2, each below 0.005 in bf16.
+# Bounds of the relative errors: rounding of both kernels, each below 0.005 in bf16.
 BOUNDS = {torch.bfloat16: 0.02, torch.float16: 0.004}
 
 
-def prove(settings, config) -> None:
-    """Replace the varlen kernel, FlashAttention 2, by FlashAttention 3 on Hopper, if it computes the same. Collective.
+def self_test_kernel(settings, config) -> None:
+    """Replace FlashAttention 2, the varlen kernel, by FlashAttention 3 on Hopper if it passes a self-test. Collective.
 
-    torch 2.13 has the switch (activate_flash_attention_impl); the kernels are a package of their own. A line among the
-    decisions says which of the two it is, on a Hopper GPU. --sp_size calls the same kernel, with a part of the heads.
+    torch 2.13 has the switch (activate_flash_attention_impl); the kernels are a separate package. On a Hopper GPU a
+    decision names the kernel. --sp_size calls the same kernel with a part of the heads.
     Args: config: the model's.
     """
     dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)
@@ -36,39 +35,39 @@ def prove(settings, config) -> None:
         return
     why = next(filter(None, distributed.all_gather(_is_missing(settings))), None)
     if not all(hopper):
-        why = f"FlashAttention 3 is for Hopper GPUs only, which {hopper.count(False)} of the {len(hopper)} are not"
+        why = f"FlashAttention 3 needs Hopper GPUs, and {hopper.count(False)} of {len(hopper)} GPUs are not Hopper"
     if why is None:
         text, device = config.get_text_config(), torch.device("cuda")
-        find = functools.partial(_problem, text, dtype, device, settings.sp_size)
-        why = proofs.problem(find, MODULE, "uninstall it")
+        compare = functools.partial(_problem, text, dtype, device, settings.sp_size)
+        why = self_test.run(compare, MODULE, "uninstall it")
         if why is None:
             torch.nn.attention.activate_flash_attention_impl("FA3")
-    name = "FlashAttention 3, which computes here what FlashAttention 2 does (off: uninstall its package)"
+    name = "FlashAttention 3, which passed its self-test against FlashAttention 2 (off: uninstall its package)"
     settings.decisions.append(f"attention by {name}" if why is None else f"attention by FlashAttention 2: {why}")
 
 
 def _is_missing(settings) -> str | None:
-    """Return why this rank cannot have FlashAttention 3; None if it can."""
+    """Return why this rank cannot use FlashAttention 3, or None."""
     if not hasattr(torch.nn.attention, "activate_flash_attention_impl"):
-        return f"torch {torch.__version__} has no switch to FlashAttention 3"
+        return f"torch {torch.__version__} does not support FlashAttention 3"
     if find_spec(MODULE) is None:
-        return f"{MODULE} of FlashAttention 3 is not installed, which is faster, the more the longer the rows"
+        return f"{MODULE} of FlashAttention 3 is not installed; it is faster, especially for long rows"
     if settings.full_determinism:
         return "--full_determinism"
     return None
 
 
 def _problem(text, dtype: torch.dtype, device: torch.device, ranks: int) -> str | None:
-    """Return what is wrong with FlashAttention 3's numbers for the model's heads and windows; None if nothing is.
+    """Return the failure of FlashAttention 3 for the model's heads and windows, or None.
 
-    Leaves FlashAttention 2 on.
-    Args: ranks: among which --sp_size divides the heads.
+    FlashAttention 2 is active afterwards.
+    Args: ranks: the number of ranks that share the heads (--sp_size).
     """
     heads = text.num_attention_heads
     sizes = {size for size in attention.head_dims(text) if attention.varlen_takes(size)}
     if sizes != {getattr(text, "v_head_dim", size) for size in sizes}:
         return "FlashAttention 3 is not tested with values narrower than keys"
-    kv_heads = math.lcm(getattr(text, "num_key_value_heads", None) or heads, ranks)  # repeated to as many
+    kv_heads = math.lcm(getattr(text, "num_key_value_heads", None) or heads, ranks)  # --sp_size repeats them
     windows = {0, getattr(text, "sliding_window", None) or 0}
     for size, window in itertools.product(sorted(sizes), sorted(windows)):
         shape = (heads // ranks, kv_heads // ranks, size, window)
@@ -79,17 +78,17 @@ def _problem(text, dtype: torch.dtype, device: torch.device, ranks: int) -> str 
         finally:
             torch.nn.attention.restore_flash_attention_impl()
         if leak > 0:
-            return "documents in one row read each other with FlashAttention 3"
+            return "documents in one row attend to each other with FlashAttention 3"
         errors = [((x - y).norm() / y.norm()).item() for x, y in zip(outputs, expected, strict=True)]
         if not max(errors) <= BOUNDS[dtype]:
-            return f"FlashAttention 3 is {max(errors):.1%} off it (bound {BOUNDS[dtype]:.1%})"
+            return f"FlashAttention 3 differs from it by {max(errors):.1%} (bound {BOUNDS[dtype]:.1%})"
     return None
 
 
 def _attended(heads: int, kv_heads: int, size: int, window: int, dtype: torch.dtype, device) -> tuple[list, float]:
-    """Return outputs and gradients of the varlen kernel for random documents, fp32, and the middle one's effect.
+    """Return outputs and gradients of the varlen kernel for random documents, in fp32, and the leak between documents.
 
-    That is the largest gradient of the middle document's output by the tokens of the others: 0 if they are apart.
+    The leak is the largest gradient of the middle document's output by the tokens of the others: 0 if isolated.
     """
     tokens, generator = sum(DOCUMENTS), torch.Generator(device).manual_seed(0)
     draws = [torch.randn(1, n, tokens, size, generator=generator, device=device) for n in (heads, kv_heads, kv_heads)]
@@ -98,9 +97,9 @@ def _attended(heads: int, kv_heads: int, size: int, window: int, dtype: torch.dt
     out = attention.varlen(*inputs, bounds, max(DOCUMENTS), window, None)
     gradients = torch.autograd.grad(out.float().square().sum(), inputs, retain_graph=True)
     start, end = DOCUMENTS[0], DOCUMENTS[0] + DOCUMENTS[1]
-    of_middle = torch.autograd.grad(out[:, start:end].float().square().sum(), inputs)
-    leak = max(torch.cat([x[:, :, :start], x[:, :, end:]], 2).abs().max().item() for x in of_middle)
+    by_middle = torch.autograd.grad(out[:, start:end].float().square().sum(), inputs)
+    leak = max(torch.cat([x[:, :, :start], x[:, :, end:]], 2).abs().max().item() for x in by_middle)
     return [x.detach().float() for x in (out, *gradients)], leak
 
 
-TECHNIQUE = Technique(name="FlashAttention 3", self_test=prove)
+TECHNIQUE = Technique(name="FlashAttention 3", self_test=self_test_kernel)

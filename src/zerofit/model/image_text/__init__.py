@@ -1,1 +1,1 @@
-"""Train the language model inside an image-text checkpoint, whose towers stay as they are."""
+"""Train the language model in an image-text checkpoint, without changing its towers."""

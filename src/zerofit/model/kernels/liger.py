@@ -1,6 +1,6 @@
-"""Decide on Liger's norms, rotary embeddings and gated MLPs, and prove them on the GPU before the model is loaded.
+"""Choose Liger's norms, rotary embeddings and gated MLPs, and self-test them on the GPU before the model is loaded.
 
-transformers applies the kernels to the model (integrations/liger.py); the loss stays the kit's where it is fused.
+transformers applies the kernels to the model (integrations/liger.py). Zerofit's fused loss has priority over Liger's.
 """
 
 import contextlib
@@ -16,14 +16,13 @@ from transformers.integrations.deepspeed import unset_hf_deepspeed_config
 
 from zerofit.base import command_line, distributed, hardware
 from zerofit.base.errors import UserError
-from zerofit.job import groups
+from zerofit.job import parallel_dims
 from zerofit.job.settings import Decision, decide, withdraw
 from zerofit.job.technique import Conflict, Technique
-from zerofit.model import load
-from zerofit.model import prove as proofs
+from zerofit.model import load, self_test
 from zerofit.model.image_text import classes
 
-# Dense models whose kernels tests/model/test_liger.py compares with transformers' modules.
+# Dense models for which tests/model/test_liger.py compares the kernels with transformers' modules.
 TESTED = frozenset(
     """
     exaone4 gemma gemma2 gemma3_text glm4 granite hunyuan_v1_dense llama ministral mistral olmo2 olmo3 phi3 qwen2 qwen3
@@ -31,33 +30,30 @@ TESTED = frozenset(
     """.split()
 )
 
-# Liger's own losses; granite's is on unless it is turned off.
+# Turns Liger's losses off; the loss for granite is on by default.
 NO_LOSS = {"cross_entropy": False, "fused_linear_cross_entropy": False}
 
-# Liger binds its forward to each MLP after the kit has bound that of --tiled_mlp.
+# Liger replaces the forward of each MLP after --tiled_mlp has replaced it.
 NO_MLP = {"swiglu": False, "geglu": False}
 
-# Liger binds its forward to peft's wrapper, whose `weight` is the base model's.
+# Liger replaces the forward of peft's wrapper, whose `weight` is the base model's.
 FROZEN_NORMS = "Liger's norms would use the frozen weights, not the trained ones"
 
-TOKENS = 64  # of the proof
+TOKENS = 64  # tokens in the self-test
 
-# What the proof's layer has of config.json.
+# Keys of config.json that the self-test's layer depends on.
 SIZES = (
     "hidden_size", "intermediate_size", "num_attention_heads", "num_key_value_heads", "head_dim", "hidden_act",
     "rms_norm_eps", "rope_parameters",
 )  # fmt: skip
 
-# Of the relative errors of `errors`. Rounding alone makes up to 0.017 in bf16 and 0.002 in fp16 in the tested models of
-# width 512, a missing rotation 0.18 or more.
+# Bounds of relative errors. Rounding causes up to 0.017 in bf16 and 0.002 in fp16 in the tested models at width 512, a
+# missing rotation 0.18 or more.
 BOUNDS = {torch.float32: 1e-3, torch.bfloat16: 0.05, torch.float16: 0.01}
 
 
 def resolve(settings) -> None:
-    """Check --use_liger_kernel, before the model is known.
-
-    Raises: UserError without liger-kernel, or on a CPU.
-    """
+    """Check --use_liger_kernel. Raises: UserError without liger-kernel, or on a CPU."""
     if not settings.use_liger_kernel:
         return
     if importlib.util.find_spec("liger_kernel") is None:
@@ -68,7 +64,7 @@ def resolve(settings) -> None:
 
 
 def resolve_for_model(settings, config) -> None:
-    """Decide --use_liger_kernel where the user has not, and which of Liger's kernels are used."""
+    """Decide --use_liger_kernel if it is not set, and which of Liger's kernels are used."""
     unset = settings.source["use_liger_kernel"] == "transformers default"
     if unset and not settings.use_cpu:
         if why_not := _why_not(settings, config):
@@ -79,30 +75,30 @@ def resolve_for_model(settings, config) -> None:
     if not settings.use_liger_kernel:
         return
     kernels = {}
-    if unset or settings.fused_loss or settings.ranks_that_split("tokens") > 1:  # Liger's loss has far smaller chunks
+    if unset or settings.fused_loss or settings.parallel_size("tokens") > 1:  # Liger's loss has far smaller chunks
         kernels |= NO_LOSS
         if settings.fused_loss:
-            settings.decisions.append("the loss is the kit's, not Liger's")
+            settings.decisions.append("the loss is zerofit's fused loss, not Liger's")
         elif not unset:
-            settings.decisions.append("the loss is transformers', not Liger's, which was compared on whole rows only")
+            settings.decisions.append("the loss is transformers', not Liger's, which was tested on full rows only")
     if settings.tiled_mlp != 1:
         kernels |= NO_MLP
-        said = "Liger's MLP is off: it would replace the tiles of --tiled_mlp"
-        settings.decisions.append(Decision(said, "liger_kernel_config"))
+        sentence = "Liger's MLP is off: it would replace the tiles of --tiled_mlp"
+        settings.decisions.append(Decision(sentence, "liger_kernel_config"))
     if settings.gradient_checkpointing and settings.gradient_checkpointing_policy == "selective":
-        # It would turn them once more in the recomputation.
+        # The recomputation would rotate the kept products a second time.
         kernels["rope"] = False
-        said = "Liger's rotary kernel is off: it writes into products that selective checkpointing keeps"
-        settings.decisions.append(Decision(said, "liger_kernel_config"))
-    # Users cannot set this flag: argparse parses no dict.
+        sentence = "Liger's rotary kernel is off: it overwrites products that selective checkpointing keeps"
+        settings.decisions.append(Decision(sentence, "liger_kernel_config"))
+    # Users cannot set this flag: argparse does not parse dicts.
     decide(settings, "liger_kernel_config", kernels or None)
 
 
 def _why_not(settings, config) -> str | None:
-    """Return why Liger's kernels are not the default for this run; None if they are."""
+    """Return why Liger's kernels are off by default for this run; None if they are on."""
     excluded = (
         f"--{way.flag}: {conflict.why}"
-        for way, _ in groups.in_use(settings.values)
+        for way, _ in parallel_dims.active(settings.values)
         for conflict in way.conflicts
         if conflict.argument == "use_liger_kernel"
     )
@@ -119,19 +115,19 @@ def _why_not(settings, config) -> str | None:
     return next((reason for reason, holds in reasons.items() if holds), None)
 
 
-def prove(settings, config) -> None:
+def self_test_kernels(settings, config) -> None:
     """Compare Liger's kernels with transformers' modules on this GPU, before the model is loaded. Collective.
 
-    A failure on any rank turns them off on all, with a line among the decisions.
+    A failure on any rank turns them off on all ranks, with a decision.
     Args: config: the model's.
-    Raises: UserError for a failure where --use_liger_kernel was given, or after which the GPU computes nothing more.
+    Raises: UserError for a failure if --use_liger_kernel was set, or if the GPU is unusable afterwards.
     """
     if not settings.use_liger_kernel:
         return
     device = torch.device("cpu" if settings.use_cpu else "cuda")
-    problem = proofs.problem(lambda: _problem(settings, config, device), "--use_liger_kernel", "use false")
+    problem = self_test.run(lambda: _problem(settings, config, device), "--use_liger_kernel", "use false")
     if not settings.use_cpu and distributed.rank() == 0:
-        proofs.remember(_proofs(settings, config, torch.cuda.get_device_name()), problem is None)
+        self_test.store_result(_result_files(settings, config, torch.cuda.get_device_name()), problem is None)
     if problem is None:
         return
     if settings.source["use_liger_kernel"] != "decided":
@@ -142,47 +138,47 @@ def prove(settings, config) -> None:
 
 
 def will_run(settings, gpu_name: str) -> bool:
-    """Return whether a job will have Liger's kernels: on request, or as a default that an earlier start has proven.
+    """Return whether a job will use Liger's kernels: on request, or by default after a self-test of an earlier start.
 
-    Args: settings: resolved for the model; gpu_name: torch's of the GPUs.
+    Args: settings: resolved for the model; gpu_name: torch's name of the GPUs.
     """
     if not settings.use_liger_kernel or settings.source["use_liger_kernel"] != "decided":
         return settings.use_liger_kernel
-    return any(file.exists() for file in _proofs(settings, load.load_config(settings), gpu_name))
+    return any(file.exists() for file in _result_files(settings, load.load_config(settings), gpu_name))
 
 
-def _proofs(settings, config, gpu_name: str) -> list[Path]:
-    """Return the files that stand for a proof of the kernels in use: of these, and of all, which covers fewer.
+def _result_files(settings, config, gpu_name: str) -> list[Path]:
+    """Return the files that mark a passed self-test: of the kernels in use, and of all kernels, which includes them.
 
-    A file's name is made from all that the proof depends on.
+    A file's name is a hash of all conditions of the result.
     """
     text = config.get_text_config()
     sizes = [str(getattr(text, name, None)) for name in SIZES]
     versions = [metadata.version(name) for name in ("torch", "triton", "transformers", "liger-kernel")]
-    known = [gpu_name, *versions, text.model_type, *sizes, load.weight_dtype(settings), settings.precision]
+    conditions = [gpu_name, *versions, text.model_type, *sizes, load.weight_dtype(settings), settings.precision]
     off = [sorted((settings.liger_kernel_config or {}).keys() | NO_LOSS), sorted(NO_LOSS)]
-    return [proofs.file("liger", *known, *kernels) for kernels in off]
+    return [self_test.result_file("liger", *conditions, *kernels) for kernels in off]
 
 
 def _problem(settings, config, device: torch.device) -> str | None:
-    """Return what is wrong with the numbers of Liger's kernels on this rank's device; None if nothing is."""
+    """Return the failure of Liger's kernels on this rank's device, or None."""
     dtype = getattr(torch, load.weight_dtype(settings))
     compute = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[settings.precision]
     bound = max(BOUNDS[dtype], BOUNDS[compute])
     with torch.autocast(device.type, compute, enabled=settings.keeps_fp32 and compute != torch.float32):
-        by_kernel = errors(config, dtype, settings.liger_kernel_config, device)
-    wrong = {what: error for what, error in by_kernel.items() if not error <= bound}
+        measured = errors(config, dtype, settings.liger_kernel_config, device)
+    wrong = {what: error for what, error in measured.items() if not error <= bound}
     if not wrong:
         return None
     what, error = max(wrong.items(), key=lambda pair: pair[1])
-    return f"its {what} are {error:.1%} off transformers' (bound {bound:.1%})"
+    return f"its {what} differ from transformers' by {error:.1%} (bound {bound:.1%})"
 
 
 def errors(config, dtype: torch.dtype, kernels: dict | None, device: torch.device) -> dict[str, float]:
-    """Return the relative errors of a layer of random weights and of the model's sizes with Liger's kernels.
+    """Return the relative errors of Liger's kernels for a layer with random weights and the model's sizes.
 
-    Args: config: the model's; kernels: the arguments of Liger, as --liger_kernel_config.
-    Returns: of {"outputs", "gradients of the inputs", "gradients of the norms"}.
+    Args: config: the model's; kernels: Liger's arguments, as in --liger_kernel_config.
+    Returns: the errors of {"outputs", "gradients of the inputs", "gradients of the norms"}.
     """
     from transformers.integrations.liger import apply_liger_kernel
 
@@ -198,8 +194,8 @@ def errors(config, dtype: torch.dtype, kernels: dict | None, device: torch.devic
 
 @contextlib.contextmanager
 def _layer(config, dtype: torch.dtype, device: torch.device):
-    """Context with a model of one layer; afterwards its module's names are those before, which Liger replaces."""
-    unset_hf_deepspeed_config()  # one of an earlier run in this process would shard the model
+    """Context with a model of one layer; afterwards the names of its module that Liger replaced are restored."""
+    unset_hf_deepspeed_config()  # the configuration of an earlier run in this process would shard the model
     config = copy.deepcopy(config)
     config.update(dict.fromkeys(("pad_token_id", "bos_token_id", "eos_token_id")) | {"vocab_size": 8})
     config.update({"num_hidden_layers": 1, "use_cache": False})
@@ -208,7 +204,7 @@ def _layer(config, dtype: torch.dtype, device: torch.device):
     with device:
         model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="eager")
     with torch.no_grad():
-        for parameter in model.parameters():  # attention and gates far from where they are nearly linear
+        for parameter in model.parameters():  # make attention and gates nonlinear
             is_matrix = parameter.ndim > 1
             parameter.requires_grad_(not is_matrix)
             parameter.normal_(0 if is_matrix else 1, parameter.shape[-1] ** -0.5 if is_matrix else 0.1)
@@ -225,17 +221,18 @@ def _results(model, inputs, upstream) -> dict[str, torch.Tensor]:
     inputs = inputs.clone().requires_grad_()
     norms = [parameter for parameter in model.parameters() if parameter.requires_grad]
     outputs = model.base_model(inputs_embeds=inputs, use_cache=False).last_hidden_state
-    of_inputs, *of_norms = torch.autograd.grad((outputs.float() * upstream).sum(), [inputs, *norms])
+    d_inputs, *d_norms = torch.autograd.grad((outputs.float() * upstream).sum(), [inputs, *norms])
     return {
         "outputs": outputs.detach().float(),
-        "gradients of the inputs": of_inputs.float(),
-        "gradients of the norms": torch.cat([gradient.float() for gradient in of_norms]),
+        "gradients of the inputs": d_inputs.float(),
+        "gradients of the norms": torch.cat([gradient.float() for gradient in d_norms]),
     }
 
 
-def simulated(settings, asked) -> dict[str, bool]:
-    """Leave default kernels out of a simulation where no start has proven them: the start may turn them off."""
-    return {"use_liger_kernel": False} if settings.source["use_liger_kernel"] == "decided" and not asked.liger else {}
+def simulated(settings, question) -> dict[str, bool]:
+    """Simulate without default kernels that have not passed a self-test yet, as the start may turn them off."""
+    is_default = settings.source["use_liger_kernel"] == "decided"
+    return {"use_liger_kernel": False} if is_default and not question.liger else {}
 
 
 TECHNIQUE = Technique(
@@ -246,5 +243,5 @@ TECHNIQUE = Technique(
     conflicts=(Conflict("adapter", ("ln_tuning",), FROZEN_NORMS),),
     resolve=resolve,
     resolve_for_model=resolve_for_model,
-    self_test=prove,
+    self_test=self_test_kernels,
 )

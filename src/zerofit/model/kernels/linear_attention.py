@@ -1,9 +1,9 @@
-"""Keep packed documents apart in convolutions, linear attentions and state spaces; name the kernels they lack.
+"""Keep packed documents apart in convolutions, linear attention and state spaces; report missing kernels.
 
-transformers computes these layers by functions that a package's kernel replaces: causal_conv1d, flash-linear-attention
-(fla), mamba_ssm. Kernels are told where documents begin: `seq_idx`, `cu_seqlens`. Without the package transformers
-raises (from 5.20 on), or mixes the documents (before, and where a layer passes neither). Here its own function in
-PyTorch is called for each document. Mamba-1's scan is told nothing, with or without the package.
+transformers computes these layers with PyTorch functions that kernels of a package replace: causal_conv1d,
+flash-linear-attention (fla), mamba_ssm. Kernels get the documents' boundaries by `seq_idx` or `cu_seqlens`. Without the
+package transformers raises an error (from 5.20 on), or mixes the documents (before, or if a layer passes neither). Here
+its PyTorch function is called for each document. Mamba-1's scan does not support boundaries.
 """
 
 import functools
@@ -17,7 +17,7 @@ import torch
 from zerofit.job.technique import Technique
 from zerofit.model.image_text import classes
 
-# Package with the kernels of linear attention and state space layers -> (what pip installs, what its absence costs).
+# Package with kernels for linear attention and state space layers -> (pip requirement, measured cost without it).
 PACKAGES = {
     "fla": (
         "flash-linear-attention",
@@ -27,9 +27,9 @@ PACKAGES = {
     "causal_conv1d": ("causal-conv1d --no-build-isolation", ""),
 }
 
-ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention"}  # kinds of config.layer_types
+ATTENTION_LAYERS = {"attention", "full_attention", "sliding_attention"}  # values of config.layer_types
 
-# Kernel -> axis of the tokens in its first argument; the other kernels are for the single tokens of generation.
+# Kernel -> token axis of its first argument; other kernels are for single tokens in generation.
 TOKEN_AXIS = {
     "causal_conv1d_fn": 2,
     "chunk_gated_delta_rule": 1,
@@ -38,37 +38,37 @@ TOKEN_AXIS = {
     "mamba_split_conv1d_scan_combined": 1,  # returns None in PyTorch: the layer then calls the convolution and the scan
 }
 
-# Kernel -> linear layers whose weight it, or the layer that calls it, reads past an adapter or bitsandbytes' unpacking.
+# Kernel -> linear layers whose weight is read directly, bypassing an adapter or bitsandbytes' unpacking.
 READS_WEIGHTS = {
     "mamba_split_conv1d_scan_combined": ("out_proj",),
     "mamba_inner_fn": ("x_proj", "dt_proj", "out_proj"),
-    "selective_scan_fn": ("dt_proj",),  # whose product the layer writes as dt_proj.weight @ inputs
+    "selective_scan_fn": ("dt_proj",),  # the layer computes dt_proj.weight @ inputs
 }
 
-TOLD_NOTHING = {"selective_scan_fn", "mamba_inner_fn"}  # kernels of Mamba-1
+WITHOUT_BOUNDARIES = {"selective_scan_fn", "mamba_inner_fn"}  # kernels of Mamba-1
 
-CHUNK = 64  # tokens that the delta rules compute at once, if they are not told
+CHUNK = 64  # default chunk size of the delta rules, in tokens
 
 _KERNEL = re.compile(r'@use_kernel_func_from_hub_with_fallback\(\s*"(\w+)",\s*"(\w+)"[^)]*\)\s*def (\w+)\(')
 
 
 def kernels_of(config) -> dict[str, tuple[str, str]]:
-    """Return {function of the model's source: (kernel that replaces it, its package)}.
+    """Return {function in the model's source: (kernel that replaces it, its package)}.
 
-    transformers names both there (use_kernel_func_from_hub_with_fallback). LFM3's convolution is too wide for a kernel,
-    and has package "".
+    transformers names kernel and package in the source (use_kernel_func_from_hub_with_fallback). LFM3's convolution is
+    too wide for a kernel, so its package is "".
     """
     source = _source(config)
-    found = {function: (kernel, package) for kernel, package, function in _KERNEL.findall(source)}
+    kernels = {function: (kernel, package) for kernel, package, function in _KERNEL.findall(source)}
     if "\ndef causal_conv1d_fn(" in source:
-        found.setdefault("causal_conv1d_fn", ("causal_conv1d_fn", ""))
-    return found
+        kernels.setdefault("causal_conv1d_fn", ("causal_conv1d_fn", ""))
+    return kernels
 
 
 def missing_kernels(config) -> tuple[str, str] | None:
-    """Return (what is slow without which packages, how to install them) for layers other than attention; None if none.
+    """Return (warning about missing packages, install command) for layers other than attention, or None.
 
-    transformers computes a layer in PyTorch where its package cannot be imported.
+    transformers computes a layer in PyTorch if its package cannot be imported.
     """
     if set(getattr(config.get_text_config(), "layer_types", None) or [""]) <= ATTENTION_LAYERS:
         return None
@@ -77,35 +77,35 @@ def missing_kernels(config) -> tuple[str, str] | None:
     if not missing:
         return None
     name = classes.text_class(config).__name__
-    text = f"{name} computes layers in plain PyTorch, which is right but much slower, without "
+    text = f"{name} computes layers in plain PyTorch, which is correct but much slower, without "
     text += " and ".join(PACKAGES[package][0].split()[0] for package in missing)
-    price = "; ".join(PACKAGES[package][1] for package in missing if PACKAGES[package][1])
+    cost = "; ".join(PACKAGES[package][1] for package in missing if PACKAGES[package][1])
     install = " && ".join(f"pip install {PACKAGES[package][0]}" for package in missing)
-    return f"{text}: {price}" if price else text, install
+    return f"{text}: {cost}" if cost else text, install
 
 
 def read_by_kernels(config) -> tuple[str, ...]:
-    """Return the linear layers whose weights a kernel reads: they can be neither adapted nor packed."""
+    """Return the linear layers whose weights a kernel reads directly: they can be neither adapted nor packed."""
     source = _source(config)
-    # named in its definition, and where it is called
+    # The name occurs in the definition and in a call.
     called = {kernel for name, (kernel, _) in kernels_of(config).items() if source.count(f" {name}(") > 1}
     return tuple(sorted({name for kernel in called for name in READS_WEIGHTS.get(kernel, ())}))
 
 
 def _source(config) -> str:
-    """Return the source of the model's module in transformers; "" for a class from elsewhere."""
+    """Return the source of the model's module in transformers; "" for other classes."""
     cls = classes.text_class(config)
     return inspect.getsource(sys.modules[cls.__module__]) if cls else ""
 
 
 def mixes_documents(config) -> str | None:
-    """Return why these layers mix the documents of a row, whatever is installed; None if no reason is known."""
-    told_nothing = TOLD_NOTHING & {kernel for kernel, _ in kernels_of(config).values()}
-    return "its Mamba-1 scan carries the state of one document into the next" if told_nothing else None
+    """Return why these layers mix the documents of a row, even with their packages; None if no reason is known."""
+    scans = WITHOUT_BOUNDARIES & {kernel for kernel, _ in kernels_of(config).values()}
+    return "its Mamba-1 scan carries the state of one document into the next" if scans else None
 
 
 def reads_documents(config) -> bool:
-    """Return whether a model has such layers, which are to be given `seq_idx` with packed rows."""
+    """Return whether a model has such layers, which need `seq_idx` for packed rows."""
     return config is not None and bool(TOKEN_AXIS.keys() & {kernel for kernel, _ in kernels_of(config).values()})
 
 
@@ -118,13 +118,13 @@ _documents = spans
 
 
 def read_boundaries_by(documents) -> None:
-    """Replace `spans` where boundaries have no values (a simulation)."""
+    """Replace `spans` in a simulation, whose boundaries do not have values."""
     global _documents
     _documents = documents
 
 
 def keep_documents_apart(config) -> None:
-    """Make the functions of the model's source compute each document of a row by itself; once for a process."""
+    """Make the functions in the model's source compute each document of a row separately; once per process."""
     cls = classes.text_class(config)
     for name, (kernel, package) in kernels_of(config).items():
         plain = getattr(sys.modules[cls.__module__], name)
@@ -133,14 +133,14 @@ def keep_documents_apart(config) -> None:
         if not package or _is_in_pytorch(kernel, package):
             setattr(sys.modules[cls.__module__], name, _of_each_document(plain, kernel))
         elif package == "fla":
-            setattr(sys.modules[cls.__module__], name, _told_boundaries(plain))
+            setattr(sys.modules[cls.__module__], name, _with_boundaries(plain))
 
 
 def _is_in_pytorch(kernel: str, package: str) -> bool:
     """Return whether transformers computes a kernel's function in PyTorch: the package is missing, or lacks the kernel.
 
-    Asked by a function that transformers decorates as it decorates its own. Without a kernel that function itself is
-    called; a kernel fails, as it gets no arguments.
+    The test function is decorated like transformers' functions. Without a kernel it is called; a kernel raises an
+    error, because it gets no arguments.
     """
     from transformers.integrations.hub_kernels import use_kernel_func_from_hub_with_fallback
 
@@ -150,21 +150,21 @@ def _is_in_pytorch(kernel: str, package: str) -> bool:
         return False
 
 
-def _told_boundaries(plain):
-    """Return a kernel of fla that is told the boundaries: layers of Kimi delta attention pass them by another name."""
+def _with_boundaries(plain):
+    """Return a kernel of fla that accepts cu_seq_lens_q, as layers of Kimi delta attention pass it."""
 
     @functools.wraps(plain)
-    def told(*args, cu_seqlens=None, cu_seq_lens_q=None, **named):
+    def with_boundaries(*args, cu_seqlens=None, cu_seq_lens_q=None, **named):
         return plain(*args, cu_seqlens=cu_seq_lens_q if cu_seqlens is None else cu_seqlens, **named)
 
-    told.of_each_document = True
-    return told
+    with_boundaries.of_each_document = True
+    return with_boundaries
 
 
 def _of_each_document(plain, kernel: str):
-    """Return a function of transformers in PyTorch that is called for each document of a row.
+    """Return a PyTorch function of transformers that is called for each document of a row.
 
-    A document shorter than a chunk is a chunk of its own size, of which the padding would change no number.
+    The chunk size is limited to the document's length, which avoids padding without changing the result.
     """
     axis, has_chunks = TOKEN_AXIS[kernel], kernel != "causal_conv1d_fn"
 
@@ -173,8 +173,8 @@ def _of_each_document(plain, kernel: str):
         bounds = cu_seq_lens_q if cu_seqlens is None else cu_seqlens
         if bounds is None and seq_idx is None:
             return plain(*args, **named)
-        if bounds is None:  # layers of transformers before 5.20 pass no more than the number of each token's document
-            if _documents is not spans:  # a simulation, which has no values
+        if bounds is None:  # layers of transformers before 5.20 only pass the index of each token's document
+            if _documents is not spans:  # a simulation, whose tensors do not have values
                 return plain(*args, seq_idx=seq_idx, **named)
             lengths = torch.unique_consecutive(seq_idx[0], return_counts=True)[1].tolist()
         else:
@@ -182,20 +182,20 @@ def _of_each_document(plain, kernel: str):
         tokens = args[0].shape[axis]
 
         def split(value):
-            # Slices by index would each have a gradient of the size of the whole row.
-            is_of_tokens = isinstance(value, torch.Tensor) and value.ndim > 2 and value.shape[axis] == tokens
-            return value.split(lengths, dim=axis) if is_of_tokens else [value] * len(lengths)
+            # The gradient of a slice by index would have the size of the full row.
+            has_tokens = isinstance(value, torch.Tensor) and value.ndim > 2 and value.shape[axis] == tokens
+            return value.split(lengths, dim=axis) if has_tokens else [value] * len(lengths)
 
-        given, given_named = [*map(split, args)], {name: split(value) for name, value in named.items()}
+        split_args, split_named = [*map(split, args)], {name: split(value) for name, value in named.items()}
         parts = []
         for i, length in enumerate(lengths):
-            own = {name: values[i] for name, values in given_named.items()}
+            arguments = {name: values[i] for name, values in split_named.items()}
             if has_chunks:
-                own["chunk_size"] = min(length, named.get("chunk_size", CHUNK))
-            parts.append(plain(*(values[i] for values in given), **own))
+                arguments["chunk_size"] = min(length, named.get("chunk_size", CHUNK))
+            parts.append(plain(*(values[i] for values in split_args), **arguments))
             if parts[0] is None:
                 return None
-        if isinstance(parts[0], tuple):  # with the state after the last token
+        if isinstance(parts[0], tuple):  # includes the state after the last token
             return (torch.cat([part[0] for part in parts], dim=axis), *parts[-1][1:])
         return torch.cat(parts, dim=axis)
 
@@ -204,14 +204,14 @@ def _of_each_document(plain, kernel: str):
 
 
 def resolve_for_model(settings, config) -> None:
-    """Say that the documents of a row are computed one by one, where packages are missing."""
+    """Add a decision if missing packages cause a loop over the documents of a row."""
     if not (settings.padding_free and reads_documents(config)):
         return
     used = {package for kernel, package in kernels_of(config).values() if kernel in TOKEN_AXIS and package}
     missing = [PACKAGES[package][0].split()[0] for package in PACKAGES if package in used and not find_spec(package)]
     if missing:
-        why = f"without {' and '.join(missing)}, which would compute the row at once"
-        settings.decisions.append(f"linear attention and convolutions: each document of a row by itself, {why}")
+        why = f"without {' and '.join(missing)}, which would compute the row in one call"
+        settings.decisions.append(f"linear attention and convolutions loop over the documents of a row {why}")
 
 
 def install(settings, model) -> None:

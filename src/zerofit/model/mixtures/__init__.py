@@ -1,1 +1,1 @@
-"""Mixtures of experts: which weights are experts, adapters of them, their router loss, a proof of their kernel."""
+"""Mixtures of experts: find and adapt the experts' weights, and self-test their kernel."""

@@ -1,4 +1,4 @@
-"""Check a model's config.json, and correct it where the files of weights say otherwise: a head that is not tied."""
+"""Check a model's config.json, and untie the head if the weight files contain a separate one."""
 
 import contextlib
 import functools
@@ -15,56 +15,56 @@ from zerofit.model.weights import files
 
 EMBEDDINGS, HEADS = ("embed_tokens", "wte", "embed_in", "word_embeddings"), ("lm_head", "embed_out")  # modules
 
-MOST = 10_000  # layers, and entries of other lists of modules; a model is built of them before its size is known
+MAX_MODULES = 10_000  # limit for layers and other lists of modules, checked before the model is built
 
 LISTS = re.compile(r"depth|(n|num)_(hidden_)?layers?|(n|num)_.*(layers|blocks)|.*_layers", re.IGNORECASE)
 
 SHARES = re.compile(r".*(dropout|pdrop)(_rate|_prob)?")
 
-OFF = {"output_attentions": False, "output_hidden_states": False, "return_dict": True}  # as each step needs them
+TRAINING_VALUES = {"output_attentions": False, "output_hidden_states": False, "return_dict": True}
 
-ROWS = 4096  # of the two matrices, compared at a time
+ROWS = 4096  # number of rows of the two matrices that are compared at a time
 
 
 def config_of(folder: Path, remote: bool = False):
-    """Return a model's configuration, whose tie_word_embeddings is false if the files hold a head that differs."""
+    """Return a model's configuration, with tie_word_embeddings false if the files contain a separate head."""
     config = AutoConfig.from_pretrained(folder, trust_remote_code=remote)
     untie(config, folder)
     return config
 
 
 def check(config, file: Path, place: str) -> None:
-    """Refuse a config.json with a key twice, and numbers of which no model can be built or trained.
+    """Raise UserError for a config.json with a repeated key, or with numbers from which no model can be built.
 
-    transformers builds a million layers without an end, and checks few of the numbers. Raises: UserError.
+    transformers checks few of the numbers, and building a million layers would not end.
     """
     if file.is_file():
         try:
             json.loads(file.read_text(encoding="utf-8"), object_pairs_hook=without_repeated_keys)
         except RepeatedKey as error:
-            raise UserError(f"{place}: config.json has the key {error.key!r} twice; keep one of them.") from None
+            raise UserError(f"{place}: config.json has the key {error.key!r} twice; delete one.") from None
     for key, value in _numbers(config.to_dict()):
-        if LISTS.fullmatch(key) and value > MOST:
-            raise UserError(f"{place}: config.json asks for {key} {value:,}, and no model has more than {MOST:,}.")
+        if LISTS.fullmatch(key) and value > MAX_MODULES:
+            raise UserError(f"{place}: config.json: {key} {value:,} must be at most {MAX_MODULES:,}.")
         if SHARES.fullmatch(key) and not 0 <= value < 1:
             raise UserError(f"{place}: config.json: {key} {value} must be from 0 to below 1.")
     if not isinstance(getattr(config, "architectures", None) or [], list):
         raise UserError(f"{place}: config.json: architectures {config.architectures} must be a list of names.")
-    text = config.get_text_config(decoder=True)  # of an encoder-decoder model, which is refused by its class
+    text = config.get_text_config(decoder=True)  # encoder-decoder models are rejected later, by their class
     layers = getattr(text, "num_hidden_layers", None)
     if isinstance(layers, int) and layers < 1:
-        raise UserError(f"{place}: config.json: num_hidden_layers {layers}: such a model has no layers to train.")
+        raise UserError(f"{place}: config.json: num_hidden_layers {layers} must be 1 or more.")
     if getattr(text, "is_heterogeneous", False):
-        return  # each layer has numbers of heads of its own, and the whole one refuses to name any
+        return  # the numbers of heads differ between layers, and the configuration as a unit does not have any
     heads, shared = (getattr(text, name, None) for name in ("num_attention_heads", "num_key_value_heads"))
     if isinstance(heads, int) and isinstance(shared, int) and shared > 0 and heads % shared:
-        raise UserError(f"{place}: config.json: {heads} attention heads cannot share {shared} heads of keys evenly.")
+        raise UserError(f"{place}: config.json: {heads} attention heads is not a multiple of {shared} key heads.")
 
 
 def _numbers(values: dict):
-    """Yield (key, number) of a configuration and of those inside of it."""
+    """Yield (key, number) of a configuration and of nested configurations."""
     for key, value in values.items():
-        if not isinstance(key, str):  # a map between numbers, as Aria's of patches
+        if not isinstance(key, str):  # a map between numbers, such as Aria's patches
             continue
         if isinstance(value, dict):
             yield from _numbers(value)
@@ -73,27 +73,28 @@ def _numbers(values: dict):
 
 
 def without_outputs(config) -> list[str]:
-    """Turn off the outputs that training does not read, which not every attention has; return their names."""
+    """Turn off outputs that training does not use, and not every attention supports; return the changed names."""
     parts = (config, config.get_text_config(decoder=True))
-    found = [name for name, value in OFF.items() if any(getattr(part, name, value) != value for part in parts)]
+    values = TRAINING_VALUES.items()
+    changed = [name for name, value in values if any(getattr(part, name, value) != value for part in parts)]
     for part in parts:
-        for name in found:
-            setattr(part, name, OFF[name])
-    return found
+        for name in changed:
+            setattr(part, name, TRAINING_VALUES[name])
+    return changed
 
 
 def untie(config, folder: Path) -> str:
-    """Set tie_word_embeddings to false if the files hold a head that is not the embedding; return its name, else "".
+    """Set tie_word_embeddings to false if the files contain a separate head; return the head's name, else "".
 
-    transformers trains such a head as a weight of its own (but ties it at ZeRO-3, where it compares empty tensors), and
-    saves a config.json that says true, by which others load another model.
+    transformers trains such a head as a separate weight (but ties it at ZeRO-3, where it compares empty tensors), and
+    saves a config.json with true, so that other programs would load another model.
     """
     if not getattr(config.get_text_config(decoder=True), "tie_word_embeddings", False):
         return ""
     try:
         shards = tuple((file, file.stat().st_mtime_ns) for file in files.of_model(folder, str(folder)))
         head = _separate_head(shards)
-    except (UserError, OSError, ValueError):  # no files yet, or damaged ones: said elsewhere
+    except (UserError, OSError, ValueError):  # missing or damaged files are reported elsewhere
         return ""
     for part in (config, config.get_text_config(decoder=True)) if head else ():
         part.tie_word_embeddings = False
@@ -102,7 +103,7 @@ def untie(config, folder: Path) -> str:
 
 @functools.lru_cache(maxsize=4)
 def _separate_head(shards: tuple[tuple[Path, int], ...]) -> str:
-    """Return the name of the head in these files, "" if it is the embedding. Args: shards: with their times."""
+    """Return the name of the head in the files, "" if it equals the embedding. Args: shards: (file, mtime)."""
     where = {name: file for file, _ in shards for name in files.tensors(file)}
     names = [_only(where, modules) for modules in (HEADS, EMBEDDINGS)]
     if not all(names):
@@ -116,6 +117,6 @@ def _separate_head(shards: tuple[tuple[Path, int], ...]) -> str:
 
 
 def _only(names, modules) -> str:
-    """Return the one weight of a module of these names, "" if there is none or several."""
-    found = [name for name in names if name.endswith(tuple(f"{module}.weight" for module in modules))]
-    return found[0] if len(found) == 1 else ""
+    """Return the only weight of a module with one of these names; "" for several or no such weights."""
+    matches = [name for name in names if name.endswith(tuple(f"{module}.weight" for module in modules))]
+    return matches[0] if len(matches) == 1 else ""

@@ -1,4 +1,4 @@
-"""Read a checkpoint's weights under the names of a model that is built, where its files have other names."""
+"""Read a checkpoint's weights under the names of a built model, if its files use other names."""
 
 import copy
 from pathlib import Path
@@ -10,7 +10,7 @@ from zerofit.model.weights import complete, files
 
 
 def load(model, folder: Path) -> bool:
-    """Load a full checkpoint whose files have other names than the model; False, with nothing read, for any other.
+    """Load a full checkpoint whose files use other names than the model; return False, without reading, otherwise.
 
     Raises: UserError as `read`.
     """
@@ -21,34 +21,34 @@ def load(model, folder: Path) -> bool:
 
 
 def read(model, folder: Path) -> dict | None:
-    """Return {name in the model: tensor on the CPU}, None if the files have the model's names or are no full model's.
+    """Return {name in the model: tensor on the CPU}; None if the files use the model's names or lack a full model.
 
-    transformers merges the experts of a mixture as it loads, and splits them again as it saves; its Trainer reads a
-    checkpoint without either. Raises: UserError for weights that are missing, left over or of another shape.
+    transformers merges the experts of a mixture when loading, and splits them when saving, but its Trainer reads a
+    checkpoint without conversion. Raises: UserError for weights that are missing, unexpected or of another shape.
     """
     if hasattr(model, "peft_config") or files_have_names_of(model, folder):
         return None
     try:
-        with complete.without_report(), complete.without_words():
+        with complete.without_report(), complete.without_logs():
             loaded, info = type(model).from_pretrained(
                 folder,
                 config=copy.deepcopy(model.config),
-                dtype=torch.float32,  # of which each type of a model's weights is a part, and of an optimizer's copies
+                dtype=torch.float32,  # exact for all dtypes of weights and master weights
                 output_loading_info=True,
                 ignore_mismatched_sizes=True,
             )
-    except Exception as error:  # e.g. one of the experts that are merged is missing
+    except Exception as error:  # e.g. one of the experts to merge is missing
         raise UserError(
-            f"{folder}: its weights do not fit together as those of {type(model).__name__} ({first_line(error)}): it "
-            "is of another model, or not complete."
+            f"{folder}: its weights cannot be loaded as {type(model).__name__} ({first_line(error)}); it is incomplete "
+            "or of another model, use another checkpoint."
         ) from error
-    names = complete.of_loaded(loaded, info)
-    refuse(folder, names.missing, names.unexpected, names.mismatched)
+    names = complete.loaded_names(loaded, info)
+    check_names(folder, names.missing, names.unexpected, names.mismatched)
     return loaded.state_dict()
 
 
 def files_have_names_of(model, folder: Path) -> bool:
-    """Return whether the model has all names in the files; True as well if there are no safetensors of a full model."""
+    """Return whether the model has all names in the files; also True without safetensors of a full model."""
     try:
         names = {name for file in files.of_model(folder, str(folder)) for name in files.tensors(file)}
     except UserError:
@@ -56,12 +56,12 @@ def files_have_names_of(model, folder: Path) -> bool:
     return names <= model.state_dict().keys()
 
 
-def refuse(place, missing, unexpected, mismatched=()) -> None:
-    """Raise UserError if a checkpoint lacks weights, or has others, or has them in another shape."""
+def check_names(place, missing, unexpected, mismatched=()) -> None:
+    """Raise UserError if a checkpoint has missing or unexpected weights, or weights of another shape."""
     if missing or unexpected:
-        what = "lacks" if missing else "has no place in this model for"
+        what = "lacks" if missing else "contains unexpected weights:"
         listed = complete.listed(sorted(missing or unexpected))
-        raise UserError(f"{place} {what} {listed}: it is of another model, or not complete.")
+        raise UserError(f"{place} {what} {listed}; it is incomplete or of another model, use another checkpoint.")
     if mismatched:
-        name, saved, own = mismatched[0]
-        raise UserError(f"{place} has {name} in shape {saved} instead of {own}: it is of another model.")
+        name, saved, built = mismatched[0]
+        raise UserError(f"{place} has {name} in shape {saved} instead of {built}; use another checkpoint.")

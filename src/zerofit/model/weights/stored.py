@@ -1,4 +1,4 @@
-"""Read the tensors of a folder's safetensors files, one at a time."""
+"""Read the tensors of a folder's safetensors files one at a time."""
 
 import json
 from pathlib import Path
@@ -8,8 +8,6 @@ from safetensors import safe_open
 
 
 class Weights:
-    """Read the tensors of a folder's safetensors files one at a time."""
-
     def __init__(self, folder: Path):
         self.files = [safe_open(file, "pt") for file in _weight_files(folder)]
         self.where = {name: file for file in self.files for name in file.keys()}  # noqa: SIM118  (no dict)
@@ -22,14 +20,14 @@ class Weights:
 
 
 def _weight_files(folder: Path) -> list[Path]:
-    """Return the safetensors files that from_pretrained reads; a base may have others beside them.
+    """Return the safetensors files that from_pretrained reads; the folder may contain others.
 
-    mistralai's folders hold the weights a second time, as consolidated.safetensors.
+    mistralai's folders contain the weights a second time, as consolidated.safetensors.
     """
     stem = "adapter_model" if (folder / "adapter_config.json").exists() else "model"
-    whole, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
-    if whole.exists():
-        return [whole]
+    single, index = folder / f"{stem}.safetensors", folder / f"{stem}.safetensors.index.json"
+    if single.exists():
+        return [single]
     if index.exists():
         return [folder / name for name in sorted(set(json.loads(index.read_text("utf-8"))["weight_map"].values()))]
     return sorted(folder.glob("*.safetensors"))

@@ -1,1 +1,1 @@
-"""What a plan says beside the fastest setting of one method: other methods, long rows, batches, cost."""
+"""Advice in addition to the fastest setting of one method: other methods, long rows, batches, cost."""

@@ -1,122 +1,116 @@
-"""Offer --method auto full fine-tuning, LoRA and QLoRA, decide between those that fit, and say why it took one."""
+"""Choose between full fine-tuning, LoRA and QLoRA for --method auto, and explain the choice."""
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
-from zerofit.base.errors import UserError
 from zerofit.base.hardware import GIB
 from zerofit.job.request import Request
 from zerofit.plan import candidates
 from zerofit.plan.candidate import Candidate, Plan
+from zerofit.plan.search import best_fit
 
-# How many times as long as the fastest method a step may take, of the first method (all weights) and of the others but
-# the last (an adapter on whole weights). LoRA saves a third of the products, and half of them where it needs no
-# recomputation: up to that, full fine-tuning is as fast as it can be. LoRA has no rounding of the base.
-WORTH_FIRST, WORTH_NEXT = 2.0, 1.25
+# Largest slowdown of full fine-tuning and of LoRA compared with the fastest method; the last method is unlimited. LoRA
+# saves a third of the products, and half of them without recomputation: full fine-tuning cannot be faster than that.
+# Unlike QLoRA, LoRA does not round the base.
+MAX_SLOWDOWN_FULL, MAX_SLOWDOWN_LORA = 2.0, 1.25
 
-# GiB of host memory for each GiB of a node's GPUs that --method auto counts on where HOST_MEMORY is not known. Nodes of
-# clouds have 2.1 (one A100) to 4, a workstation with a 24-GB card 64 GB.
-HOST_OF_GPU = 2.0
+# GiB of host memory per GiB of GPU memory that --method auto assumes without HOST_MEMORY. Cloud nodes have 2.1 (one
+# A100) to 4, a workstation with a 24-GB card has 64 GB.
+ASSUMED_HOST_PER_GPU = 2.0
 
 
 @dataclass(frozen=True)
 class Offer:
     """A method with its settings."""
 
-    name: str  # as in --method
+    name: str  # value of --method
     tried: list[Candidate]  # the fastest first
-    best: Candidate | None  # the fastest that fits by formula; None: none does
-    worth: float  # how many times as long as the fastest it may take
+    best: Candidate | None  # the best that fits by formula, or None
+    max_slowdown: float  # compared with the fastest method
 
 
-def fastest_that_fits(tried: list[Candidate], plan: Plan) -> Candidate | None:
-    """Return the fastest that fits the GPU by formula, rather one for which there is host memory and disk too."""
-    fit = [one for one in tried if one.peak <= plan.limit]
-    return next((one for one in fit if not is_short(one, plan)), fit[0] if fit else None)
+def best_of(tried: list[Candidate], plan: Plan) -> Candidate | None:
+    """Return the preferred setting that fits by formula, if possible with enough host memory and disk space."""
+    roomy = best_fit([one for one in tried if not plan.exceeds_disk(one)], plan)
+    return roomy or best_fit(tried, replace(plan, host_memory_limit=None))
 
 
 def is_short(one: Candidate, plan: Plan) -> bool:
-    """Return whether a setting needs more host memory or disk than the plan counts on."""
-    return plan.host_is_short(one) or plan.disk_is_short(one)
+    """Return whether a setting needs more host memory or disk space than the plan has."""
+    return plan.exceeds_host_memory(one) or plan.exceeds_disk(one)
 
 
-def pace(one: Candidate) -> float:
-    """Return the seconds of a token."""
+def seconds_per_token(one: Candidate) -> float:
+    """Return the seconds per token."""
     return 1 / one.tokens_per_second
 
 
-def near(found: list[Offer], plan: Plan) -> list[tuple[str, list[Candidate]]]:
-    """Return the methods in order of preference, each with the settings that are fast enough to be preferred."""
-    fit = [pace(offer.best) for offer in found if offer.best and not is_short(offer.best, plan)]
+def fast_enough(offers: list[Offer], plan: Plan) -> list[tuple[str, list[Candidate]]]:
+    """Return the methods in order of preference, each with its settings that are fast enough to be preferred."""
+    fit = [seconds_per_token(offer.best) for offer in offers if offer.best and not is_short(offer.best, plan)]
     if not fit:
         return []
     result = []
-    for offer in found:
-        most = offer.worth * min(fit)
-        fast = [one for one in offer.tried if pace(one) <= _most(one, most, min(fit)) and not is_short(one, plan)]
+    for offer in offers:
+        limit = offer.max_slowdown * min(fit)
+        fast = [one for one in offer.tried if seconds_per_token(one) <= _time_limit(one, limit, min(fit))]
+        fast = [one for one in fast if not is_short(one, plan)]
         if any(one.by_formula <= plan.limit for one in fast):
             result.append((offer.name, fast))
     return result
 
 
-def host_assumed(plan: Plan) -> int | None:
-    """Return the bytes of host memory that --method auto counts on where nobody has told them; None: they are told."""
-    if plan.host_limit is not None:
-        return None
-    return int(HOST_OF_GPU * plan.gpu.memory_gib * GIB * min(plan.ranks, plan.node))
+def assumed_host_memory(plan: Plan) -> int:
+    """Return the bytes of host memory per node that --method auto assumes if not set."""
+    return int(ASSUMED_HOST_PER_GPU * plan.gpu.memory_gib * GIB * min(plan.ranks, plan.node))
 
 
-def _most(one: Candidate, most: float, fastest: float) -> float:
-    """Return the seconds of a token up to which a setting is preferred.
+def _time_limit(one: Candidate, limit: float, fastest: float) -> float:
+    """Return the seconds per token up to which a setting is preferred.
 
-    With the weights in host memory it must be as fast as the fastest: each micro batch waits for links whose speeds no
-    measurement has confirmed, and smaller batches wait longer.
+    With weights in host memory, a setting must be as fast as the fastest: each micro batch waits for links whose speeds
+    are not measured, and smaller batches wait longer.
     """
-    return fastest if one.setting.offload == "all" else most
+    return fastest if one.setting.offload == "all" else limit
 
 
-def offers(methods: list[str], request: Request, plan: Plan) -> list[Offer]:
-    """Return the methods with their settings by formula. Raises: UserError if the first one has none."""
-    found = {}
-    for name in methods:
-        try:
-            found[name] = candidates.candidates(name, request, plan.ranks, plan.gpu, node=plan.node)
-        except UserError:
-            if name == methods[0] or not found:
-                raise
-            continue  # the user's other flags do not go with it
-    return [Offer(name, tried, fastest_that_fits(tried, plan), worth(name, [*found])) for name, tried in found.items()]
+def offers(names: list[str], request: Request, plan: Plan) -> list[Offer]:
+    """Return the methods with their settings by formula. Raises: UserError if the first method allows none."""
+    first, *others = names
+    by_name = {first: candidates.candidates(first, request, plan.ranks, plan.gpu, node=plan.node)}
+    by_name |= {name: tried for name in others if (tried := candidates.find(name, request, plan))}
+    return [Offer(name, tried, best_of(tried, plan), max_slowdown(name, [*by_name])) for name, tried in by_name.items()]
 
 
-def worth(name: str, names: list[str]) -> float:
-    """Return how many times as long as the fastest a method may take, where `names` are looked at."""
+def max_slowdown(name: str, names: list[str]) -> float:
+    """Return the largest slowdown of a method compared with the fastest of `names`."""
     if name == names[-1]:
         return float("inf")
-    return WORTH_NEXT if candidates.method_of(name).takes_adapters else WORTH_FIRST
+    return MAX_SLOWDOWN_LORA if candidates.method_of(name).takes_adapters else MAX_SLOWDOWN_FULL
 
 
 def rule(plan: Plan) -> list[str]:
-    """Return the line that says why --method auto has taken its method; none where no several were searched."""
+    """Return the line that explains the method of --method auto; [] if only one method was searched."""
     chosen, names = plan.chosen, plan.methods
     if chosen is None or len(names) == 1:
         return []
-    said = ", then ".join(f"{_title(name)} up to {worth(name, names):g} times" for name in names[:-1])
-    passed = [_passed(name, chosen, plan) for name in names[: names.index(chosen.method)]]
+    rules = ", then ".join(f"{_title(name)} up to {max_slowdown(name, names):g} times" for name in names[:-1])
+    passed = [_why_not(name, chosen, plan) for name in names[: names.index(chosen.method)]]
     why = f"; {', '.join(passed)}" if passed else ""
-    return [f"auto prefers {said} the time of the fastest, with weights on the GPU{why}"]
+    return [f"auto prefers {rules} the time of the fastest, with weights on the GPU{why}"]
 
 
 def _title(name: str) -> str:
     return candidates.method_of(name).title
 
 
-def _passed(name: str, chosen: Candidate, plan: Plan) -> str:
-    """Return why a preferred method was not taken."""
-    one, _ = plan.instead.get(_title(name), (None, ""))
+def _why_not(name: str, chosen: Candidate, plan: Plan) -> str:
+    """Return why a preferred method was not chosen."""
+    one, _ = plan.alternatives.get(_title(name), (None, ""))
     if one is None:
         return f"{_title(name)} does not fit"
-    if plan.host_is_short(one):
-        return f"{_title(name)} needs {one.host_of_a_node / GIB:,.0f} GiB of host memory"
-    if plan.disk_is_short(one):
+    if plan.exceeds_host_memory(one):
+        return f"{_title(name)} needs {one.host_bytes_per_node / GIB:,.0f} GiB of host memory"
+    if plan.exceeds_disk(one):
         return f"{_title(name)} needs {sum(one.saved(plan.kept)) / GIB:,.0f} GiB of disk"
     where = ", with its weights in host memory" * (one.setting.offload == "all")
-    return f"{_title(name)} would take {pace(one) / pace(chosen):.1f} times as long{where}"
+    return f"{_title(name)} would take {seconds_per_token(one) / seconds_per_token(chosen):.1f} times as long{where}"

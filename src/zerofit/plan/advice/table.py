@@ -1,4 +1,4 @@
-"""Write the table of the methods that a plan has looked at, with their time, memory and cost."""
+"""Write the table of the methods that a plan considered, with time, memory and cost."""
 
 import re
 import textwrap
@@ -12,12 +12,12 @@ WIDTH = 100  # columns of a terminal
 
 
 def lines(plan: Plan) -> list[str]:
-    """Return the table of the chosen method and of those beside it; [] where there is none beside."""
-    if not plan.instead:
+    """Return the table of the chosen method and its alternatives; [] without alternatives."""
+    if not plan.alternatives:
         return []
     rows = [(candidates.method_of(plan.chosen.method).title, plan.chosen, "")] if plan.chosen else []
-    rows += [(name, candidate, hint) for name, (candidate, hint) in plan.instead.items()]
-    priced = any(cost.of(one, plan.run)["hours"] is not None for _, one, _ in rows if one) if plan.run else False
+    rows += [(name, candidate, hint) for name, (candidate, hint) in plan.alternatives.items()]
+    priced = any(cost.price_run(one, plan.run)["hours"] is not None for _, one, _ in rows if one) if plan.run else False
     money = ("dollars" if plan.run.price else "GPU hours",) if priced else ()
     head = ("methods", "a step", "tokens/s", "GPU GiB", "host GiB", *money, "setting (~: by formula + margin)")
     cells = [head, *(_cells(name, one, plan, priced) for name, one, _ in rows)]
@@ -28,22 +28,22 @@ def _cells(name: str, one: Candidate | None, plan: Plan, priced: bool) -> tuple[
     """Return the cells of a method."""
     mark = "* " if one is plan.chosen and one else "  "
     if one is None:
-        alone = len(plan.methods) == 1 and name != "pipeline"  # others were looked at without offload
+        alone = len(plan.methods) == 1 and name != "pipeline"  # alternatives were planned without offload
         return mark + name, *[""] * (4 + priced), "does not fit" + " without offload" * alone
     about = "" if one.answer else "~"
-    host = f"{one.host_of_a_node / GIB:,.0f}" + "!" * (plan.host_is_short(one) or plan.disk_is_short(one))
+    host = f"{one.host_bytes_per_node / GIB:,.0f}" + "!" * (plan.exceeds_host_memory(one) or plan.exceeds_disk(one))
     cells = [mark + name, f"{cost.rounded(one.seconds)} s", cost.rounded(one.tokens_per_second)]
-    cells += [f"{about}{one.peak / GIB:.1f}", host if one.host_of_a_node >= GIB / 2 else "-"]
+    cells += [f"{about}{one.peak / GIB:.1f}", host if one.host_bytes_per_node >= GIB / 2 else "-"]
     if priced:
-        price = cost.of(one, plan.run)
+        price = cost.price_run(one, plan.run)
         cells.append(f"${cost.rounded(price['dollars'])}" if plan.run.price else cost.rounded(price["gpu_hours"]))
     return *cells, one.label.partition(" ")[2]
 
 
 def wrapped(text: str, width: int) -> str:
-    """Return a plan's text with lines of at most `width` columns, but for the command at its end.
+    """Wrap a plan's text to `width` columns, except for the command at its end.
 
-    What does not fit goes on below the text after a name and two or more spaces, or four columns to the right.
+    Continuation lines start below the text after a name and two or more spaces, or four columns to the right.
     """
     result = []
     for line in text.splitlines():
@@ -51,15 +51,15 @@ def wrapped(text: str, width: int) -> str:
             result.append(line)
             continue
         start = len(line) - len(line.lstrip())
-        named = re.match(r"  \S+( \S+)*  +", line)
-        indent = " " * (len(named[0]) if named else start if start > 4 else start + 4)
-        head = named[0] if named else " " * start
+        prefix = re.match(r"  \S+( \S+)*  +", line)
+        indent = " " * (len(prefix[0]) if prefix else start if start > 4 else start + 4)
+        head = prefix[0] if prefix else " " * start
         result += textwrap.wrap(line[len(head) :], width, initial_indent=head, subsequent_indent=indent)
     return "\n".join(result)
 
 
 def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
-    """Return the rows as lines: the first and the last column flush left, the last one wrapped."""
+    """Return the rows as lines: the first and last column aligned left, the last column wrapped."""
     widths = [max(len(row[column]) for row in rows) for column in range(len(rows[0]) - 1)]
     result = []
     for name, *numbers, last in rows:
@@ -74,12 +74,12 @@ def _aligned(rows: list[tuple[str, ...]]) -> list[str]:
 
 
 def _hints(plan: Plan, rows: list[tuple[str, ...]]) -> list[str]:
-    """Return lines on the marks of the table, and on how the other methods are planned."""
-    fit = [(name, hint) for name, (candidate, hint) in plan.instead.items() if candidate]
+    """Return lines that explain the marks of the table and how to plan the other methods."""
+    fit = [(name, hint) for name, (candidate, hint) in plan.alternatives.items() if candidate]
     flags = ", ".join(f"{name}: {hint}" for name, hint in fit if not hint.startswith("docs/"))
     pages = ", ".join(f"{name}: {hint}" for name, hint in fit if hint.startswith("docs/"))
     short = any("!" in cell for row in rows for cell in row[:-1])
-    lines = ["  !: more host memory or disk than there is"] if short else []
+    lines = ["  !: not enough host memory or disk space"] if short else []
     if flags:
-        lines.append(f"  to plan another: {flags}")
-    return [*lines, f"  more of {pages}"] if pages else lines
+        lines.append(f"  to plan another method: {flags}")
+    return [*lines, f"  more about {pages}"] if pages else lines

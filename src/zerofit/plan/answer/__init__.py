@@ -1,1 +1,1 @@
-"""Write the answer of a plan; give the first one by formula."""
+"""Write the answer of a plan."""

@@ -1,1 +1,1 @@
-"""Price the time of a step: operations, rates of GPUs and links, what was measured here."""
+"""Estimate the time of a step from its operations and from published or measured rates of GPUs and links."""

@@ -1,4 +1,4 @@
-"""Say how far plans of a kind of job on a kind of GPU were from published speeds."""
+"""Report how far plans of similar jobs were from published speeds."""
 
 import functools
 import json
@@ -9,15 +9,12 @@ from zerofit.plan.formulas import Shape
 from zerofit.plan.speed import rates
 
 FILE = Path(__file__).with_name("accuracy.json")  # written by benchmarks/published_speeds.py --write
-
-FEW = 3  # points of a kind of job below which those on all GPUs count
-
-PROGRAMS = "FSDP and Hugging Face trainers"  # programs with fused kernels reach more (docs/speed.md)
-
+MIN_RUNS = 3  # with fewer runs on a GPU, the runs on all GPUs are reported
+PROGRAMS = "FSDP and Hugging Face trainers"  # programs with fused kernels are faster (docs/speed.md)
 KINDS = ("full fine-tuning", "adapters", "adapters on a packed base", "mixtures of experts")
 
 
-def kind_of(shape: Shape) -> str:
+def job_kind(shape: Shape) -> str:
     """Return the kind of a job, one of KINDS."""
     products = shape.work.products if shape.work else ()
     if shape.experts or any(p.experts for p in products):
@@ -27,31 +24,29 @@ def kind_of(shape: Shape) -> str:
     return KINDS[2] if any(p.bits < 16 for p in products) else KINDS[1]
 
 
-def chip_of(name: str | None) -> str:
-    """Return the name of a GPU of the table without its memory and slot: "a100"."""
+def chip_name(name: str | None) -> str:
+    """Return the name of a GPU without its memory and slot: "a100"."""
     return (name or "").partition("-")[0]
 
 
 @functools.cache
 def points() -> list[dict]:
     """Return the published speeds of FSDP and Hugging Face trainers: [{"chip", "kind", "error"}]."""
-    return json.loads(FILE.read_text(encoding="utf-8"))["points"] if FILE.exists() else []
+    return json.loads(FILE.read_text(encoding="utf-8"))["points"]
 
 
-def band(gpu: Gpu, shape: Shape) -> str:
-    """Return the range of the plan's errors at published runs like this one, or that there is none of its GPU."""
-    chip, kind = chip_of(rates.name_of(gpu)), kind_of(shape)
+def error_range(gpu: Gpu, shape: Shape) -> str:
+    """Return the range of the plan's errors at similar published runs, and whether they were on this GPU."""
+    chip, kind = chip_name(rates.gpu_name(gpu)), job_kind(shape)
     of_kind = [p for p in points() if p["kind"] == kind]
     alike = [p for p in of_kind if p["chip"] == chip]
-    if len(alike) >= FEW:
+    if len(alike) >= MIN_RUNS:
         return f"{_range(alike)} at {len(alike)} published runs of {PROGRAMS}: {kind} on {chip.upper()}"
-    few = "few" if any(p["chip"] == chip for p in points()) else "no"
+    number = "few" if any(p["chip"] == chip for p in points()) else "no"
     others = f"{_range(of_kind)} at {len(of_kind)} runs of {kind} by {PROGRAMS} on any"
-    return f"{few} published runs like it on this GPU were compared; {others}"
+    return f"{number} similar published runs on this GPU; {others}"
 
 
-def _range(found: list[dict]) -> str:
-    if not found:
-        return "of unknown error"
-    errors = [p["error"] for p in found]
+def _range(runs: list[dict]) -> str:
+    errors = [p["error"] for p in runs]
     return f"{100 * min(errors):+.0f} to {100 * max(errors):+.0f} %"

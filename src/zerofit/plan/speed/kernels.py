@@ -1,34 +1,33 @@
-"""Say with which kernels a job computes its step, as far as its time depends on them."""
+"""Describe the kernels of a job that affect the time of its step."""
 
 from dataclasses import dataclass
 
-FP32_STATES, STATES_16_BIT, STATES_8_BIT = 28.0, 18.0, 16.0  # bytes that an update reads and writes a number
-
-FOREACH = 2.0  # an optimizer of several kernels reads and writes its numbers about twice
+FP32_STATES, STATES_16_BIT, STATES_8_BIT = 28.0, 18.0, 16.0  # bytes read and written per updated parameter
+FOREACH = 2.0  # an optimizer of several kernels moves about twice the bytes of a fused one
 
 
 @dataclass(frozen=True)
 class Kernels:
-    """How a job computes its step."""
+    """The kernels with which a job computes its step."""
 
     fused_loss: bool = False  # the loss is computed in chunks of tokens
-    adapters: str = "in place"  # how B's product is added, of step.LORA: "in place", "sum", "cast" or "fp32"
+    adapters: str = "in place"  # how B's product is added, a key of step.LORA: "in place", "sum", "cast" or "fp32"
     lora_dropout: bool = False  # inputs of adapters pass through dropout
-    loops_experts: bool = False  # experts are called one by one, not one kernel for all of a layer
-    experts_apart: bool = False  # their products are a kernel for each expert, the rest one for all
+    loops_experts: bool = False  # a Python loop calls the experts of a layer
+    kernel_per_expert: bool = False  # a product has a kernel per expert; other operations have one per layer
     compiled: bool = False  # elementwise kernels of a layer are fused by torch.compile
-    fp32_products: bool = False  # products of fp32 numbers
-    stops_early: bool = True  # recomputation of a layer ends with the last result that its backward needs
-    fp32_states: bool = False  # hidden states are fp32, and each product casts its input
-    attention: float = 1.0  # share of the rates of FlashAttention 2 that its kernel reaches
-    update_bytes: float = FP32_STATES  # that the optimizer reads and writes a trained number
+    fp32_products: bool = False  # matrix products are in fp32
+    stops_early: bool = True  # the recomputation of a layer stops after the last tensor that its backward needs
+    fp32_states: bool = False  # hidden states are in fp32, and each product casts its input
+    attention: float = 1.0  # speed of its attention kernel relative to FlashAttention 2
+    update_bytes: float = FP32_STATES  # bytes that the optimizer reads and writes per trained parameter
 
 
-AS_THE_KIT = Kernels()  # of zerofit's defaults
+DEFAULT_KERNELS = Kernels()  # zerofit's defaults
 
 
-def of(settings) -> Kernels:
-    """Return the kernels of a job. settings: resolved."""
+def kernels_for(settings) -> Kernels:
+    """Return the kernels of a job with these resolved settings."""
     from zerofit.model import experts
     from zerofit.model.load import weight_dtype
 
@@ -42,7 +41,7 @@ def of(settings) -> Kernels:
         adapters="in place" if values.get("fused_lora", True) and not dropout else "sum",
         lora_dropout=dropout,
         loops_experts=settings.experts_implementation == "eager",
-        experts_apart=not settings.use_cpu and not experts.has_one_kernel(settings),
+        kernel_per_expert=not settings.use_cpu and not experts.has_one_kernel(settings),
         compiled=bool(settings.compile_layers),
         fp32_products=settings.precision == "fp32" and weight_dtype(settings) == "float32",
         stops_early=not dict(values.get("gradient_checkpointing_kwargs") or {}).get("use_reentrant", False),

@@ -1,48 +1,39 @@
-"""Price collectives: bytes over links, and the latency of each call by NCCL's cost model."""
+"""Estimate the time of collectives: bytes over links, plus the latency of each call by NCCL's cost model."""
 
-import functools
 import math
 
-from zerofit.plan.formulas import Collective, Setting, Shape, collectives, split
-from zerofit.plan.speed import rates
-from zerofit.plan.speed.rates import Rates
+from zerofit.plan.formulas import Collective, PlanPoint, Shape, collectives, split
+from zerofit.plan.speed.rates import Rates, rates_for, table
 
 
-def seconds(calls: list[Collective], setting: Setting, found: Rates) -> float:
-    """Return the seconds of collectives, in sequence as NCCL runs those of one communicator.
+def seconds(calls: list[Collective], setting: PlanPoint, rates: Rates) -> float:
+    """Return the seconds of collectives, which NCCL runs in sequence on a communicator.
 
-    Within a call only the slower kind of link counts: the ring is a pipeline, and NCCL builds as many rings as it needs
-    to use every adapter of a node (nccl-tests, doc/PERFORMANCE.md: bus bandwidth).
+    Only the slower kind of link counts in a call: the ring is a pipeline, and NCCL builds enough rings to use every
+    network adapter of a node (nccl-tests, doc/PERFORMANCE.md: bus bandwidth).
     """
     total = 0.0
     for call in calls:
         within, across = split(call, setting)
-        total += max(within / found.link, across / found.node) + call.calls * call_seconds(call, setting)
+        total += max(within / rates.link, across / rates.node) + call.calls * call_seconds(call, setting)
     return total
 
 
-def wire_seconds(s: Shape, setting: Setting, gpu) -> float:
+def wire_seconds(s: Shape, setting: PlanPoint, gpu) -> float:
     """Return the seconds of all collectives of an optimizer step."""
-    return seconds(collectives(s, setting), setting, rates.of(gpu, setting.of_a_node))
+    return seconds(collectives(s, setting), setting, rates_for(gpu, setting.ranks_per_node))
 
 
-@functools.cache
-def _latencies() -> dict:
-    """Return microseconds of latency of NCCL's calls and hops.
-
-    hwLat and baseLat (LL128) of its cost model, github.com/NVIDIA/nccl src/graph/tuning.cc.
-    """
-    return rates.table()["collectives"]
-
-
-def call_seconds(c: Collective, setting: Setting) -> float:
+def call_seconds(c: Collective, setting: PlanPoint) -> float:
     """Return a call's latency in seconds by NCCL's cost model.
 
-    It is that of a ring, whose steps are sequential; for an all-reduce, of a tree over the nodes if that is faster."""
-    known, nodes = _latencies(), c.nodes(setting.node)
-    hop, branch = known["ring_hop_us"], known["tree_hop_us"]
+    The steps of a ring are sequential. An all-reduce takes a tree over the nodes if it is faster. The latencies are
+    hwLat and baseLat (LL128) of github.com/NVIDIA/nccl src/graph/tuning.cc.
+    """
+    latencies, nodes = table()["collectives"], c.nodes(setting.node)
+    hop, branch = latencies["ring_hop_us"], latencies["tree_hop_us"]
     ring = (c.ranks - nodes) * hop["within"] + (nodes - 1) * hop["across"]
     if c.reduces:
         tree = (c.ranks / nodes - 1) * branch["within"] + math.log2(nodes) * branch["across"]
         ring = 2 * min(ring, tree)
-    return (known["call_us"] + ring) * 1e-6
+    return (latencies["call_us"] + ring) * 1e-6

@@ -1,4 +1,4 @@
-"""Read the rates of GPUs, links and hosts: rates.json, and what `make calibrate` has measured here."""
+"""Read the rates of GPUs, links and hosts from rates.json and from the measurements of `make calibrate`."""
 
 import functools
 import json
@@ -12,53 +12,50 @@ from zerofit.base.hardware import Gpu
 from zerofit.base.paths import cache_root
 
 FILE = Path(__file__).with_name("rates.json")
+FOLDER = "rates"  # folder in the cache with a file per measured GPU
 
-FOLDER = "rates"  # of the cache, with a file for each GPU that was measured
-
-# What a calibration may measure: names of Rates, in units of a second and a byte.
+# Fields of Rates that a calibration can measure, in seconds and bytes.
 MEASURED = (
     *("products", "fp32_products", "fp8_products", "attention_forward", "attention_backward", "memory", "unpacking"),
     *("kernel", "backward_kernel", "host", "link"),
 )
 
-TILE = 128  # rows and columns of the result that one multiprocessor computes at a time
-
-TAIL = 0.35  # share of a wave of tiles that is lost at the end of a product: the last wave is rarely full
-
-KERNEL = 4e-6  # seconds of the smallest kernel on the GPU itself
+TILE = 128  # rows and columns of a tile of the result, which one multiprocessor computes at a time
+TAIL = 0.35  # idle share of a wave of tiles at the end of a product: the last wave is rarely full
+KERNEL = 4e-6  # seconds that the smallest kernel takes on the GPU
 
 
 @dataclass(frozen=True)
 class Rates:
-    """What a GPU with its links and its host reaches, in operations, bytes and seconds."""
+    """Rates that a GPU, its links and its host reach, in operations, bytes and seconds."""
 
     multiprocessors: int
-    products: float  # 16-bit operations a second of a large matrix product
-    fp32_products: float  # the same of fp32 numbers, without TF32
-    fp8_products: float | None  # and of 8-bit floats, None: there are none
-    backward: float  # share of it that the products of a backward reach
-    depth: float  # numbers of the summed dimension at which half of a product's time is loading and storing
-    grouped: float  # share of `products` that one product for many experts reaches
-    attention_forward: float  # operations a second of a fused attention on long rows, 128 numbers a head
+    products: float  # operations per second of a large 16-bit matrix product
+    fp32_products: float  # operations per second in fp32, without TF32
+    fp8_products: float | None  # operations per second of 8-bit floats; None: unsupported
+    backward: float  # share of `products` that the products of a backward reach
+    depth: float  # size of the summed dimension at which loading and storing take half of a product's time
+    grouped: float  # share of `products` that a grouped product of experts reaches
+    attention_forward: float  # operations per second of a fused attention on long rows with a head size of 128
     attention_backward: float
-    attention_half: float  # tokens of a row at which it reaches half of that
-    memory: float  # bytes a second of elementwise kernels
-    unpacking: float  # bytes a second at which 4-bit weights are unpacked, read and written
+    attention_half: float  # tokens per row at which attention reaches half of its rate
+    memory: float  # bytes per second of elementwise kernels
+    unpacking: float  # bytes per second, read and written, at which 4-bit weights are unpacked
     kernel: float  # seconds in which Python starts a kernel of the forward
-    backward_kernel: float  # and autograd one of the backward
-    module: float  # seconds of the host for the hooks of ZeRO-3 at a module, in each pass
-    step: float  # seconds of the host for an optimizer step: data, norms, logs
-    link: float  # bytes a second to the other GPUs of the node
-    overlap: float  # share of the communication that can run beside arithmetic
-    node: float  # bytes a second to other nodes
-    host: float  # bytes a second to host memory
-    host_overlap: float  # share of those copies that runs beside arithmetic
-    cpu_adam: float  # bytes a second of host memory in a rank's CPU Adam
-    nvme: float  # bytes a second of a node's disk, one way
-    measured: bool = False  # on this machine, by `make calibrate`
+    backward_kernel: float  # seconds in which autograd starts a kernel of the backward
+    module: float  # seconds per module and pass that the hooks of ZeRO-3 take on the host
+    step: float  # seconds per optimizer step on the host: data, norms, logs
+    link: float  # bytes per second to the other GPUs of the node
+    overlap: float  # share of the communication that can overlap with computation
+    node: float  # bytes per second to other nodes
+    host: float  # bytes per second to host memory
+    host_overlap: float  # share of copies to host memory that overlaps with computation
+    cpu_adam: float  # bytes per second of host memory that the CPU Adam of a rank reaches
+    nvme: float  # bytes per second of a node's disk, one way
+    measured: bool = False  # whether `make calibrate` measured rates on this machine
 
     def product_seconds(self, rows: float, wide: float, out: float, speed: float | None = None) -> float:
-        """Return the seconds of a matrix product, limited by arithmetic or by memory."""
+        """Return the seconds of a matrix product, limited by computation or by memory."""
         arithmetic = 2 * rows * wide * out / ((speed or self.products) * self.filled(rows, wide, out))
         moved = 2 * (rows * wide + wide * out + rows * out) / self.memory
         return max(arithmetic, moved, KERNEL)
@@ -66,41 +63,37 @@ class Rates:
     def filled(self, rows: float, wide: float, out: float) -> float:
         """Return the share of `products` that a product of this shape reaches.
 
-        A result of few tiles leaves multiprocessors idle, and a short sum is mostly loading and storing.
+        With few tiles multiprocessors are idle; with short sums loading and storing take most of the time.
         """
         waves = math.ceil(rows / TILE) * math.ceil(out / TILE) / self.multiprocessors
         return waves / (waves + TAIL) * wide / (wide + self.depth)
 
 
+@functools.cache
 def table() -> dict:
     """Return rates.json."""
-    return _read(FILE)
+    return json.loads(FILE.read_text(encoding="utf-8"))
 
 
-@functools.cache
-def _read(file: Path) -> dict:
-    return json.loads(file.read_text(encoding="utf-8"))
+def rates_for(gpu: Gpu, gpus: int = 1) -> Rates:
+    """Return the rates of a GPU: measured on this machine, else shares of its data sheet's numbers.
 
-
-def of(gpu: Gpu, together: int = 1) -> Rates:
-    """Return the rates of a GPU: shares of its data sheet's numbers, or what was measured on this machine.
-
-    Args: together: GPUs of a node that a job uses.
+    Args: gpus: GPUs of a node that a job uses.
     """
-    found = _by_table(gpu, *link_of(gpu, together))
-    own = measured(gpu)
-    if not own:
-        return found
-    return replace(found, **{name: own["rates"][name] for name in MEASURED if own["rates"].get(name)}, measured=True)
+    rates, calibration = _by_table(gpu, *link_between(gpu, gpus)), measured(gpu)
+    if not calibration:
+        return rates
+    values = {name: calibration["rates"][name] for name in MEASURED if calibration["rates"].get(name)}
+    return replace(rates, **values, measured=True)
 
 
-def link_of(gpu: Gpu, together: int) -> tuple[str, float]:
-    """Return (its kind in rates.json, GB/s one way) of the link between so many GPUs of a node.
+def link_between(gpu: Gpu, gpus: int) -> tuple[str, float]:
+    """Return (kind in rates.json, GB/s one way) of the link between `gpus` GPUs of a node.
 
-    More NVL cards than a bridge joins send over PCIe: NCCL's ring is as fast as its slowest link.
+    If a bridge does not join all NVL cards, the link is PCIe: NCCL's ring is as fast as its slowest link.
     """
     entry = _entry(gpu)
-    if together > entry.get("bridged", together):
+    if gpus > entry.get("bridged", gpus):
         return "pcie", gpu.host_gbs
     return entry["link"], gpu.link_gbs
 
@@ -139,52 +132,51 @@ def _by_table(gpu: Gpu, kind: str, link_gbs: float) -> Rates:
 
 
 def _entry(gpu: Gpu) -> dict:
-    """Return the entry of rates.json for a GPU, also by torch's name; that of an A100 for one that has none."""
-    known = table()["gpus"]
-    return known[name_of(gpu) or "a100-80g"]
+    """Return the entry of a GPU in rates.json; an unlisted GPU gets the entry of the A100."""
+    return table()["gpus"][gpu_name(gpu) or "a100-80g"]
 
 
-def name_of(gpu: Gpu) -> str | None:
-    """Return the name in the table of a GPU, also where it has torch's name of the device; None: it has none."""
+def gpu_name(gpu: Gpu) -> str | None:
+    """Return the name of a GPU in rates.json, also if it has torch's device name; None if it is not listed."""
     names = {entry.device_name: name for name, entry in hardware.GPUS.items()}
     if gpu.device_name in names:
         return names[gpu.device_name]
-    found = hardware.by_device_name(gpu.device_name.partition(" MIG ")[0])
-    return names.get(found.device_name) if found else None
+    entry = hardware.by_device_name(gpu.device_name.partition(" MIG ")[0])
+    return names.get(entry.device_name) if entry else None
 
 
-# --- what was measured on this machine ---
+# --- measurements on this machine ---
 
 
-def file_of(device_name: str) -> Path:
-    """Return the file for what is measured of GPUs of this name."""
+def rates_file(device_name: str) -> Path:
+    """Return the file with the measured rates of GPUs of this name."""
     return cache_root() / FOLDER / (re.sub(r"[^a-z0-9]+", "-", device_name.lower()).strip("-") + ".json")
 
 
-def keep(device_name: str, found: dict[str, float], details: dict) -> Path:
-    """Write measured rates, by names of Rates, so that plans use them; return the file."""
-    file = file_of(device_name)
+def save_rates(device_name: str, rates: dict[str, float], details: dict) -> Path:
+    """Write measured rates, named by fields of Rates, which plans then use; return the file."""
+    file = rates_file(device_name)
     file.parent.mkdir(parents=True, exist_ok=True)
-    written = {"device_name": device_name, "rates": found, "details": details}
+    written = {"device_name": device_name, "rates": rates, "details": details}
     file.write_text(json.dumps(written, indent=1) + "\n", encoding="utf-8")
     return file
 
 
 def measured(gpu: Gpu) -> dict | None:
-    """Return what `make calibrate` has kept of GPUs like this one; None: nothing, or nothing that can be read."""
+    """Return the measurements of `make calibrate` for GPUs of this kind; None without a readable file."""
     folder = cache_root() / FOLDER
     try:
         files = tuple((file, file.stat().st_mtime_ns) for file in sorted(folder.glob("*.json")))
     except OSError:
         return None
     kept = _kept(files)
-    return kept.get(gpu.device_name) or kept.get(name_of(gpu))
+    return kept.get(gpu.device_name) or kept.get(gpu_name(gpu))
 
 
 @functools.lru_cache(maxsize=4)
 def _kept(files: tuple[tuple[Path, int], ...]) -> dict[str, dict]:
-    """Return {name of a device, and its name in the table: content} of files, each with the time of its last change."""
-    found = {}
+    """Return {device name or name in the table: content}. files: each with its time of modification."""
+    contents = {}
     for file, _ in files:
         try:
             content = json.loads(file.read_text(encoding="utf-8"))
@@ -194,8 +186,8 @@ def _kept(files: tuple[tuple[Path, int], ...]) -> dict[str, dict]:
             continue
         known = hardware.by_device_name(device)
         names = [device] + [name for name, gpu in hardware.GPUS.items() if known and gpu == known]
-        found |= dict.fromkeys(names, content | {"rates": usable})
-    return found
+        contents |= dict.fromkeys(names, content | {"rates": usable})
+    return contents
 
 
 def _is_rate(value) -> bool:

@@ -1,1 +1,1 @@
-"""Score a trained model and its base by lm-evaluation-harness."""
+"""Score a trained model and its base with lm-evaluation-harness."""

@@ -1,4 +1,4 @@
-"""Say which models `zerofit eval` scores, and load them as lm-evaluation-harness's model of transformers."""
+"""Find the models that `zerofit eval` scores, and load them as lm-evaluation-harness's transformers model."""
 
 import os
 from dataclasses import asdict, dataclass
@@ -20,14 +20,14 @@ class Model:
     """A model to score."""
 
     title: str  # "base" or "tuned"
-    saved: source.Saved  # its folder
-    without_adapter: bool = False  # the base that the adapter in that folder was trained on
+    saved: source.Saved
+    without_adapter: bool = False  # score the adapter's base
 
     def as_json(self) -> dict:
         return {"title": self.title, "saved": asdict(self.saved), "without_adapter": self.without_adapter}
 
     @classmethod
-    def of_json(cls, value: dict) -> "Model":
+    def from_json(cls, value: dict) -> "Model":
         saved = value["saved"]
         run = saved["run"] and Path(saved["run"])
         return cls(**value | {"saved": source.Saved(**saved | {"folder": Path(saved["folder"]), "run": run})})
@@ -35,62 +35,62 @@ class Model:
     def tokenizer(self):
         """Return the tokenizer. Raises: UserError without one."""
         saved = source.Saved(Path(self.saved.base), remote=self.saved.remote) if self.without_adapter else self.saved
-        if (found := source.tokenizer(saved)) is None:
+        if (tokenizer := source.tokenizer(saved)) is None:
             if not saved.folder.is_dir():
                 raise UserError(
-                    f"{saved.folder}: was removed meanwhile, as its run saved a newer one; train with "
-                    "--save_total_limit 0 to keep all checkpoints, or name the newest."
+                    f"{saved.folder}: was removed when its run saved a newer checkpoint; train with --save_total_limit "
+                    "0 to keep all checkpoints, or name the newest."
                 )
-            raise UserError(f"{saved.folder}: has no tokenizer to score it with; put the model's tokenizer beside it.")
-        return found
+            raise UserError(f"{saved.folder}: the tokenizer is missing; copy the model's tokenizer into this folder.")
+        return tokenizer
 
     def load(self, device: str):
-        """Return the model as chat and export load it: an adapter unmerged, on its base in the base's type and bits."""
+        """Load the model like chat and export: an adapter stays unmerged on its base, in the base's dtype and bits."""
         attention.avoid_wrong_kernels()
         load = source.load_base if self.without_adapter else source.load
         return load(self.saved, device).eval()
 
 
 def to_score(run: str, base: str, skip_base: bool, remote: bool) -> list[Model]:
-    """Return the base, where there is one, and the tuned model. Raises: UserError as source.find."""
+    """Return the base, if known, and the tuned model. Raises: UserError like source.find."""
     saved = source.find(run, base, remote)
-    found = None if skip_base else _base(saved, base)
-    return [*([found] if found else []), Model("tuned", saved)]
+    base_model = None if skip_base else _base(saved, base)
+    return [*([base_model] if base_model else []), Model("tuned", saved)]
 
 
-def _base(saved: source.Saved, given: str) -> Model | None:
-    """Return the model that the folder's was trained from; None, said in a line, where there is none to score."""
+def _base(saved: source.Saved, explicit: str) -> Model | None:
+    """Return the model that training started from; print a note and return None if it is unknown."""
     if saved.adapter:
         return Model("base", saved, without_adapter=True)
-    name = given or str(saved.argument("model") or "")
-    if not given and (saved.argument("random_init") or not name):
-        why = "--random_init" if name else f"nothing in {saved.folder} names it; --base does"
+    name = explicit or str(saved.argument("model") or "")
+    if not explicit and (saved.argument("random_init") or not name):
+        why = "--random_init" if name else f"{saved.folder} does not name it; set --base"
         print(f"base: not scored ({why})", flush=True)
         return None
-    place = f"--base {name}" if given else f"{saved.folder}: its base {name}"
+    place = f"--base {name}" if explicit else f"{saved.folder}: its base {name}"
     folder = Path(name).expanduser()
     if not folder.is_dir():
         if folder.is_absolute() or name.startswith((".", "~")) or name.count("/") > 1:
-            raise UserError(f"{place}: no such folder; say where it is with --base, or leave it out with --skip_base.")
-        revision = None if given else saved.argument("model_revision")
+            raise UserError(f"{place}: no such folder; set its path with --base, or skip it with --skip_base.")
+        revision = None if explicit else saved.argument("model_revision")
         folder = hub.fetch(name, place, revision)
-        folder = hub.fetch(name, place, revision, (*hub.SMALL, *files.names(folder)))
+        folder = hub.fetch(name, place, revision, (*hub.SMALL_FILES, *files.names(folder)))
     if not (folder / "config.json").exists() or not any(folder.glob(source.MODEL)):
         raise UserError(
-            f"{place}: holds no config.json with weights in safetensors; name the base with --base, or leave it out "
-            "with --skip_base."
+            f"{place}: config.json or the safetensors weights are missing; set its path with --base, or skip it with "
+            "--skip_base."
         )
     return Model("base", source.Saved(folder, remote=saved.remote))
 
 
 def for_harness(model: Model, batch_size: str, template_arguments: dict):
-    """Load a model and return it as the harness's, on this process's device and among the processes of this job."""
+    """Load a model for the harness, on this process's device and for the processes of this job."""
     from lm_eval.models.huggingface import HFLM
 
-    class Shared(HFLM):
-        """The harness's model, which shares rows among the ranks of accelerate on any device.
+    class DistributedLM(HFLM):
+        """HFLM that distributes rows over accelerate's ranks on any device.
 
-        HFLM (0.4.13) takes its rank from accelerate on several GPUs only, and for a model that it has loaded itself.
+        HFLM 0.4.13 does so only on several GPUs and only for a model that it has loaded itself.
         """
 
         @property
@@ -103,9 +103,9 @@ def for_harness(model: Model, batch_size: str, template_arguments: dict):
 
     on_gpu = torch.cuda.is_available()
     device = f"cuda:{os.environ.get('LOCAL_RANK', 0)}" if on_gpu else "cpu"
-    forever = InitProcessGroupKwargs(timeout=timedelta(weeks=52))  # as the harness: a rank may have the longest answers
-    together = Accelerator(cpu=not on_gpu, kwargs_handlers=[forever]) if distributed.size() > 1 else None
-    found = Shared(
+    no_timeout = InitProcessGroupKwargs(timeout=timedelta(weeks=52))  # as in the harness: answer lengths differ
+    accelerator = Accelerator(cpu=not on_gpu, kwargs_handlers=[no_timeout]) if distributed.size() > 1 else None
+    wrapped = DistributedLM(
         model.load(device),
         backend="causal",
         tokenizer=model.tokenizer(),
@@ -113,6 +113,6 @@ def for_harness(model: Model, batch_size: str, template_arguments: dict):
         trust_remote_code=model.saved.remote,
         chat_template_args=template_arguments,
     )
-    if together:
-        found.accelerator = together
-    return found
+    if accelerator:
+        wrapped.accelerator = accelerator
+    return wrapped

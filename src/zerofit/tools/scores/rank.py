@@ -1,6 +1,6 @@
-"""One process of `zerofit eval`: score models by lm-evaluation-harness, which shares the rows among the processes.
+"""One process of `zerofit eval`: score models with lm-evaluation-harness, which distributes the rows over processes.
 
-python -m zerofit.tools.scores.rank QUESTION.json     writes answer.json, or error-<rank>.json, beside it
+python -m zerofit.tools.scores.rank QUESTION.json     writes answer.json, or error-<rank>.json, next to it
 """
 
 import gc
@@ -29,26 +29,26 @@ def main() -> None:
     try:
         answer = score(json.loads(question.read_text(encoding="utf-8")))
     except UserError as error:
-        said = {"error": str(error), "exit_code": error.exit_code}
-        question.with_name(f"error-{distributed.rank()}.json").write_text(json.dumps(said), encoding="utf-8")
+        report = {"error": str(error), "exit_code": error.exit_code}
+        question.with_name(f"error-{distributed.rank()}.json").write_text(json.dumps(report), encoding="utf-8")
         sys.exit(error.exit_code)
     if answer:
         question.with_name("answer.json").write_text(json.dumps(answer, default=str), encoding="utf-8")
 
 
-def score(asked: dict) -> dict:
+def score(request: dict) -> dict:
     """Return {"scores": {"base", "tuned": job.scores.Scores}, ...} on rank 0, {} on others.
 
-    Args: asked: as `evaluate.question` makes it. Raises: UserError for tasks that cannot be built, and OutOfMemory.
+    Args: request: from `evaluate.question`. Raises: UserError for tasks that cannot be built, and OutOfMemory.
     """
     _quiet()
-    found = tasks.find(asked["tasks"])
-    built = tasks.build(found, asked["unsafe"])  # before a model is loaded: what is missing is said at once
-    _check_rows(tasks.rows_of(built), asked["limit"])
+    sources = tasks.find(request["tasks"])
+    built = tasks.build(sources, request["unsafe"])  # reports missing data before a model is loaded
+    _check_rows(tasks.rows_of(built), request["limit"])
     answer = {"scores": {}, "chat_template": {}, "samples": {}, "harness": metadata.version("lm_eval"), "processes": 1}
-    for model in map(models.Model.of_json, asked["models"]):
-        built = built or tasks.build(found, asked["unsafe"])  # anew: a task keeps what the model before has answered
-        results, answer["chat_template"][model.title], size = _of_model(model, built, asked)
+    for model in map(models.Model.from_json, request["models"]):
+        built = built or tasks.build(sources, request["unsafe"])  # tasks keep the answers of the previous model
+        results, answer["chat_template"][model.title], size = _score_model(model, built, request)
         built = None
         answer["processes"] = size
         if results:
@@ -57,34 +57,32 @@ def score(asked: dict) -> dict:
     return answer if distributed.rank() == 0 else {}
 
 
-def _of_model(model: models.Model, built: list, asked: dict) -> tuple[dict | None, bool, int]:
-    """Return the harness's results (None on ranks but 0), whether prompts had a chat template, and the ranks."""
+def _score_model(model: models.Model, built: list, request: dict) -> tuple[dict | None, bool, int]:
+    """Return (results on rank 0, None on others; whether prompts used a chat template; number of ranks)."""
     from lm_eval import simple_evaluate
     from lm_eval.tasks import TaskManager
 
-    templated = bool(asked["chat_template"] and model.tokenizer().chat_template)
+    templated = bool(request["chat_template"] and model.tokenizer().chat_template)
     if distributed.rank() == 0:
-        print(
-            f"{model.title}: {_name(model)}, prompts {'by its chat template' if templated else 'as plain text'}",
-            flush=True,
-        )
+        prompts = "with its chat template" if templated else "as plain text"
+        print(f"{model.title}: {_name(model)}, prompts {prompts}", flush=True)
     try:
-        lm = models.for_harness(model, asked["batch_size"], asked["template_arguments"])
+        lm = models.for_harness(model, request["batch_size"], request["template_arguments"])
         results = simple_evaluate(
             model=lm,
             tasks=built,
-            task_manager=TaskManager(include_defaults=False),  # they are built: else it reads 14,000 files again
-            num_fewshot=asked["num_fewshot"],
-            batch_size=asked["batch_size"],
-            limit=asked["limit"],
-            log_samples=asked["log_samples"],
+            task_manager=TaskManager(include_defaults=False),  # avoids reading 14,000 files again
+            num_fewshot=request["num_fewshot"],
+            batch_size=request["batch_size"],
+            limit=request["limit"],
+            log_samples=request["log_samples"],
             apply_chat_template=templated,
-            system_instruction=asked["system_instruction"] or None,
-            gen_kwargs=asked["gen_kwargs"] or None,
-            confirm_run_unsafe_code=asked["unsafe"],
+            system_instruction=request["system_instruction"] or None,
+            gen_kwargs=request["gen_kwargs"] or None,
+            confirm_run_unsafe_code=request["unsafe"],
         )
         size = lm.world_size
-    except AssertionError as error:  # of a task that asks for more tokens than the model has positions
+    except AssertionError as error:  # a task requests more tokens than the model has positions
         raise UserError(
             f"{model.title}: lm-evaluation-harness: {first_line(error)} (--gen_kwargs max_gen_toks=N)."
         ) from error
@@ -92,11 +90,11 @@ def _of_model(model: models.Model, built: list, asked: dict) -> tuple[dict | Non
         if not (rank_status.gpu_is_full(error) or rank_status.host_is_full(error)):
             raise
         raise OutOfMemory(
-            f"{model.title}: its memory is full at --batch_size {asked['batch_size']}; try a smaller one, or a GPU on "
-            "which nothing else runs."
+            f"{model.title}: out of memory at --batch_size {request['batch_size']}; try a smaller one, or a "
+            "GPU without other processes."
         ) from error
     del lm
-    gc.collect()  # the next model finds the memory free
+    gc.collect()  # free the memory for the next model
     _empty_cache()
     return results, templated, size
 
@@ -111,36 +109,34 @@ def _empty_cache() -> None:
 
 
 def _check_rows(rows: dict[str, int], limit: int | None) -> None:
-    """Refuse more processes than a task has rows: the harness fails in a process without any. Raises: UserError."""
+    """Reject more processes than a task has rows, for which the harness fails. Raises: UserError."""
     size = distributed.size()
     for task, count in rows.items():
         if min(count, limit or count) < size:
-            raise UserError(
-                f"--gpus {size}: {task} has {min(count, limit or count)} rows to share; name fewer processes."
-            )
+            raise UserError(f"--gpus {size}: {task} has only {min(count, limit or count)} rows; use fewer processes.")
 
 
 def numbers(results: dict) -> dict[str, dict[str, dict]]:
-    """Return {task: {metric: {"value", "stderr", "rows"}}} of the harness's results.
+    """Return {task: {metric: {"value", "stderr", "rows"}}} from the harness's results.
 
-    Its keys are "metric,filter" and "metric_stderr,filter"; a filter's name is kept where a task has several.
+    Its keys are "metric,filter" and "metric_stderr,filter"; the filter is kept if a task has several.
     """
-    found = {}
+    scores = {}
     for task, values in results["results"].items():
         keys = [key for key, value in values.items() if "," in key and isinstance(value, Real)]
         keys = [key for key in keys if not key.partition(",")[0].endswith("_stderr")]
         several = len({key.partition(",")[2] for key in keys}) > 1
         for key in keys:
-            metric, _, way = key.partition(",")
-            error = values.get(f"{metric}_stderr,{way}")
-            one = {"value": float(values[key]), "stderr": float(error) if isinstance(error, Real) else None}
-            one["rows"] = int(values.get("sample_len") or 0)
-            found.setdefault(task, {})[f"{metric} ({way})" if several else metric] = one
-    return found
+            metric, _, name = key.partition(",")
+            error = values.get(f"{metric}_stderr,{name}")
+            entry = {"value": float(values[key]), "stderr": float(error) if isinstance(error, Real) else None}
+            entry["rows"] = int(values.get("sample_len") or 0)
+            scores.setdefault(task, {})[f"{metric} ({name})" if several else metric] = entry
+    return scores
 
 
 def _quiet() -> None:
-    """Let the harness warn on rank 0 only, and not of what this kit does on purpose."""
+    """Show the harness's warnings on rank 0 only, without those that zerofit causes deliberately."""
     harness = logging.getLogger("lm_eval")
     harness.setLevel(logging.WARNING if distributed.rank() == 0 else logging.ERROR)
     known = ("`pretrained` model kwarg is not of type `str`", "Passed an already-initialized model")

@@ -1,4 +1,4 @@
-"""Find tasks of lm-evaluation-harness, its own by name and a user's by folder or file, and build them."""
+"""Find and build tasks of lm-evaluation-harness by name, and custom tasks by folder or file."""
 
 import contextlib
 import difflib
@@ -15,49 +15,49 @@ _OFFLINE = ("OfflineModeIsEnabled", "LocalEntryNotFoundError", "ConnectError", "
 
 
 @dataclass(frozen=True)
-class Found:
+class TaskSource:
     """A task, a group or a tag that can be built."""
 
     name: str  # in the manager
-    manager: object  # the harness's TaskManager that knows it
-    file: Path | None = None  # the user's YAML file; None for the harness's own
+    manager: object  # the harness's TaskManager
+    file: Path | None = None  # a custom task's YAML file; None for tasks of the harness
 
 
-def words(given: list[str]) -> list[str]:
-    """Return the names, folders and files in the words of --tasks, which may have commas or spaces between them."""
-    return [name for word in given for name in ([word] if _is_path(word) else word.replace(",", " ").split()) if name]
+def words(args: list[str]) -> list[str]:
+    """Return the names, folders and files in --tasks, which may be separated by commas or spaces."""
+    return [name for word in args for name in ([word] if _is_path(word) else word.replace(",", " ").split()) if name]
 
 
-def find(names: list[str]) -> list[Found]:
-    """Return the tasks, each once. Raises: UserError for a name that is none, and a folder or file without tasks."""
-    found = []
+def find(names: list[str]) -> list[TaskSource]:
+    """Return the tasks without duplicates. Raises: UserError for unknown names and folders or files without tasks."""
+    tasks = []
     for name in names:
         path = Path(name).expanduser()
         if path.is_dir():
-            found += _of_folder(path)
+            tasks += _from_folder(path)
         elif path.is_file():
-            found += _of_file(path)
+            tasks += _from_file(path)
         else:
-            found += _own(name)
-    first = {one.name: one for one in reversed(found)}
-    if clash := next((one for one in found if first[one.name].file != one.file), None):
-        places = [str(one.file or "lm-evaluation-harness") for one in (first[clash.name], clash)]
+            tasks += _from_harness(name)
+    first = {task.name: task for task in reversed(tasks)}
+    if clash := next((task for task in tasks if first[task.name].file != task.file), None):
+        places = [str(task.file or "lm-evaluation-harness") for task in (first[clash.name], clash)]
         raise UserError(f"--tasks: {' and '.join(places)} both have a task {clash.name}; rename one.")
-    return list(dict.fromkeys(found))
+    return list(dict.fromkeys(tasks))
 
 
-def build(found: list[Found], unsafe: bool) -> list:
-    """Return the harness's objects of the tasks, their data loaded.
+def build(sources: list[TaskSource], unsafe: bool) -> list:
+    """Return the harness's task objects with their data loaded.
 
-    Args: unsafe: tasks that run code which the model writes are allowed.
-    Raises: UserError for data or packages that are not there, and a user's YAML file that the harness refuses.
+    Args: unsafe: allow tasks that run code written by the model.
+    Raises: UserError for missing data or packages, and for an invalid YAML file.
     """
-    built = [thing for one in found for thing in _build(one)]
+    built = [task for source in sources for task in _build(source)]
     if not unsafe and (
         runs_code := next((task for task in _single(built) if getattr(task, "UNSAFE_CODE", False)), None)
     ):
         raise UserError(
-            f"--tasks {runs_code.task_name}: runs the code that the model writes, on this machine; if it may, add "
+            f"--tasks {runs_code.task_name}: runs code written by the model on this machine; to allow it, add "
             "--confirm_run_unsafe_code and set HF_ALLOW_CODE_EVAL=1."
         )
     return built
@@ -69,9 +69,9 @@ def rows_of(built: list) -> dict[str, int]:
 
 
 def _single(built: list) -> list:
-    """Return the tasks, those of groups too."""
-    each = (thing.get_all_tasks() if hasattr(thing, "get_all_tasks") else [thing] for thing in built)
-    return list(itertools.chain.from_iterable(each))
+    """Return all tasks, with groups replaced by their tasks."""
+    tasks = (item.get_all_tasks() if hasattr(item, "get_all_tasks") else [item] for item in built)
+    return list(itertools.chain.from_iterable(tasks))
 
 
 # --- finding ---
@@ -82,82 +82,82 @@ def _is_path(word: str) -> bool:
 
 
 @functools.cache
-def _manager(folder: Path | None, own: bool):
-    """Return the manager of a folder's tasks. Args: own: with the harness's own, whose 14,000 files take a minute."""
+def _manager(folder: Path | None, defaults: bool):
+    """Return a folder's task manager. Args: defaults: include the harness's 14,000 files, which takes a minute."""
     from lm_eval.tasks import TaskManager
 
-    if own and distributed.rank() == 0:
-        print("reading the list of lm-evaluation-harness's tasks (about a minute)", flush=True)
-    return TaskManager(include_path=str(folder) if folder else None, include_defaults=own)
+    if defaults and distributed.rank() == 0:
+        print("reading lm-evaluation-harness's task list (about a minute)", flush=True)
+    return TaskManager(include_path=str(folder) if folder else None, include_defaults=defaults)
 
 
-def _own(name: str) -> list[Found]:
-    """Return the tasks of a name, or of a pattern such as `mmlu_*`. Raises: UserError if there is none."""
+def _from_harness(name: str) -> list[TaskSource]:
+    """Return the harness's tasks for a name or a pattern such as `mmlu_*`. Raises: UserError without a match."""
     if "/" in name or name.endswith((".yaml", ".yml")):
         raise UserError(f"--tasks {name}: no such folder or file.")
-    manager = _manager(None, own=True)
+    manager = _manager(None, defaults=True)
     names = manager.match_tasks([name])
     if not names:
         close = difflib.get_close_matches(name, manager.all_tasks, 1)
-        hint = f"did you mean {close[0]}?" if close else "`lm-eval ls tasks` lists them; own ones are named by folder."
-        raise UserError(f"--tasks {name}: lm-evaluation-harness has no such task; {hint}")
-    return [Found(one, manager) for one in names]
+        hint = f"did you mean {close[0]}?" if close else "see `lm-eval ls tasks`; name custom tasks by their folder."
+        raise UserError(f"--tasks {name}: unknown task of lm-evaluation-harness; {hint}")
+    return [TaskSource(task, manager) for task in names]
 
 
-def _of_folder(folder: Path) -> list[Found]:
-    """Return the tasks and groups of a folder of YAML files, without the tasks that stand in one of its groups."""
+def _from_folder(folder: Path) -> list[TaskSource]:
+    """Return the groups of a folder of YAML files, and the tasks outside these groups."""
     folder = folder.resolve()
-    with _refused(folder) as refused:
-        manager = _manager(folder, own=False)
-    if refused:
-        raise UserError(f"--tasks {refused[0]}")
+    with _index_errors(folder) as errors:
+        manager = _manager(folder, defaults=False)
+    if errors:
+        raise UserError(f"--tasks {errors[0]}")
     index = manager.task_index
     in_groups = {name for group in manager.all_groups for name in _members(index[group].cfg)}
     names = [name for name in (*manager.all_groups, *manager.all_subtasks) if name not in in_groups]
     if not names:
-        raise UserError(f"--tasks {folder}: holds no task of lm-evaluation-harness, a file *.yaml with `task:` in it.")
-    if in_groups - set(index):  # a group of the harness's own tasks
-        manager = _manager(folder, own=True)
-    return [Found(name, manager, Path(index[name].yaml_path)) for name in names]
+        raise UserError(f"--tasks {folder}: does not contain a task, which is a file *.yaml with `task:` in it.")
+    if in_groups - set(index):  # a group with tasks of the harness
+        manager = _manager(folder, defaults=True)
+    return [TaskSource(name, manager, Path(index[name].yaml_path)) for name in names]
 
 
-def _of_file(file: Path) -> list[Found]:
+def _from_file(file: Path) -> list[TaskSource]:
     file = file.resolve()
-    found = [one for one in _of_folder(file.parent) if one.file == file]
-    if not found:
-        raise UserError(f"--tasks {file}: is no task of lm-evaluation-harness, a file *.yaml with `task:` in it.")
-    return found
+    tasks = [task for task in _from_folder(file.parent) if task.file == file]
+    if not tasks:
+        raise UserError(f"--tasks {file}: not a task, which is a file *.yaml with `task:` in it.")
+    return tasks
 
 
 def _members(group: dict) -> list[str]:
     members = group.get("task") or []
-    each = [members] if isinstance(members, str) else members
-    return [one if isinstance(one, str) else str(one.get("task") or one.get("group")) for one in each]
+    members = [members] if isinstance(members, str) else members
+    return [item if isinstance(item, str) else str(item.get("task") or item.get("group")) for item in members]
 
 
 @contextlib.contextmanager
-def _refused(folder: Path):
-    """Yield a list that gets what the harness's index says of files that it passes over, which it only logs."""
-    said = []
+def _index_errors(folder: Path):
+    """Yield a list that collects the errors which the harness's index only logs."""
+    errors = []
 
-    class Listens(logging.Handler):
+    class ErrorHandler(logging.Handler):
         def emit(self, record):
             text = record.getMessage()
             if text.startswith("Skip ") and "Unknown config shape" not in text:  # files that others include
                 file, _, why = text.removeprefix("Skip ").partition(" (")
-                said.append(f"{file}: cannot be read: {' '.join(why.rstrip(')').split())[:300]}.")
+                errors.append(f"{file}: cannot be read: {' '.join(why.rstrip(')').split())[:300]}.")
             elif text.startswith("Duplicate "):
-                said.append(f"{folder}: {' '.join(text.split())}; rename one.")
+                errors.append(f"{folder}: {' '.join(text.split())}; rename one.")
 
-    logger, listens = logging.getLogger("lm_eval.tasks._index"), Listens()
+    logger, handler = logging.getLogger("lm_eval.tasks._index"), ErrorHandler()
     before, propagates = logger.level, logger.propagate
-    logger.addHandler(listens)
+    logger.addHandler(handler)
     logger.setLevel(logging.DEBUG)
     logger.propagate = False
     try:
-        yield said
+        yield errors
     finally:
-        logger.removeHandler(listens)
+        logger.removeHandler(handler)
         logger.setLevel(before)
         logger.propagate = propagates
 
@@ -165,25 +165,24 @@ def _refused(folder: Path):
 # --- building ---
 
 
-def _build(one: Found) -> list:
+def _build(source: TaskSource) -> list:
     """Return the objects of a task, a group, or the tasks of a tag.
 
-    Paths of a user's data count from the YAML file's folder, else from where the command was typed: the harness takes
-    them as `datasets` does, from the current one.
+    Data paths of custom tasks are relative to the YAML file's folder or to the current folder.
     """
     try:
-        if one.file is None:
-            return _objects(one.manager.load([one.name]), one.name)
+        if source.file is None:
+            return _objects(source.manager.load([source.name]), source.name)
         missing = None
-        for place in (one.file.parent, Path.cwd()):
-            with contextlib.chdir(place):
+        for folder in (source.file.parent, Path.cwd()):  # the harness only looks in the current folder
+            with contextlib.chdir(folder):
                 try:
-                    return _objects(one.manager.load([one.name]), one.name)
+                    return _objects(source.manager.load([source.name]), source.name)
                 except FileNotFoundError as error:
                     missing = missing or error
         raise missing
     except Exception as error:
-        raise _explained(one, error) from error
+        raise _explained(source, error) from error
 
 
 def _objects(loaded: dict, name: str) -> list:
@@ -193,22 +192,22 @@ def _objects(loaded: dict, name: str) -> list:
     return list(loaded["tasks"].values())
 
 
-def _explained(one: Found, error: Exception) -> Exception:
-    """Return the UserError of what a user can mend, else the error itself."""
-    place, why = f"--tasks {one.file or one.name}", first_line(error)
+def _explained(source: TaskSource, error: Exception) -> Exception:
+    """Return a UserError for errors that the user can fix, otherwise the error itself."""
+    place, why = f"--tasks {source.file or source.name}", first_line(error)
     if _cannot_reach(error):
         return Unavailable(
-            f"{place}: its data set is not in the cache and the Hub cannot be reached ({why}); score it once where "
-            "there is a network and bring HF_HOME along, or name a folder of own tasks with local data."
+            f"{place}: its data set is not cached and the Hub is unreachable ({why}); score it once with network "
+            "access and copy HF_HOME, or name a folder of custom tasks with local data."
         )
     if isinstance(error, ImportError):
         return UserError(
-            f"{place}: needs a package that is not installed ({why}); `pip install 'lm_eval[tasks]'` brings those of "
+            f"{place}: a required package is missing ({why}); `pip install 'lm_eval[tasks]'` installs the packages of "
             "all tasks."
         )
-    if isinstance(error, FileNotFoundError) and one.file:
-        return UserError(f"{place}: its data is not there: {why}; paths count from the YAML file's folder.")
-    if one.file or isinstance(error, OSError):  # a gated data set, one that has moved
+    if isinstance(error, FileNotFoundError) and source.file:
+        return UserError(f"{place}: its data is missing: {why}; paths are relative to the YAML file's folder.")
+    if source.file or isinstance(error, OSError):  # e.g. a gated or moved data set
         return UserError(f"{place}: lm-evaluation-harness cannot build it: {type(error).__name__}: {why}.")
     return error
 

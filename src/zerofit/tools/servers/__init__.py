@@ -1,1 +1,1 @@
-"""What servers read, and what can be proven of it: `zerofit export --for SERVER`."""
+"""Exports for servers and checks against the trained model: `zerofit export --for SERVER`."""

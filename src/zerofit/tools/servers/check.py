@@ -1,11 +1,11 @@
-"""Define Check: one thing that a server must do as the trained model does, and whether it was seen to."""
+"""A check of a server's behavior against the trained model."""
 
 from dataclasses import dataclass
 
 
 @dataclass
 class Check:
-    """A line of the export's report. holds: None for what could not be tried here."""
+    """A line of the export's report. holds: None if the check could not run here."""
 
     what: str
     holds: bool | None
@@ -14,4 +14,5 @@ class Check:
     @property
     def line(self) -> str:
         """Return the line as it is printed."""
-        return f"{ {True: 'holds', False: 'fails', None: 'not proven'}[self.holds]:<12}{self.what}: {self.says}"
+        status = {True: "holds", False: "fails", None: "not checked"}[self.holds]
+        return f"{status:<12}{self.what}: " + self.says

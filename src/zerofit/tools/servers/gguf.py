@@ -1,4 +1,4 @@
-"""Write GGUF files with llama.cpp's own converter, and ask them through llama-cpp-python where it is installed."""
+"""Write GGUF files with llama.cpp's converter, and check them with llama-cpp-python if it is installed."""
 
 import contextlib
 import json
@@ -21,16 +21,17 @@ SCRIPT = "convert_hf_to_gguf.py"
 
 TYPES = ("f16", "q8_0")
 
-# Relative error of one rounding, as in export/compare.py; q8_0 rounds weights and activations to 8 bits.
+# Relative error of one rounding (export/compare.py); q8_0 rounds weights and activations to 8 bits.
 UNIT = {"f16": compare.UNIT["float16"], "q8_0": compare.INT8}
 
-GET_ONE = (
-    "name a checkout of llama.cpp with LLAMA_CPP=path (the folder of convert_hf_to_gguf.py), or unpack the source of "
-    "llama-cpp-python, which holds one in vendor/llama.cpp: pip download --no-deps --no-binary :all: llama-cpp-python"
+GET_CONVERTER = (
+    "set LLAMA_CPP=path to a checkout of llama.cpp (the folder of convert_hf_to_gguf.py), or unpack the source of "
+    "llama-cpp-python, which contains one in vendor/llama.cpp: pip download --no-deps --no-binary :all: "
+    "llama-cpp-python"
 )
 
-# llama.cpp's names of the ways to cut a text before byte pairs are merged, by the expression in tokenizer.json. It
-# knows published tokenizers by a hash of what they make of one text; those that are trained anew have none.
+# Expression in tokenizer.json -> llama.cpp's name of the pre-tokenizer. llama.cpp identifies published tokenizers by a
+# hash, which fails for newly trained ones.
 _TO_LINES = r"|\s*[\r\n]+|\s+(?!\S)|\s+"
 _WORDS = r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|"
 PRE_TOKENIZERS = {
@@ -38,7 +39,7 @@ PRE_TOKENIZERS = {
     _WORDS + r"\p{N}{1,3}| ?[^\s\p{L}\p{N}]+[\r\n]*" + _TO_LINES: "llama-bpe",
 }
 
-# The converter, with a name for a tokenizer that it does not know.
+# Run the converter with a default name for unknown tokenizers.
 _RUN = """
 import runpy, sys
 script, name, *sys.argv[1:] = sys.argv[1:]
@@ -49,10 +50,10 @@ try:
 except ImportError:
     TextModel = None
 if TextModel is not None and name:
-    own = TextModel.get_vocab_base_pre
+    original = TextModel.get_vocab_base_pre
     def named(self, tokenizer):
         try:
-            return own(self, tokenizer)
+            return original(self, tokenizer)
         except NotImplementedError:
             return name
     TextModel.get_vocab_base_pre = named
@@ -63,34 +64,34 @@ runpy.run_path(script, run_name="__main__")
 def converter(place: str, server: str) -> Path:
     """Return llama.cpp's converter. Raises: UserError without one."""
     if not place:
-        raise UserError(f"--for {server} needs llama.cpp's converter, which no pip package has: {GET_ONE}.")
+        raise UserError(f"--for {server} needs llama.cpp's converter, which pip does not provide: {GET_CONVERTER}.")
     script = Path(place).expanduser().absolute() / SCRIPT
     if not script.is_file():
-        raise UserError(f"LLAMA_CPP={place}: has no {SCRIPT}; {GET_ONE}.")
+        raise UserError(f"LLAMA_CPP={place}: does not contain {SCRIPT}; {GET_CONVERTER}.")
     return script
 
 
 def write(folder: Path, out: Path, types: list[str], script: Path, name: str) -> dict[str, Path]:
-    """Write model-TYPE.gguf of a model folder for each type; return the files. Raises: UserError if it fails."""
-    _end_where_answers_end(folder)
-    cut, files = _pre_tokenizer(folder), {}
+    """Write model-TYPE.gguf for each type; return the files. Raises: UserError if the conversion fails."""
+    _set_eos_token(folder)
+    pre_tokenizer, files = _pre_tokenizer(folder), {}
     for kind in types:
         files[kind] = out / f"model-{kind}.gguf"
-        words = [sys.executable, "-c", _RUN, str(script), cut, str(folder), "--outfile", str(files[kind])]
+        words = [sys.executable, "-c", _RUN, str(script), pre_tokenizer, str(folder), "--outfile", str(files[kind])]
         words += ["--outtype", kind, "--model-name", name]
         env = os.environ | {"CUDA_VISIBLE_DEVICES": "", "HF_HUB_OFFLINE": "1"}
         done = subprocess.run(words, env=env, capture_output=True, text=True, errors="replace", check=False)
         if done.returncode or not files[kind].is_file():
-            said = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()] or ["it said nothing"]
-            missing = re.search(r"No module named '(\w+)'", said[-1])
+            lines = [line for line in (done.stderr or done.stdout).splitlines() if line.strip()] or ["no output"]
+            missing = re.search(r"No module named '(\w+)'", lines[-1])
             fix = f"pip install {missing[1]}; " if missing else ""
-            raise UserError(f"llama.cpp's converter failed ({said[-1].strip()[:200]}); {fix}nothing is kept.")
+            raise UserError(f"llama.cpp's converter failed ({lines[-1].strip()[:200]}); {fix}nothing is kept.")
         print(f"  {files[kind].name}  {files[kind].stat().st_size / 1e9:.3g} GB", flush=True)
     return files
 
 
-def _end_where_answers_end(folder: Path) -> None:
-    """Make the token that ends trained answers the tokenizer's eos_token: of the list of ids a GGUF takes that one."""
+def _set_eos_token(folder: Path) -> None:
+    """Make the token that ends trained answers the tokenizer's eos_token, since a GGUF file has only one."""
     config = json.loads((folder / "generation_config.json").read_text(encoding="utf-8"))
     first = config.get("eos_token_id")
     first = first[0] if isinstance(first, list) else first
@@ -101,13 +102,13 @@ def _end_where_answers_end(folder: Path) -> None:
 
 
 def _pre_tokenizer(folder: Path) -> str:
-    """Return llama.cpp's name of how the tokenizer cuts a text; "" where none is known to do the same."""
+    """Return llama.cpp's name of the tokenizer's pre-tokenizer; "" if unknown."""
     with contextlib.suppress(OSError, ValueError, LookupError, TypeError):
-        whole = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
-        found = whole["pre_tokenizer"]
-        if (whole.get("normalizer") or {"type": "NFC"})["type"] != "NFC":
+        config = json.loads((folder / "tokenizer.json").read_text(encoding="utf-8"))
+        pre_tokenizer = config["pre_tokenizer"]
+        if (config.get("normalizer") or {"type": "NFC"})["type"] != "NFC":
             return ""
-        parts = found["pretokenizers"] if found["type"] == "Sequence" else [found]
+        parts = pre_tokenizer["pretokenizers"] if pre_tokenizer["type"] == "Sequence" else [pre_tokenizer]
         cuts = [part["pattern"]["Regex"] for part in parts if part["type"] == "Split"]
         if [part["type"] for part in parts] == ["ByteLevel"] and parts[0].get("use_regex", True):
             return "" if parts[0].get("add_prefix_space") else "gpt-2"
@@ -116,35 +117,36 @@ def _pre_tokenizer(folder: Path) -> str:
     return ""
 
 
-# --- asking a file ---
+# --- checking a file ---
 
 
-def prove(file: Path, kind: str, asked: list[Prompt], rounded: float) -> list[Check]:
-    """Ask a GGUF file by llama-cpp-python what the trained model was asked; return what holds.
+def check_file(file: Path, kind: str, prompts: list[Prompt], rounded: float) -> list[Check]:
+    """Compare a GGUF file's answers in llama-cpp-python with the trained model's.
 
-    Args: rounded: the coarsest rounding between what was trained and the model that was converted.
+    Args: rounded: the coarsest rounding between the trained and the converted model.
     """
-    where = f"{kind}, by llama-cpp-python"
+    where = f"{kind}, in llama-cpp-python"
     try:
         import llama_cpp
     except ImportError:
-        return [Check(file.name, None, "llama-cpp-python is not installed here (pip install llama-cpp-python)")]
-    length = max(len(one.ids) for one in asked) + reference.MOST_TOKENS + 8
+        return [Check(file.name, None, "llama-cpp-python is not installed (pip install llama-cpp-python)")]
+    length = max(len(one.ids) for one in prompts) + reference.MAX_TOKENS + 8
     model = llama_cpp.Llama(
         str(file), n_ctx=length, n_batch=length, logits_all=True, verbose=False, n_gpu_layers=0,
     )  # fmt: skip
-    rendered = [one for one in asked if one.text]
+    rendered = [one for one in prompts if one.text]
     vocab = llama_cpp.llama_model_get_vocab(model.model)
     texts = [_render(llama_cpp, model, vocab, one) for one in rendered]
     ids = [model.tokenize(text.encode(), add_bos=False, special=True) for text in texts]
     wrong = [one.name for one, theirs in zip(rendered, ids, strict=True) if theirs != one.ids]
-    says = f"{len(rendered) - len(wrong)} of {len(rendered)} the same, by the template in the file ({where})"
-    checks = [Check("token ids of rendered prompts", not wrong, "; ".join([says, *wrong]))] if rendered else []
-    error, deviation, agree = _logit_error(model, asked)
-    answers = [_greedy(llama_cpp, model, vocab, one.ids) for one in asked]
+    message = f"{len(rendered) - len(wrong)} of {len(rendered)} identical with the file's template ({where})"
+    checks = [Check("token ids of rendered prompts", not wrong, "; ".join([message, *wrong]))] if rendered else []
+    error, deviation, agree = _logit_error(model, prompts)
+    answers = [_greedy(llama_cpp, model, vocab, one.ids) for one in prompts]
     checks.append(_logits_check(model, max(UNIT[kind], rounded), error, deviation, agree, where))
     texts, endings = zip(*answers, strict=True)
-    checks += [reference.compared(asked, texts, error, where), reference.ends(asked, texts, endings, where)]
+    checks.append(reference.compare_answers(prompts, texts, error, where))
+    checks.append(reference.check_ends(prompts, texts, endings, where))
     model.close()
     return checks
 
@@ -160,10 +162,10 @@ def _text_of(llama_cpp, vocab, token: int) -> str:
     return llama_cpp.llama_vocab_get_text(vocab, token).decode() if token >= 0 else ""
 
 
-def _logit_error(model, asked: list[Prompt]) -> tuple[float, float, float]:
-    """Return (largest difference of the logits along the trained answers, their deviation, share of same tokens)."""
+def _logit_error(model, prompts: list[Prompt]) -> tuple[float, float, float]:
+    """Return (largest logit difference along the trained answers, their deviation, share of identical top tokens)."""
     largest, agree, count, all_logits = 0.0, 0, 0, []
-    for one in asked:
+    for one in prompts:
         model.reset()
         model.eval([*one.ids, *one.answer[:-1]])
         steps = slice(len(one.ids) - 1, len(one.ids) - 1 + len(one.answer))
@@ -176,21 +178,21 @@ def _logit_error(model, asked: list[Prompt]) -> tuple[float, float, float]:
 
 
 def _logits_check(model, unit: float, error: float, deviation: float, agree: float, where: str) -> Check:
-    """Return whether logits differ by no more than roundings add up to (export/compare.py has the reasons)."""
+    """Check that logits differ only by rounding (see export/compare.py for the bound)."""
     layers = next(int(value) for name, value in model.metadata.items() if name.endswith(".block_count"))
     bound = compare.bounds(unit, layers, deviation, scale=0.0, merged=True)["bound_max"]
-    said = f"largest difference {error:.3g}, bound {bound:.3g} (the logits' deviation is {deviation:.3g})"
-    return Check("logits", error <= bound, f"{said}; {agree:.1%} of the likeliest tokens the same, {where}")
+    message = f"largest difference {error:.3g}, bound {bound:.3g} (standard deviation of the logits {deviation:.3g})"
+    return Check("logits", error <= bound, f"{message}; {agree:.1%} of the top tokens identical, {where}")
 
 
 def _greedy(llama_cpp, model, vocab, ids: list[int]) -> tuple[list[int], bool]:
-    """Return (the greedy answer, whether it has ended by itself)."""
-    found: list[int] = []
+    """Return (greedy answer, whether it ended by itself)."""
+    tokens: list[int] = []
     model.reset()
     for token in model.generate(ids, temp=0.0, top_k=1):
-        found.append(token)
+        tokens.append(token)
         if llama_cpp.llama_vocab_is_eog(vocab, token):
-            return found, True
-        if len(found) == reference.MOST_TOKENS:
+            return tokens, True
+        if len(tokens) == reference.MAX_TOKENS:
             break
-    return found, False
+    return tokens, False

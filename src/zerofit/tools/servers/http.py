@@ -1,4 +1,4 @@
-"""Start transformers' own server on an export, and ask it over HTTP what the trained model was asked."""
+"""Start transformers' server on an export, and compare its answers over HTTP with the trained model's."""
 
 import contextlib
 import importlib.util
@@ -21,46 +21,46 @@ from zerofit.tools.servers.reference import Prompt
 
 START_SECONDS, ANSWER_SECONDS = 300.0, 300.0
 
-SETTING = "response_template"  # of tokenizer_config.json
+SETTING = "response_template"  # in tokenizer_config.json
 
 NEEDS = ("fastapi", "uvicorn", "openai", "starlette", "rich")  # transformers' extra `serving`
 
 
-def prove(folder: Path, tokenizer, asked: list[Prompt]) -> list[Check]:
-    """Ask `transformers serve`. Args: asked: with the export's answers in this process, whose text the server gives."""
-    what, where = "`transformers serve` over HTTP", "finish_reason is `stop`, by `transformers serve`"
-    asked_by_turns = [one for one in asked if one.messages and not one.tools]
+def check_server(folder: Path, tokenizer, prompts: list[Prompt]) -> list[Check]:
+    """Check `transformers serve`. Args: prompts: with the export's answers in this process."""
+    title, where = "`transformers serve` over HTTP", "finish_reason is `stop`, in `transformers serve`"
+    conversations = [one for one in prompts if one.messages and not one.tools]
     if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
-        return [Check(what, None, f"{', '.join(missing)} not installed here (pip install 'transformers[serving]')")]
-    if not asked_by_turns:
-        return [Check(what, None, "the tokenizer has no chat template")]
-    wanted = {one.name: tokenizer.decode(one.answer, skip_special_tokens=True) for one in asked}
+        return [Check(title, None, f"{', '.join(missing)} not installed (pip install 'transformers[serving]')")]
+    if not conversations:
+        return [Check(title, None, "the tokenizer does not have a chat template")]
+    expected = {one.name: tokenizer.decode(one.answer, skip_special_tokens=True) for one in prompts}
     wrong, late = [], []
     try:
         with _server(folder) as address:
-            for one in asked_by_turns:
+            for one in conversations:
                 text, reason = _ask(address, folder, one.messages)
-                if text != wanted[one.name]:
-                    wrong.append(f"{one.name}: {text[:60]!r}, not {wanted[one.name][:60]!r}")
+                if text != expected[one.name]:
+                    wrong.append(f"{one.name}: {text[:60]!r} instead of {expected[one.name][:60]!r}")
                 late += [one.name] if one.ended and reason != "stop" else []
     except (OSError, ValueError, LookupError, RuntimeError) as error:
-        return [Check(what, None, f"it could not be asked: {first_line(error)}")]
-    right = len(asked_by_turns) - len(wrong)
-    says = f"{right} of {len(asked_by_turns)} answers are the text of the same tokens"
-    where += f", not of {', '.join(late)}" if late else ""
-    return [Check(what, not wrong, "; ".join([says, *wrong])), Check("ends by itself", not late, where)]
+        return [Check(title, None, f"the server did not answer: {first_line(error)}")]
+    right = len(conversations) - len(wrong)
+    message = f"{right} of {len(conversations)} answers have the same text"
+    where += f", except for {', '.join(late)}" if late else ""
+    return [Check(title, not wrong, "; ".join([message, *wrong])), Check("ends by itself", not late, where)]
 
 
-def write_response_template(folder: Path, asked: list[Prompt], stops: list[str]) -> bool:
-    """Tell transformers that an answer is all content, up to a token that ends it; return whether that can be said.
+def write_response_template(folder: Path, prompts: list[Prompt], stops: list[str]) -> bool:
+    """Declare the full answer up to its end token as content for transformers; return whether this is possible.
 
-    Without it the answers of some families (Qwen) are taken apart by their own chat template, not by the tokenizer's.
+    Otherwise transformers parses answers of some families (Qwen) by their built-in template instead of the tokenizer's.
     """
     file = folder / "tokenizer_config.json"
     config = json.loads(file.read_text(encoding="utf-8"))
     content = {"close": stops, "content": "text"}
-    ends = [one.text[::-1] for one in asked if one.text]
-    before = os.path.commonprefix(ends)[::-1] if len(ends) > 1 else ""  # noqa: RUF071  what all prompts end with
+    ends = [one.text[::-1] for one in prompts if one.text]
+    before = os.path.commonprefix(ends)[::-1] if len(ends) > 1 else ""  # noqa: RUF071  the end of all prompts
     if not before:
         return False
     fields = {"content": content}
@@ -71,10 +71,9 @@ def write_response_template(folder: Path, asked: list[Prompt], stops: list[str])
 
 @contextlib.contextmanager
 def _server(folder: Path) -> Iterator[str]:
-    """Run the server on this machine's own address until the body has ended; yield its address."""
+    """Run the server on localhost for the duration of the context; yield its address."""
     port = distributed.free_port()
-    # `transformers.cli.transformers` is what the command of that name calls.
-    code = "from transformers.cli.transformers import main; main()"
+    code = "from transformers.cli.transformers import main; main()"  # the command `transformers`
     words = [sys.executable, "-P", "-c", code, "serve", str(folder), "--host", "127.0.0.1", "--port", str(port),
              "--device", "cpu"]  # fmt: skip
     env = os.environ | {"HF_HUB_OFFLINE": "1", "CUDA_VISIBLE_DEVICES": ""}
@@ -105,13 +104,13 @@ def _answers(address: str) -> bool:
 
 
 def _open(request, seconds: float):
-    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # a proxy of the environment is not for this
+    opener = urllib.request.build_opener(urllib.request.ProxyHandler({}))  # ignore the environment's proxy
     return opener.open(request, timeout=seconds)
 
 
 def _ask(address: str, folder: Path, messages: list[dict]) -> tuple[str, str]:
-    """Return (the server's greedy answer, why it ended)."""
-    body = {"model": str(folder), "messages": messages, "max_tokens": reference.MOST_TOKENS, "temperature": 0.0,
+    """Return (greedy answer, finish_reason)."""
+    body = {"model": str(folder), "messages": messages, "max_tokens": reference.MAX_TOKENS, "temperature": 0.0,
             "stream": False}  # fmt: skip
     request = urllib.request.Request(
         f"{address}/v1/chat/completions", json.dumps(body).encode(), {"Content-Type": "application/json"}

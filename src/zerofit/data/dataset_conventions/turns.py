@@ -1,4 +1,4 @@
-"""Bring the turns of published data sets into one form: roles, turns without roles, and contents in parts."""
+"""Convert turns of published datasets to one form: roles, turns without roles, and contents in parts."""
 
 import json
 from typing import Any
@@ -31,7 +31,7 @@ ROLES = {
     "ipython": "tool",
 }
 
-CALL_ROLES = ("function_call", "tool_call")  # turns that are a tool call in JSON
+CALL_ROLES = ("function_call", "tool_call")  # roles of turns with a tool call in JSON
 
 # Keys of an exchange, a question with its answer in one object (Capybara, ms-swift, xtuner), in their order.
 EXCHANGE = {"system": "system"} | dict.fromkeys(("human", "user", "input", "question", "instruction", "prompt"), "user")
@@ -52,11 +52,11 @@ CALL_KEYS = ("functionCall", "function_call", "toolUse")
 
 RESULT_KEYS = ("functionResponse", "function_response", "toolResult")
 
-ALTERNATELY = "turns without roles are taken as the user's and the assistant's, alternately"
+ALTERNATING_ROLES = "turns without roles are read as user and assistant turns, alternately"
 
 
-def found(value: Any) -> str:
-    """Return what a value of JSON is, in words."""
+def describe_type(value: Any) -> str:
+    """Return the type of a JSON value in words, such as "a string"."""
     if value is None:
         return "null"
     if isinstance(value, bool):
@@ -66,27 +66,27 @@ def found(value: Any) -> str:
 
 
 def role_of(turn: Any) -> str | None:
-    """Return the standard role of a turn; None for one that is not known."""
+    """Return the standard role of a turn; None if unknown."""
     role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
     return ROLES.get(role.strip().lower()) if isinstance(role, str) else None
 
 
 def is_call(turn: Any) -> bool:
-    """Return whether a turn's role says that it is a tool call."""
+    """Return whether a turn's role marks it as a tool call."""
     role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
     return isinstance(role, str) and role.strip().lower() in CALL_ROLES
 
 
 def content_of(turn: dict[str, Any]) -> Any:
-    """Return the content of a turn, under whichever key it stands."""
+    """Return the content of a turn, under any of CONTENT_KEYS."""
     return next((turn[key] for key in CONTENT_KEYS if turn.get(key) is not None), None)
 
 
 def with_roles(place: str, turns: Any) -> tuple[list, tuple[str, ...]]:
-    """Return turns as objects with roles, and notes on what was taken for granted.
+    """Return turns as objects with roles, and notes.
 
-    JSON text is parsed, strings get their roles in turn, and an exchange becomes several turns.
-    Raises: UserError for what is no list of turns.
+    Parse JSON text, assign roles to strings alternately, and split exchanges into turns.
+    Raises: UserError for anything but a list of turns.
     """
     if isinstance(turns, str) and turns.lstrip().startswith("["):
         try:
@@ -94,11 +94,11 @@ def with_roles(place: str, turns: Any) -> tuple[list, tuple[str, ...]]:
         except (ValueError, RecursionError) as error:
             raise UserError(f"{place}: the conversation is a string that is not valid JSON: {error}.") from None
     if not isinstance(turns, list) or not turns:
-        raise UserError(f"{place}: the conversation must be a list of turns that is not empty.")
+        raise UserError(f"{place}: the conversation must be a non-empty list of turns.")
     if all(isinstance(turn, str) for turn in turns):
         roles = ("user", "assistant")
-        return [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)], (ALTERNATELY,)
-    return [single for turn in turns for one in _of_exchange(turn) for single in _without_results(one)], ()
+        return [{"role": roles[i % 2], "content": text} for i, text in enumerate(turns)], (ALTERNATING_ROLES,)
+    return [single for turn in turns for part in _split_exchange(turn) for single in _split_results(part)], ()
 
 
 def is_exchange(turn: Any) -> bool:
@@ -109,29 +109,29 @@ def is_exchange(turn: Any) -> bool:
 
 
 def is_turns(value: Any) -> bool:
-    """Return whether a value is a list of turns, by the keys of its first one."""
+    """Return whether a value is a list of turns, by the keys of the first one."""
     first = value[0] if isinstance(value, list) and value else None
     return is_exchange(first) or (isinstance(first, dict) and bool({"role", "from"} & first.keys()))
 
 
-def _of_exchange(turn: Any) -> list:
-    """Return the turns of an exchange; a turn as it is."""
+def _split_exchange(turn: Any) -> list:
+    """Return the turns of an exchange; any other turn unchanged."""
     if not is_exchange(turn):
         return [turn]
     order = list(EXCHANGE)
     known = sorted((key for key in turn if str(key).lower() in EXCHANGE), key=lambda key: order.index(key.lower()))
     rest = {key: value for key, value in turn.items() if key not in known}
-    found = [
+    turns = [
         {"role": EXCHANGE[key.lower()], "content": turn[key]}
         for key in known
         if turn[key] is not None and (turn[key] != "" or EXCHANGE[key.lower()] != "system")
     ]
-    # What stands beside question and answer may mark the answer; it is looked at with that turn.
-    return [single | rest if single["role"] == "assistant" else single for single in found]
+    # Other keys may mark the answer, so that turn keeps them.
+    return [single | rest if single["role"] == "assistant" else single for single in turns]
 
 
 def _typed(part: Any) -> Any:
-    """Return a part of Gemini or Bedrock, which has no type, in Anthropic's form; any other as it is."""
+    """Return an untyped part of Gemini or Bedrock in Anthropic's form; any other unchanged."""
     if not isinstance(part, dict) or "type" in part:
         return part
     for kind, keys in (("tool_use", CALL_KEYS), (RESULT_PART, RESULT_KEYS)):
@@ -145,38 +145,38 @@ def _typed(part: Any) -> Any:
     return {"type": RESULT_PART, "content": part["json"]} if part.keys() == {"json"} else part
 
 
-def _without_results(turn: Any) -> list:
-    """Return a turn with the results of tools in its content as turns of their own before it."""
+def _split_results(turn: Any) -> list:
+    """Return a turn with the tool results in its content as separate turns before it."""
     parts = content_of(turn) if isinstance(turn, dict) else None
     typed = [_typed(part) for part in parts] if isinstance(parts, list) else []
     results = [part for part in typed if _is_one_of(part, (RESULT_PART,))]
     if not results:
         return [turn]
-    made = [
+    tool_turns = [
         {"role": "tool", "content": _result_text(part.get("content"))}
         | {key: part[name] for key, name in (("tool_call_id", "tool_use_id"), ("name", "name")) if part.get(name)}
         for part in results
     ]
     rest = [part for part in typed if part not in results]
     others = {key: value for key, value in turn.items() if key not in CONTENT_KEYS}
-    return made + ([others | {"content": rest}] if rest else [])
+    return tool_turns + ([others | {"content": rest}] if rest else [])
 
 
 def _result_text(content: Any) -> Any:
-    """Return the content of a tool's result: text, text parts, or an object as JSON."""
+    """Return the content of a tool result: text, text parts, or an object as JSON."""
     parts = [_typed(part) for part in content] if isinstance(content, list) else []
     if parts and all(_is_one_of(part, (*TEXT_PARTS, RESULT_PART)) for part in parts):
         return "".join(_text("", 0, p) if p["type"] in TEXT_PARTS else _result_text(p["content"]) for p in parts)
     if content is None or isinstance(content, str):
         return content or ""
-    is_media = any(isinstance(part, dict) and "type" in part for part in parts)  # which is refused with its type
+    is_media = any(isinstance(part, dict) and "type" in part for part in parts)  # refused later, with its type
     return content if is_media else json.dumps(content, ensure_ascii=False)
 
 
 def joined_text(place: str, name: str, value: Any) -> Any:
-    """Return the text of a system prompt in parts, Gemini's, Anthropic's or Bedrock's; any other value as it is.
+    """Return the text of Gemini's, Anthropic's or Bedrock's system prompt in parts; any other value unchanged.
 
-    Raises: UserError for a part that is no text.
+    Raises: UserError for a part other than text.
     """
     parts = value.get("parts") if isinstance(value, dict) else value
     if not isinstance(parts, list):
@@ -209,7 +209,7 @@ def from_parts(place: str, i: int, turn: dict[str, Any], parts: list) -> tuple[d
 
 
 def _kind(part: Any) -> Any:
-    """Return what names the kind of a part that is not known: its type, or else its keys."""
+    """Return the type of an unknown part, or its keys."""
     return part.get("type") or ", ".join(map(str, part)) if isinstance(part, dict) else part
 
 
@@ -220,12 +220,11 @@ def _is_one_of(part: Any, kinds: tuple[str, ...]) -> bool:
 def _text(place: str, i: int, part: dict[str, Any]) -> str:
     keys = ("text", "value", "content") if part["type"] in TEXT_PARTS else (part["type"], "text", "value", "content")
     value = next((part[key] for key in keys if part.get(key) is not None), None)
-    if isinstance(value, list) and all(
-        _is_one_of(inner, TEXT_PARTS) for inner in value
-    ):  # Mistral's thinking is a list of text parts
+    # Mistral's thinking is a list of text parts.
+    if isinstance(value, list) and all(_is_one_of(inner, TEXT_PARTS) for inner in value):
         return "".join(_text(place, i, inner) for inner in value)
     if not isinstance(value, str):
-        raise UserError(f"{place}: the content of turn {i} must be a string, found {found(value)}.")
+        raise UserError(f"{place}: the content of turn {i} must be a string, found {describe_type(value)}.")
     return value
 
 
@@ -241,7 +240,7 @@ def _calls_of(place: str, i: int, part: dict[str, Any]) -> list[dict]:
 
 
 def function_calls(text: Any) -> list[dict] | None:
-    """Parse the text of a ShareGPT `function_call` turn into tool calls; None if it holds none."""
+    """Parse the text of a ShareGPT `function_call` turn into tool calls; None for any other text."""
     try:
         parsed = json.loads(text) if isinstance(text, str) else text
     except (TypeError, ValueError, RecursionError):

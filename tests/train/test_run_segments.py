@@ -8,7 +8,7 @@ import pytest
 from conftest import TINY, Run, recipe_process, two_layers
 
 from zerofit.base import command_line
-from zerofit.job import stretches
+from zerofit.job import run_segments
 from zerofit.report import run_page
 
 FLAGS = [
@@ -39,7 +39,7 @@ def test_the_first_line_after_a_resume_is_the_mean_of_the_same_steps(runs):
     assert [step for step, _ in lines[0]] == [4, 6] and lines[0] == lines[1]
 
 
-def test_records_and_report_tell_both_stretches_and_how_the_run_began(runs):
+def test_records_and_report_have_both_segments_and_how_the_run_began(runs):
     whole, resumed = (run.json("run.json") for run in runs)
     assert "stretches" not in whole and whole["before"] == resumed["before"]
     ((stretch),) = resumed["stretches"]
@@ -47,22 +47,22 @@ def test_records_and_report_tell_both_stretches_and_how_the_run_began(runs):
     samples = [run.json("result.json")["samples"] for run in runs]
     assert [s["before"] for s in samples[0]] == [s["before"] for s in samples[1]] != [None]
     seconds = resumed["resumed"][0]["train_seconds"]
-    assert 0 < seconds == stretches.seconds_before(resumed) < 600
+    assert 0 < seconds == run_segments.previous_seconds(resumed) < 600
     run = run_page.Run(runs[1].folder)
-    assert [row[0] for row in run_page._stretches(run)] == ["1 to 3", "4 to 6"]
+    assert [row[0] for row in run_page._segments(run)] == ["1 to 3", "4 to 6"]
     assert "since the last resume" in run_page.summary(run)["training time"]
-    page = run_page.of_one(run)
-    assert "its stretches" in page and "1 to 3" in page
-    assert "its stretches" not in run_page.of_one(run_page.Run(runs[0].folder))
+    page = run_page.render_run(run)
+    assert "its segments" in page and "1 to 3" in page
+    assert "its segments" not in run_page.render_run(run_page.Run(runs[0].folder))
 
 
-def test_a_run_that_goes_on_from_an_older_checkpoint_forgets_the_stretches_after_it(tmp_path):
+def test_a_run_that_goes_on_from_an_older_checkpoint_forgets_the_segments_after_it(tmp_path):
     old = [{"from_step": 0, "to_step": 10}, {"from_step": 10, "to_step": 20}]
     (tmp_path / "run.json").write_text(json.dumps({"command": "c", "world_size": 2, "stretches": old}))
-    found = {at: stretches.kept(tmp_path, at)["stretches"] for at in (5, 10, 25)}
+    found = {at: run_segments.carried_over(tmp_path, at)["stretches"] for at in (5, 10, 25)}
     steps = {at: [(one["from_step"], one["to_step"]) for one in of] for at, of in found.items()}
     assert steps == {5: [(0, 5)], 10: [(0, 10)], 25: [(0, 10), (10, 20), (20, 25)]}
-    assert stretches.kept(tmp_path, 0) == {} == stretches.kept(tmp_path / "none", 3)
+    assert run_segments.carried_over(tmp_path, 0) == {} == run_segments.carried_over(tmp_path / "none", 3)
 
 
 def test_the_users_own_command_line(monkeypatch):
