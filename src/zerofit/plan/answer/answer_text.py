@@ -434,7 +434,7 @@ def _markdown(plan: Plan) -> str:
         parts += [f"## Rejected: {REJECTED}", "\n".join(f"- {line}" for line in ideas)]
     offers = [candidate for candidate, _ in plan.alternatives.values() if candidate]
     if offers:
-        parts += ["## Instead", _block("\n".join(run_line.command_of(candidate) for candidate in offers))]
+        parts += ["## Alternatives", _block("\n".join(run_line.command_of(candidate) for candidate in offers))]
     parts += ["## Search", _block("\n".join([*plan.notes, f"{plan.seconds:.0f} s"]))]
     return "\n\n".join(parts) + "\n"
 
