@@ -20,7 +20,7 @@ from transformers import AutoTokenizer
 from zerofit.base.errors import UserError
 from zerofit.export import source
 from zerofit.tools.servers import gguf, http, modelfile, reference, serve
-from zerofit.tools.servers.check import Check
+from zerofit.tools.servers.check import ServerCheck
 from zerofit.tools.servers.reference import Prompt
 
 MODEL = TINY / "model"
@@ -270,17 +270,17 @@ def test_a_card_describes_the_files_beside_it_and_what_was_checked_of_them(tmp_p
         return files
 
     def proven(file, kind, asked, rounded):
-        return [Check(f"logits of {file.name}", True, "bound 1"), Check(file.name, None, "not tried")]
+        return [ServerCheck(f"logits of {file.name}", True, "bound 1"), ServerCheck(file.name, None, "not tried")]
 
     monkeypatch.setattr(gguf, "converter", lambda *_: tmp_path)
     monkeypatch.setattr(gguf, "write", converted)
     monkeypatch.setattr(gguf, "check_file", proven)
-    monkeypatch.setattr(http, "check_server", lambda *_: [Check("over HTTP", None, "not installed")])
+    monkeypatch.setattr(http, "check_server", lambda *_: [ServerCheck("over HTTP", None, "not installed")])
     out = tmp_path / "out"
     report = exported(MODEL, server, out)
     card, beside = (out / "README.md").read_text(), {file.name for file in out.iterdir()}
     for check in report["checks"]:
-        assert f"- {Check(**check).line}" in card
+        assert f"- {ServerCheck(**check).line}" in card
     files = [f"model-{kind}.gguf" for kind in CARDS[server]]
     assert set(files) <= beside and all(file in card for file in files)
     assert ("bit for bit the same" in card) == ("from_pretrained" in card) == (not files)
@@ -375,7 +375,7 @@ def test_vllm_gets_the_adapter_and_what_was_not_run_is_said(trained, tmp_path):
 @pytest.mark.slow
 @pytest.mark.fault
 def test_a_server_that_answers_otherwise_is_refused(trained, tmp_path, monkeypatch):
-    wrong = [Check("`transformers serve` over HTTP", False, "1 of 3 answers are the text of the same tokens")]
+    wrong = [ServerCheck("`transformers serve` over HTTP", False, "1 of 3 answers are the text of the same tokens")]
     monkeypatch.setattr(http, "check_server", lambda *_: wrong)
     with pytest.raises(UserError, match=r"--for transformers: .* over HTTP: 1 of 3 answers.*nothing is kept"):
         exported(trained["qwen"], "transformers", tmp_path / "out")

@@ -43,7 +43,7 @@ def ranks(clock, monkeypatch):
     for rank in range(2):
         monkeypatch.setenv("RANK", str(rank))
         of_ranks.append(phases.Phases(rank_status.Heartbeat()))
-    return of_ranks, [phases.Watch(of_rank) for of_rank in of_ranks], store
+    return of_ranks, [phases.HangDetector(of_rank) for of_rank in of_ranks], store
 
 
 def pass_time(clock, ranks, seconds: float) -> bool:

@@ -316,7 +316,7 @@ def test_a_submission_that_fails_leaves_no_folder(tmp_path, monkeypatch, sweep):
     (tmp_path / "sbatch").write_text("#!/bin/sh\necho 'sbatch: error: invalid partition' >&2\nexit 1\n")
     (tmp_path / "sbatch").chmod(0o755)
     monkeypatch.setenv("PATH", str(tmp_path), prepend=os.pathsep)
-    request = slurm.Request(ROOT / RECIPE, [], tmp_path / "runs" / "x", 1, 1, 1, sweep=sweep)
+    request = slurm.Submission(ROOT / RECIPE, [], tmp_path / "runs" / "x", 1, 1, 1, sweep=sweep)
     with pytest.raises(UserError, match="invalid partition"):
         slurm.submit(request, "#!/bin/sh\n")
     assert not request.folder.exists()

@@ -72,7 +72,7 @@ class Question:
         gpu = hardware.find(self.gpu)
         gpu = dataclasses.replace(gpu, node_gbs=self.node_gbs or gpu.node_gbs)
         plan = planner.plan_of(names, request, self.gpus, gpu, node=8, disk_limit=disk_limit)
-        plan.run = cost.Run(**run)
+        plan.run = cost.TrainingAmount(**run)
         plan.alternatives |= alternatives.offers(plan, names, request)
         plan.advices = better.advices(plan, request)
         return plan
@@ -456,7 +456,7 @@ def test_a_larger_batch_and_fewer_gpus_are_named_where_they_pay():
     flags += ["--effective_batch_size", "16", "--gradient_checkpointing", "false"]
     request = parse.request("sft", flags)
     plan = planner.plan_of(["sft"], request, 16, gpu, node=8)
-    plan.run = cost.Run(rows=100_000, price=3.0)
+    plan.run = cost.TrainingAmount(rows=100_000, price=3.0)
     larger, fewer = better._larger_batch(plan), better._fewer_gpus(plan, request)
     assert better.advices(plan, request) == [fewer]  # which is faster: a larger batch on all is beside the point
     batch = int(re.search(r"--effective_batch_size (\d+) instead of 16 ", larger.text)[1])
@@ -467,10 +467,10 @@ def test_a_larger_batch_and_fewer_gpus_are_named_where_they_pay():
     assert fewer.ranks == 8 and fewer.text.startswith("fewer GPUs: 8 instead of 16 take 0.")
     less = 1 - fewer.faster.seconds * 8 / plan.chosen.seconds / 16
     assert f"with {less:.0%} fewer GPU hours, $" in fewer.text and less >= 0.25
-    few_rows = dataclasses.replace(plan, run=cost.Run(rows=16 * 40))
+    few_rows = dataclasses.replace(plan, run=cost.TrainingAmount(rows=16 * 40))
     assert [one.text[:5] for one in better.advices(few_rows, request)] == ["fewer"]  # 20 steps would be too few
     fast = planner.plan_of(["sft"], parse.request("sft", [*flags, "--effective_batch_size", "1024"]), 16, H100, node=8)
-    fast.run = cost.Run()
+    fast.run = cost.TrainingAmount()
     assert better.advices(fast, request) == []
 
 

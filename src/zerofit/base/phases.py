@@ -58,7 +58,7 @@ class Phases:
         return max(MIN_LIMIT_SECONDS[phase], SLOWEST_FACTOR * self.slowest[phase])
 
 
-class Watch:
+class HangDetector:
     """A thread of each rank that ends the job if all ranks, on all nodes, exceed the limit of their phase.
 
     A single late rank is not a hang: the others wait in a step while it saves or runs a user's callback.

@@ -152,7 +152,7 @@ def with_real_lengths(request: Request, ranks: int, gpu, node: int = gpu_memory.
     return _rows(request, ranks, gpu, node)[:2]
 
 
-def _rows(request: Request, ranks: int, gpu, node: int, number: str = "") -> tuple[Request, str, cost.Run]:
+def _rows(request: Request, ranks: int, gpu, node: int, number: str = "") -> tuple[Request, str, cost.TrainingAmount]:
     """Return the results of `with_real_lengths`, and the amount of training. number: --rows, "" if not set."""
     settings = candidates.first_settings(request.recipe.name, request, ranks, gpu, node)
     length, run = settings.max_length, cost.run_of_number(settings, number)
@@ -173,7 +173,7 @@ def _rows(request: Request, ranks: int, gpu, node: int, number: str = "") -> tup
     return request.put(max_length=width), f"{sentence}{length}", run
 
 
-def _longest(settings) -> tuple[int, cost.Run]:
+def _longest(settings) -> tuple[int, cost.TrainingAmount]:
     """Return the length of the longest training row, pack or side of a pair in tokens, and the amount of training.
 
     Raises: UserError if the data cannot be read.

@@ -74,7 +74,7 @@ NAMES = {  # key of a data set -> values that are detected automatically
 }
 
 
-def _sources(done: Conversion, entry: dict[str, Any]) -> list[shared.Source]:
+def _sources(done: Conversion, entry: dict[str, Any]) -> list[shared.DataSource]:
     columns = {ours: entry[theirs] for theirs, ours in FIELDS.items() if entry.get(theirs)}
     if columns.get("messages") in ("conversations", "messages"):
         del columns["messages"]
@@ -91,7 +91,9 @@ def _sources(done: Conversion, entry: dict[str, Any]) -> list[shared.Source]:
     if entry.get("chat_template") and not done.values.get("chat_template"):
         template(done, "datasets: chat_template", entry["chat_template"])
     options = entry.get("split"), entry.get("name"), entry.get("revision"), columns
-    return [shared.Source(path, *options) for path in shared.files(entry.get("data_files")) or [entry.get("path", "")]]
+    return [
+        shared.DataSource(path, *options) for path in shared.files(entry.get("data_files")) or [entry.get("path", "")]
+    ]
 
 
 SCHEDULES = ("linear cosine cosine_with_restarts polynomial constant constant_with_warmup inverse_sqrt "

@@ -76,7 +76,7 @@ class Line:
 
 
 @dataclass(frozen=True)
-class Names:
+class KeyNames:
     """The recipes' arguments, which only config/ can list."""
 
     accepted: frozenset[str] = frozenset()
@@ -272,7 +272,12 @@ class Conversion:
 
 
 def convert(
-    kit: Kit, values: dict[str, Any], file: Path, gpus: int | None = None, recipe: str = "", names: Names | None = None
+    kit: Kit,
+    values: dict[str, Any],
+    file: Path,
+    gpus: int | None = None,
+    recipe: str = "",
+    names: KeyNames | None = None,
 ) -> Conversion:
     """Convert the values of a kit's file.
 
@@ -290,7 +295,7 @@ def convert(
     except (TypeError, ValueError, AttributeError, LookupError, ArithmeticError, RecursionError) as error:
         done.refuse(done.latest, f"invalid value for {kit.name} ({first_line(error)})")
     for theirs in sorted(done.unread):
-        _leftover(done, theirs, names or Names())
+        _leftover(done, theirs, names or KeyNames())
     account(done)
     for sentence in kit.meaning:
         done.differ(sentence)
@@ -330,7 +335,7 @@ def _direct(done: Conversion, theirs: str, key: Key) -> None:
         done.differ(f"{theirs}: {key.note}.")
 
 
-def _leftover(done: Conversion, theirs: str, names: Names) -> None:
+def _leftover(done: Conversion, theirs: str, names: KeyNames) -> None:
     """Write a transformers argument that no rule has read, or list it if it has no effect here."""
     if done.kit.same_names and theirs not in done.lines and done.values[theirs] is not None:
         if theirs in names.accepted and not any(_reason(table, theirs) for table in (done.kit.lost, done.kit.refused)):

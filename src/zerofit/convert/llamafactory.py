@@ -89,9 +89,9 @@ COLUMNS = {"prompt": "instruction", "query": "input", "response": "output", "his
            "kto_tag": "label"}  # fmt: skip
 
 
-def _source(done: Conversion, name: str, entry: dict | None, folder: str) -> shared.Source:
+def _source(done: Conversion, name: str, entry: dict | None, folder: str) -> shared.DataSource:
     if entry is None:
-        return shared.Source(name if "/" in name or "." in name else f"{folder}/{name}.json")
+        return shared.DataSource(name if "/" in name or "." in name else f"{folder}/{name}.json")
     entry = done.linked_files[f"{name} in dataset_info.json"] = sectioned(entry)
     theirs = entry.get("columns") or {}
     columns = {ours: theirs[key] for key, ours in COLUMNS.items() if key in theirs and theirs[key] != ours}
@@ -104,7 +104,7 @@ def _source(done: Conversion, name: str, entry: dict | None, folder: str) -> sha
         entry.get(key)  # the format is detected from the columns
     path = entry.get("hf_hub_url") or (entry.get("file_name") and str(Path(entry["_folder"]) / entry["file_name"]))
     path = path or entry.get("ms_hub_url") or name
-    return shared.Source(str(path), entry.get("split"), entry.get("subset"), entry.get("revision"), columns)
+    return shared.DataSource(str(path), entry.get("split"), entry.get("subset"), entry.get("revision"), columns)
 
 
 def _training(done: Conversion) -> None:

@@ -248,7 +248,7 @@ def quantized(done: Conversion, method: str, *keys: str) -> None:
 
 
 @dataclass(frozen=True)
-class Source:
+class DataSource:
     """A data set of the original file."""
 
     path: str  # file, folder or Hub id
@@ -260,7 +260,7 @@ class Source:
 
 
 def data(
-    done: Conversion, sources: list[Source], key: str, name: str = "data", split_key: str = "", config_key: str = ""
+    done: Conversion, sources: list[DataSource], key: str, name: str = "data", split_key: str = "", config_key: str = ""
 ) -> None:
     """Write the data sets: shared properties as arguments, the others in a mapping per data set.
 
@@ -296,7 +296,7 @@ def files(value: Any) -> list[str]:
 SOURCE_FIELDS = ("split", "config", "revision", "columns")
 
 
-def _full_split(done: Conversion, source: Source, key: str, alone: bool) -> Source:
+def _full_split(done: Conversion, source: DataSource, key: str, alone: bool) -> DataSource:
     """Replace a part of a split such as train[:10%] by the full split, weighted to the same number of rows."""
     split, bracket, rest = (source.split or "").partition("[")
     if not bracket:
@@ -317,7 +317,7 @@ def _renamed(columns: dict[str, str]) -> dict[str, str]:
     return {column: theirs for column, theirs in columns.items() if column != theirs}
 
 
-def _entry(source: Source, fields: list[str]) -> str | dict[str, Any]:
+def _entry(source: DataSource, fields: list[str]) -> str | dict[str, Any]:
     """Return a data set as an entry of `data` (job/data_entry.py). fields: the properties to include."""
     if not fields:
         return source.path if source.weight == 1 else f"{source.path}:{source.weight:g}"

@@ -74,7 +74,7 @@ def _data(done: Conversion) -> None:
         done.lose("loss_scale", f"{part}: tokens are either trained or not (loss marks of turns, docs/data.md)")
 
 
-def _source(done: Conversion, key: str, text: str, alone: bool) -> shared.Source:
+def _source(done: Conversion, key: str, text: str, alone: bool) -> shared.DataSource:
     path, _, count = text.partition("#")
     prefix = next((p for p in ("HF::", "MS::") if path.startswith(p)), "")
     path, _, subset = path.removeprefix(prefix).partition(":")
@@ -83,7 +83,7 @@ def _source(done: Conversion, key: str, text: str, alone: bool) -> shared.Source
         done.differ(f"{key}: #{count} samples rows at random; max_samples takes the first rows.")
     elif count:
         done.lose(f"{key}: {text}", f"shorten the file to {count} rows, or set a weight: a.jsonl:0.5")
-    return shared.Source(path, None, subset or None)
+    return shared.DataSource(path, None, subset or None)
 
 
 def _modules(value: Any) -> list[str]:

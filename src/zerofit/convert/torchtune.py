@@ -117,7 +117,7 @@ def _data(done: Conversion) -> None:
         done.lose("dataset_val", "set eval_data or eval_fraction")
 
 
-def _sources(done: Conversion, entry: dict[str, Any]) -> tuple[list[shared.Source], bool]:
+def _sources(done: Conversion, entry: dict[str, Any]) -> tuple[list[shared.DataSource], bool]:
     builder = str(entry.get("_component_", "")).rpartition(".")[2]
     builder = CLASSES.get(builder, builder)
     source, on_prompt, columns = SETS.get(builder, (None, False, {}))
@@ -142,7 +142,7 @@ def _sources(done: Conversion, entry: dict[str, Any]) -> tuple[list[shared.Sourc
             done.lose(f"dataset.{key}", "rows are formatted by the chat template only")
     columns = {ours: theirs for ours, theirs in mapped.items() if ours != theirs}
     options = split, entry.get("name"), entry.get("revision"), columns
-    return [shared.Source(path, *options) for path in paths], bool(entry.get("train_on_input", on_prompt))
+    return [shared.DataSource(path, *options) for path in paths], bool(entry.get("train_on_input", on_prompt))
 
 
 def _kind(done: Conversion) -> str:

@@ -63,7 +63,7 @@ def _data(done: Conversion) -> None:
         _mask(done)
 
 
-def _sources(done: Conversion) -> tuple[str, list[shared.Source]]:
+def _sources(done: Conversion) -> tuple[str, list[shared.DataSource]]:
     mixture = done.take("dataset_mixture")
     if mixture is not None and not isinstance(mixture, dict):
         raise UserError(f"{done.file}: dataset_mixture is {mixture}: it must be a mapping with `datasets`.")
@@ -79,7 +79,7 @@ def _sources(done: Conversion) -> tuple[str, list[shared.Source]]:
         configs = words(done.take("dataset_configs", []))
         config = dict(zip(mixer, configs, strict=False)) if configs else {}
         return "dataset_mixer", [
-            shared.Source(path, splits[0] if splits else None, config.get(path), weight=float(weight))
+            shared.DataSource(path, splits[0] if splits else None, config.get(path), weight=float(weight))
             for path, weight in mixer.items()
         ]
     name = done.take("dataset_name")
@@ -88,10 +88,10 @@ def _sources(done: Conversion) -> tuple[str, list[shared.Source]]:
         config = next(iter(words(done.take("dataset_configs", []))), None)
     if done.take("dataset_test_split", "test") in EVAL_SPLITS:
         done.keep("dataset_test_split")  # the eval split of a Hub data set is used automatically
-    return "dataset_name", [shared.Source(name, split, config)] if name else []
+    return "dataset_name", [shared.DataSource(name, split, config)] if name else []
 
 
-def _entry_sources(entry: dict[str, Any], done: Conversion) -> list[shared.Source]:
+def _entry_sources(entry: dict[str, Any], done: Conversion) -> list[shared.DataSource]:
     path = entry.get("id") or entry.get("path") or ""
     known = {"messages", "prompt", "completion", "chosen", "rejected", "text"}
     for column in set(words(entry.get("columns") or [])) - known:
@@ -99,7 +99,7 @@ def _entry_sources(entry: dict[str, Any], done: Conversion) -> list[shared.Sourc
     split, config = entry.get("split"), entry.get("config") or entry.get("name")
     weight = number(entry.get("weight"))
     return [
-        shared.Source(file, split, config, weight=1.0 if weight is None else float(weight))
+        shared.DataSource(file, split, config, weight=1.0 if weight is None else float(weight))
         for file in shared.files(entry.get("data_files")) or [path]
     ]
 

@@ -17,7 +17,7 @@ def _recipe(done: Conversion) -> None:
 def _data(done: Conversion) -> None:
     key, value = done.first("data.dataset", "data.local_dataset")
     split, config = done.take("data.split", "train"), done.take("data.subset")
-    shared.data(done, [shared.Source(path, split, config) for path in words(value or [])], str(key),
+    shared.data(done, [shared.DataSource(path, split, config) for path in words(value or [])], str(key),
                 split_key="data.split", config_key="data.subset")  # fmt: skip
     kind = done.take("data.format_type", "auto")
     if kind not in ("auto", None):

@@ -158,7 +158,7 @@ class Plan:
     disk_free: int | None = None  # the same, or the free bytes of this machine if unknown
     kept: int | None = None  # checkpoints that a run keeps, None: all
     advices: list = field(default_factory=list)  # advice.better.Advice: changes that would pay
-    run: Any = None  # advice.cost.Run: the amount of training and the price of a GPU
+    run: Any = None  # advice.cost.TrainingAmount: the amount of training and the price of a GPU
     rows: str = ""  # a sentence about the length of the rows
     notes: list[str] = field(default_factory=list)  # lines printed by the search
     seconds: float = 0.0  # duration of the plan with imports

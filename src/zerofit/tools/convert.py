@@ -8,7 +8,7 @@ from pathlib import Path
 from zerofit.base.errors import UserError, one_line
 from zerofit.config import arguments, parse, transformers_flags
 from zerofit.convert import keys, kits, page
-from zerofit.convert.conversion import UNKNOWN, Conversion, Kit, Names, convert
+from zerofit.convert.conversion import UNKNOWN, Conversion, KeyNames, Kit, convert
 from zerofit.job import program
 
 MAX_UNKNOWN = 0.3  # share of unknown keys above which the file probably belongs to another kit
@@ -135,11 +135,11 @@ def _add(done: Conversion, launcher: Conversion) -> None:
     done.differences += [sentence for sentence in launcher.differences if sentence not in launcher.kit.meaning]
 
 
-def names() -> Names:
+def names() -> KeyNames:
     """Return the recipes' arguments, and the transformers arguments that zerofit ignores."""
     known = {name for recipe in RECIPES for name in parse.argument_names(program.recipe_of(recipe))}
     refused = transformers_flags.REFUSED
-    return Names(frozenset(known - refused.keys()), refused)
+    return KeyNames(frozenset(known - refused.keys()), refused)
 
 
 def check(done: Conversion, text: str) -> None:

@@ -35,7 +35,7 @@ CORES_PER_GPU = 4  # default of --cpus
 
 
 @dataclass
-class Request:
+class Submission:
     """The values for the template.
 
     flags: the recipe's flags without --output_dir; gpus, cpus: per node; on_cpu: request no GPU; setup: shell commands;
@@ -101,7 +101,7 @@ def main(argv: list[str]) -> None:
     submit(request, script)
 
 
-def request_of(args) -> Request:
+def request_of(args) -> Submission:
     """Check the options on the login node and return the request. Raises: UserError."""
     named = program.start(args.recipe)
     flags, gpus = command_line.with_extra_flags(args.flags, args.args, args.gpus)
@@ -130,7 +130,7 @@ def request_of(args) -> Request:
         content = "runs" if runs else "a finished run"
         raise UserError(f"--output_dir {folder}: already holds {content}; name another folder (OUT=...).")
     launch = ["--join_timeout", args.join_timeout, *(["--interface", args.interface] if args.interface else [])]
-    return Request(
+    return Submission(
         named.file.absolute(), command_line.drop(flags, "--output_dir", "--resume_from_checkpoint"), folder.absolute(),
         nodes, gpus, cpus, on_cpu, args.time, args.partition, args.account, args.qos,
         args.exclusive, args.setup, args.image, args.mounts, args.port, launch, sweep,
@@ -208,7 +208,7 @@ def _options(text: str) -> list[tuple[str, str]]:
 # --- the batch script ---
 
 
-def render(request: Request) -> str:
+def render(request: Submission) -> str:
     """Return the template with the lines marked EDIT filled in.
 
     Raises: UserError for a line break or a secret in a value.
@@ -284,7 +284,7 @@ def _check_secrets(script: str) -> None:
 # --- submission ---
 
 
-def submit(request: Request, script: str) -> None:
+def submit(request: Submission, script: str) -> None:
     """Submit the batch script, write it and the job id into the run folder, and print the next commands.
 
     Raises: UserError if sbatch rejects it, or if an earlier job of the folder is active.

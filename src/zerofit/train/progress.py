@@ -138,7 +138,7 @@ class Reporter(TrainerCallback):
         if args.save_strategy != "no":
             self.stop_request.listen()
         if trainer.settings.source["hang_timeout"] in ("default", "decided") and distributed.size() > 1:
-            self.watch = phases.Watch(self.phases)
+            self.watch = phases.HangDetector(self.phases)
         if distributed.size() > 1:
             self._detect_stragglers()
         trainer.seed_this_rank()  # a resumed run loads the saved RNG states after this

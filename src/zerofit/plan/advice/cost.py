@@ -10,7 +10,7 @@ from zerofit.plan.candidate import Candidate
 
 
 @dataclass(frozen=True)
-class Run:
+class TrainingAmount:
     """The amount of training and the price of a GPU."""
 
     rows: float | None = None  # rows in all epochs, None: unknown
@@ -25,27 +25,29 @@ class Run:
         return self.steps
 
 
-def run_of_rows(settings, train_set) -> Run:
+def run_of_rows(settings, train_set) -> TrainingAmount:
     """Return the run of a job with these training rows, or with --max_steps."""
     rows = None if train_set.stream is not None else settings.num_train_epochs * tokens.rows(settings, train_set)
-    return Run(rows, tokens.row_tokens(settings, train_set), settings.max_steps if settings.max_steps > 0 else None)
+    return TrainingAmount(
+        rows, tokens.row_tokens(settings, train_set), settings.max_steps if settings.max_steps > 0 else None
+    )
 
 
-def run_of_number(settings, text: str) -> Run:
+def run_of_number(settings, text: str) -> TrainingAmount:
     """Return the run of a job with `--rows` rows of --max_length tokens. text: the option, "" if not set.
 
     Raises: UserError for an invalid number.
     """
     steps = settings.max_steps if settings.max_steps > 0 else None
     if not text:
-        return Run(steps=steps)
+        return TrainingAmount(steps=steps)
     digits = text.replace(",", "").replace("_", "")
     if not digits.isdecimal() or int(digits) < 1:
         raise UserError(f"--rows {text}: must be a positive integer, the number of training rows, e.g. 50000.")
-    return Run(settings.num_train_epochs * int(digits), steps=steps)
+    return TrainingAmount(settings.num_train_epochs * int(digits), steps=steps)
 
 
-def step_seconds(candidate: Candidate, run: Run) -> float:
+def step_seconds(candidate: Candidate, run: TrainingAmount) -> float:
     """Return the seconds of an optimizer step with rows of the mean length."""
     setting, mean = candidate.setting, run.row_tokens
     share = mean / candidate.row_length if mean else 1.0
@@ -55,7 +57,7 @@ def step_seconds(candidate: Candidate, run: Run) -> float:
     return candidates.step_seconds(candidate.shape, real, candidate.gpu, round(mean or 1))
 
 
-def price_run(candidate: Candidate, run: Run) -> dict[str, float | int | None]:
+def price_run(candidate: Candidate, run: TrainingAmount) -> dict[str, float | int | None]:
     """Return the cost of a candidate.
 
     Returns: {"steps", "hours", "gpu_hours", "dollars": of the run, None if rows or price are unknown;
@@ -70,7 +72,7 @@ def price_run(candidate: Candidate, run: Run) -> dict[str, float | int | None]:
     return costs | {"gpu_hours_of_a_billion_tokens": 1e9 / candidate.tokens_per_second / 3600 * ranks}
 
 
-def text(candidate: Candidate, run: Run) -> str:
+def text(candidate: Candidate, run: TrainingAmount) -> str:
     """Return the cost of a candidate as text."""
     price = price_run(candidate, run)
     if price["steps"] is None:

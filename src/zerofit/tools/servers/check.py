@@ -4,7 +4,7 @@ from dataclasses import dataclass
 
 
 @dataclass
-class Check:
+class ServerCheck:
     """A line of the export's report. holds: None if the check could not run here."""
 
     what: str

@@ -14,7 +14,7 @@ from transformers import AutoTokenizer
 from zerofit.base.errors import UserError
 from zerofit.export import compare
 from zerofit.tools.servers import reference
-from zerofit.tools.servers.check import Check
+from zerofit.tools.servers.check import ServerCheck
 from zerofit.tools.servers.reference import Prompt
 
 SCRIPT = "convert_hf_to_gguf.py"
@@ -120,7 +120,7 @@ def _pre_tokenizer(folder: Path) -> str:
 # --- checking a file ---
 
 
-def check_file(file: Path, kind: str, prompts: list[Prompt], rounded: float) -> list[Check]:
+def check_file(file: Path, kind: str, prompts: list[Prompt], rounded: float) -> list[ServerCheck]:
     """Compare a GGUF file's answers in llama-cpp-python with the trained model's.
 
     Args: rounded: the coarsest rounding between the trained and the converted model.
@@ -129,7 +129,7 @@ def check_file(file: Path, kind: str, prompts: list[Prompt], rounded: float) -> 
     try:
         import llama_cpp
     except ImportError:
-        return [Check(file.name, None, "llama-cpp-python is not installed (pip install llama-cpp-python)")]
+        return [ServerCheck(file.name, None, "llama-cpp-python is not installed (pip install llama-cpp-python)")]
     length = max(len(one.ids) for one in prompts) + reference.MAX_TOKENS + 8
     model = llama_cpp.Llama(
         str(file), n_ctx=length, n_batch=length, logits_all=True, verbose=False, n_gpu_layers=0,
@@ -140,7 +140,7 @@ def check_file(file: Path, kind: str, prompts: list[Prompt], rounded: float) -> 
     ids = [model.tokenize(text.encode(), add_bos=False, special=True) for text in texts]
     wrong = [one.name for one, theirs in zip(rendered, ids, strict=True) if theirs != one.ids]
     message = f"{len(rendered) - len(wrong)} of {len(rendered)} identical with the file's template ({where})"
-    checks = [Check("token ids of rendered prompts", not wrong, "; ".join([message, *wrong]))] if rendered else []
+    checks = [ServerCheck("token ids of rendered prompts", not wrong, "; ".join([message, *wrong]))] if rendered else []
     error, deviation, agree = _logit_error(model, prompts)
     answers = [_greedy(llama_cpp, model, vocab, one.ids) for one in prompts]
     checks.append(_logits_check(model, max(UNIT[kind], rounded), error, deviation, agree, where))
@@ -177,12 +177,12 @@ def _logit_error(model, prompts: list[Prompt]) -> tuple[float, float, float]:
     return largest, float(torch.cat(all_logits).std()), agree / count
 
 
-def _logits_check(model, unit: float, error: float, deviation: float, agree: float, where: str) -> Check:
+def _logits_check(model, unit: float, error: float, deviation: float, agree: float, where: str) -> ServerCheck:
     """Check that logits differ only by rounding (see export/compare.py for the bound)."""
     layers = next(int(value) for name, value in model.metadata.items() if name.endswith(".block_count"))
     bound = compare.bounds(unit, layers, deviation, scale=0.0, merged=True)["bound_max"]
     message = f"largest difference {error:.3g}, bound {bound:.3g} (standard deviation of the logits {deviation:.3g})"
-    return Check("logits", error <= bound, f"{message}; {agree:.1%} of the top tokens identical, {where}")
+    return ServerCheck("logits", error <= bound, f"{message}; {agree:.1%} of the top tokens identical, {where}")
 
 
 def _greedy(llama_cpp, model, vocab, ids: list[int]) -> tuple[list[int], bool]:

@@ -16,7 +16,7 @@ from zerofit.base import distributed
 from zerofit.base.errors import first_line
 from zerofit.job import run_folder
 from zerofit.tools.servers import reference
-from zerofit.tools.servers.check import Check
+from zerofit.tools.servers.check import ServerCheck
 from zerofit.tools.servers.reference import Prompt
 
 START_SECONDS, ANSWER_SECONDS = 300.0, 300.0
@@ -26,14 +26,14 @@ SETTING = "response_template"  # in tokenizer_config.json
 NEEDS = ("fastapi", "uvicorn", "openai", "starlette", "rich")  # transformers' extra `serving`
 
 
-def check_server(folder: Path, tokenizer, prompts: list[Prompt]) -> list[Check]:
+def check_server(folder: Path, tokenizer, prompts: list[Prompt]) -> list[ServerCheck]:
     """Check `transformers serve`. Args: prompts: with the export's answers in this process."""
     title, where = "`transformers serve` over HTTP", "finish_reason is `stop`, in `transformers serve`"
     conversations = [one for one in prompts if one.messages and not one.tools]
     if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
-        return [Check(title, None, f"{', '.join(missing)} not installed (pip install 'transformers[serving]')")]
+        return [ServerCheck(title, None, f"{', '.join(missing)} not installed (pip install 'transformers[serving]')")]
     if not conversations:
-        return [Check(title, None, "the tokenizer does not have a chat template")]
+        return [ServerCheck(title, None, "the tokenizer does not have a chat template")]
     expected = {one.name: tokenizer.decode(one.answer, skip_special_tokens=True) for one in prompts}
     wrong, late = [], []
     try:
@@ -44,11 +44,11 @@ def check_server(folder: Path, tokenizer, prompts: list[Prompt]) -> list[Check]:
                     wrong.append(f"{one.name}: {text[:60]!r} instead of {expected[one.name][:60]!r}")
                 late += [one.name] if one.ended and reason != "stop" else []
     except (OSError, ValueError, LookupError, RuntimeError) as error:
-        return [Check(title, None, f"the server did not answer: {first_line(error)}")]
+        return [ServerCheck(title, None, f"the server did not answer: {first_line(error)}")]
     right = len(conversations) - len(wrong)
     message = f"{right} of {len(conversations)} answers have the same text"
     where += f", except for {', '.join(late)}" if late else ""
-    return [Check(title, not wrong, "; ".join([message, *wrong])), Check("ends by itself", not late, where)]
+    return [ServerCheck(title, not wrong, "; ".join([message, *wrong])), ServerCheck("ends by itself", not late, where)]
 
 
 def write_response_template(folder: Path, prompts: list[Prompt], stops: list[str]) -> bool:

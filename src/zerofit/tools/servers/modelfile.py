@@ -4,7 +4,7 @@ import json
 import os
 from dataclasses import dataclass
 
-from zerofit.tools.servers.check import Check
+from zerofit.tools.servers.check import ServerCheck
 from zerofit.tools.servers.reference import Prompt
 
 FILE = "Modelfile"
@@ -93,7 +93,9 @@ def parts_of(tokenizer) -> Parts | None:
     )  # fmt: skip
 
 
-def text(model: str, tokenizer, prompts: list[Prompt], stops: list[str], sampling: dict) -> tuple[str, list[Check]]:
+def text(
+    model: str, tokenizer, prompts: list[Prompt], stops: list[str], sampling: dict
+) -> tuple[str, list[ServerCheck]]:
     """Return the Modelfile of a GGUF file, and checks of its template.
 
     Args: model: the file's name; stops: the tokens that end answers; sampling: from generation_config.json.
@@ -106,13 +108,13 @@ def text(model: str, tokenizer, prompts: list[Prompt], stops: list[str], samplin
     title = "the Modelfile's template"
     if parts is None or not rendered or wrong or '"""' in parts.go():
         reason = f"it would render {', '.join(wrong)} differently" if wrong else "the chat template is too complex"
-        check = Check(title, None, f"left out: {reason}; ollama uses the template in the file, if it supports it")
+        check = ServerCheck(title, None, f"left out: {reason}; ollama uses the template in the file, if it supports it")
     else:
         lines.append(f'TEMPLATE """{parts.go()}"""')
         names = ", ".join(one.name for one in rendered)
-        check = Check(title, True, f"renders {names} like the chat template (computed here, not by ollama)")
+        check = ServerCheck(title, True, f"renders {names} like the chat template (computed here, not by ollama)")
     lines += [f"PARAMETER stop {json.dumps(stop, ensure_ascii=False)}" for stop in stops]
     options = {name: sampling.get(name) for name in SAMPLING}  # the file may contain other types
     lines += [f"PARAMETER {name} {value}" for name, value in options.items() if isinstance(value, int | float)]
-    tools = Check("tools", None, "the Modelfile's template does not support tools")
+    tools = ServerCheck("tools", None, "the Modelfile's template does not support tools")
     return "\n".join(lines) + "\n", [check, tools]

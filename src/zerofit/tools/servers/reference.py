@@ -6,7 +6,7 @@ import torch
 
 from zerofit.base.errors import first_line
 from zerofit.model import generation
-from zerofit.tools.servers.check import Check
+from zerofit.tools.servers.check import ServerCheck
 
 MAX_TOKENS = 24  # tokens per answer
 
@@ -49,7 +49,7 @@ class Prompt:
         return self.name, self.ids, self.text, self.messages, self.tools
 
 
-def make_prompts(tokenizer, rows: list[tuple[list[int], list[int]]]) -> tuple[list[Prompt], list[Check]]:
+def make_prompts(tokenizer, rows: list[tuple[list[int], list[int]]]) -> tuple[list[Prompt], list[ServerCheck]]:
     """Return (prompts from the chat template and the run's data, checks for conversations it cannot render)."""
     prompts, skipped = [], []
     for name, (messages, tools) in CONVERSATIONS.items() if tokenizer.chat_template else ():
@@ -58,10 +58,10 @@ def make_prompts(tokenizer, rows: list[tuple[list[int], list[int]]]) -> tuple[li
             text = tokenizer.apply_chat_template(messages, tokenize=False, **options)
             ids = tokenizer.apply_chat_template(messages, return_dict=True, **options)["input_ids"]
         except Exception as error:  # templates can raise anything
-            skipped.append(Check(name, None, f"the chat template does not render it: {first_line(error)}"))
+            skipped.append(ServerCheck(name, None, f"the chat template does not render it: {first_line(error)}"))
             continue
         if tools and text == next((prompt.text for prompt in prompts if prompt.name == "one turn"), None):
-            skipped.append(Check(name, None, "the chat template ignores tools"))
+            skipped.append(ServerCheck(name, None, "the chat template ignores tools"))
             continue
         prompts.append(Prompt(name, ids, text, messages, tools))
     prompts += [Prompt(f"row {number} of the data", row[0]) for number, row in enumerate(rows[:ROWS], 1)]
@@ -105,7 +105,7 @@ def first_difference(prompt: Prompt, answer: list[int], error: float) -> str:
     return ""
 
 
-def compare_answers(prompts: list[Prompt], answers: list[list[int]], error: float, where: str) -> Check:
+def compare_answers(prompts: list[Prompt], answers: list[list[int]], error: float, where: str) -> ServerCheck:
     """Compare a server's answers with the trained model's. error: the measured error of its logits."""
     pairs = list(zip(prompts, answers, strict=True))
     same = sum(prompt.answer == answer[: len(prompt.answer)] for prompt, answer in pairs)
@@ -114,15 +114,15 @@ def compare_answers(prompts: list[Prompt], answers: list[list[int]], error: floa
     message = f"{same} of {len(prompts)} identical token by token, {where}"
     if same < len(prompts) and not differing:
         message += f"; the others differ only within the logit error ({error:.2g})"
-    return Check("greedy answers", not differing, "; ".join([message, *differing]))
+    return ServerCheck("greedy answers", not differing, "; ".join([message, *differing]))
 
 
-def check_ends(prompts: list[Prompt], answers: list[list[int]], endings: list[bool], where: str) -> Check:
+def check_ends(prompts: list[Prompt], answers: list[list[int]], endings: list[bool], where: str) -> ServerCheck:
     """Check that identical answers end where the trained model's answers end."""
     pairs = zip(prompts, answers, endings, strict=True)
     same = [(one.name, ended) for one, answer, ended in pairs if one.ended and answer[: len(one.answer)] == one.answer]
     if not same:
-        return Check("ends by itself", None, f"no identical answer ends within {MAX_TOKENS} tokens, {where}")
+        return ServerCheck("ends by itself", None, f"no identical answer ends within {MAX_TOKENS} tokens, {where}")
     late = [name for name, ended in same if not ended]
     message = f"{len(same) - len(late)} of {len(same)} that end in the trained model, {where}"
-    return Check("ends by itself", not late, "; ".join([message, *late]))
+    return ServerCheck("ends by itself", not late, "; ".join([message, *late]))

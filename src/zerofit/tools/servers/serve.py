@@ -16,7 +16,7 @@ from zerofit.export import export as export_command
 from zerofit.job import run_folder
 from zerofit.model import generation
 from zerofit.tools.servers import gguf, http, modelfile, reference
-from zerofit.tools.servers.check import Check
+from zerofit.tools.servers.check import ServerCheck
 from zerofit.tools.servers.reference import Prompt
 
 FILE = "export.json"
@@ -152,7 +152,7 @@ def finish(args, saved: source.Saved, folder: Path, out: Path, done: dict) -> di
     if prompts and args.check == "true":
         reference.answer(_loaded(saved, args, server.is_gguf or not _is_exact(done)), tokenizer, prompts)
     checks += _gguf_files(export, tokenizer, prompts) if server.is_gguf else _folder(export, tokenizer, prompts)
-    checks.append(Check(args.server, None, f"not run here: {server.unchecked}"))
+    checks.append(ServerCheck(args.server, None, f"not run here: {server.unchecked}"))
     for check in checks:
         print(f"  {check.line}", flush=True)
     if failed := [check for check in checks if check.holds is False]:
@@ -162,7 +162,7 @@ def finish(args, saved: source.Saved, folder: Path, out: Path, done: dict) -> di
     return {"checks": checks, "files": files, "command": server.command(replace(export, out=Path())) if files else ""}
 
 
-def _report(export: Export, server: Server, checks: list[Check], tokenizer, prompts: list[Prompt]) -> None:
+def _report(export: Export, server: Server, checks: list[ServerCheck], tokenizer, prompts: list[Prompt]) -> None:
     command = server.command(export)
     run_folder.write_json(export.folder / FILE, {
         "for": export.args.server,
@@ -180,10 +180,10 @@ def _report(export: Export, server: Server, checks: list[Check], tokenizer, prom
 # --- a Hugging Face folder ---
 
 
-def _folder(export: Export, tokenizer, prompts: list[Prompt]) -> list[Check]:
+def _folder(export: Export, tokenizer, prompts: list[Prompt]) -> list[ServerCheck]:
     """Check the folder with transformers, whose tokenizer and template vLLM and SGLang share."""
     if not prompts or not prompts[0].answer:
-        return [Check("answers", None, "not compared with the trained model (--check false, or no tokenizer)")]
+        return [ServerCheck("answers", None, "not compared with the trained model (--check false, or no tokenizer)")]
     written = source.find(str(export.folder), export.saved.base, export.saved.remote)
     written.facts = export.saved.facts if written.adapter else {}
     theirs = source.tokenizer(written)
@@ -192,7 +192,7 @@ def _folder(export: Export, tokenizer, prompts: list[Prompt]) -> list[Check]:
     ids = [theirs.apply_chat_template(one.messages, tools=one.tools, **options)["input_ids"] for one in rendered]
     wrong = [one.name for one, exported in zip(rendered, ids, strict=True) if exported != one.ids]
     message = f"{len(rendered) - len(wrong)} of {len(rendered)} identical with the exported tokenizer"
-    checks = [Check("token ids of rendered prompts", not wrong, "; ".join([message, *wrong]))] if rendered else []
+    checks = [ServerCheck("token ids of rendered prompts", not wrong, "; ".join([message, *wrong]))] if rendered else []
     as_served, exported = ([Prompt(*one.question_fields) for one in prompts] for _ in range(2))
     model = _loaded(written, export.args)
     if over_http := export.args.server == "transformers":
@@ -206,7 +206,7 @@ def _folder(export: Export, tokenizer, prompts: list[Prompt]) -> list[Check]:
     return checks + (_check_over_http(export.folder, theirs, as_served) if over_http else [])
 
 
-def _check_over_http(folder: Path, tokenizer, prompts: list[Prompt]) -> list[Check]:
+def _check_over_http(folder: Path, tokenizer, prompts: list[Prompt]) -> list[ServerCheck]:
     """Check transformers' server; if it parses answers by a wrong template, add ours to the folder and retry."""
     checks = http.check_server(folder, tokenizer, prompts)
     if all(check.holds is not False for check in checks) or getattr(tokenizer, "response_template", None):
@@ -234,7 +234,7 @@ def _loaded(saved: source.Saved, args, in_fp32: bool = False):
 # --- GGUF files ---
 
 
-def _gguf_files(export: Export, tokenizer, prompts: list[Prompt]) -> list[Check]:
+def _gguf_files(export: Export, tokenizer, prompts: list[Prompt]) -> list[ServerCheck]:
     """Replace the folder's model by GGUF files."""
     model_folder = export.folder / "huggingface"
     model_folder.mkdir()
@@ -251,7 +251,7 @@ def _gguf_files(export: Export, tokenizer, prompts: list[Prompt]) -> list[Check]
         text, checks = modelfile.text(model, tokenizer, prompts, stops, sampling if sampling.get("do_sample") else {})
         write_text(export.folder / modelfile.FILE, text)
     if not prompts or not prompts[0].answer:
-        return [*checks, Check("answers", None, "not compared with the trained model (--check false)")]
+        return [*checks, ServerCheck("answers", None, "not compared with the trained model (--check false)")]
     rounded = compare.rounding(export.args, export.saved, export.done)
     for kind, file in files.items():
         checks += gguf.check_file(file, kind, prompts, rounded)
