@@ -1,6 +1,7 @@
 """The pages of docs/ are short, listed in docs/README.md and llms.txt, and have the tables made from the code."""
 
 import re
+import shlex
 import sys
 from dataclasses import fields
 
@@ -78,15 +79,31 @@ def known_flags() -> set[str]:
 
 
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
-def test_flags_and_make_lines_of_a_page_exist(page):
-    text = page.read_text()
-    flags = {flag.rstrip("-") for flag in re.findall(r"(?<![\w-])--([a-zA-Z][\w-]*)", text)}
+def test_flags_of_a_page_exist(page):
+    flags = {flag.rstrip("-") for flag in re.findall(r"(?<![\w-])--([a-zA-Z][\w-]*)", page.read_text())}
     assert flags - known_flags() == set(), "flags that no program has"
-    for line in re.findall(r"^(?:    |\w+\$ )?(make [^`\n]*?)(?: +#.*)?$", text, re.M):
-        words = re.split(r" ARGS=| & ", line)[0].split()[1:]
-        for word in words:
-            name, is_variable, _ = word.partition("=")
-            if is_variable and name.isupper():
-                assert name in make_variables.VARIABLES, line
-            elif not is_variable and word.isidentifier():
-                assert word in (*make_variables.VERBS, "show", "help"), line
+
+
+def make_lines(text: str):
+    """Yield the words of each make line in a page: of tables and blocks, without "..." and comments."""
+    for line in re.findall(r"(?:^ *|\$ |`)(make [a-z][^`\n]*?)(?= +#|`| *$)", text, re.M):
+        for command in line.replace("...", "").split(" & "):
+            yield shlex.split(command)
+
+
+@pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
+def test_make_lines_of_a_page_are_accepted(page):
+    """Variables by the check of every make line; flags and values by the recipe's parser."""
+    for words in make_lines(page.read_text()):
+        verbs = [word for word in words[1:] if "=" not in word]
+        variables = dict(word.split("=", 1) for word in words[1:] if "=" in word)
+        env = variables | {"ZEROFIT_GOALS": " ".join(verbs), "ZEROFIT_GIVEN": " ".join(variables)}
+        assert {*verbs} <= {*make_variables.VERBS, "help"}, words
+        missing = [f"make {verb}: {text}" for verb, text in make_variables.REQUIRED.items()]  # a table names the verb
+        errors = [error for error in make_variables.check(env)[0] if error not in missing]
+        assert errors == [], words
+        if verbs and verbs[-1] in program.kit() and "CONFIG" not in variables and "--help" not in words[-1]:
+            added = [word for word in make_variables.words(verbs[-1], env) if word.startswith("--")]
+            names = parse.argument_names(program.kit()[verbs[-1]])
+            flags = [word for word in added if word[2:].partition("=")[0] in names and not word.endswith("=")]
+            parse.request(verbs[-1], [*flags, *shlex.split(variables.get("ARGS", ""))])
