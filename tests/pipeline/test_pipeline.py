@@ -336,7 +336,7 @@ def test_models_that_are_refused_by_their_config(name, size, says):
 
 @pytest.mark.bad_input
 def test_plans_do_not_search_pipelines():
-    with pytest.raises(UserError, match="names the fastest pipeline"):
+    with pytest.raises(UserError, match="zerofit pipeline --plan true"):
         candidates.methods_to_try("", "pipeline", [])
 
 

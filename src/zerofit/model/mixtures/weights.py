@@ -58,17 +58,6 @@ def _shape(weight):
     return getattr(weight, "ds_shape", weight.shape)
 
 
-def numel(model) -> int:
-    """Return the number of weights of all experts that a router selects, without shared experts."""
-    return sum(weight.numel() for weight in routed(model).values())
-
-
-def idle(model, config) -> int:
-    """Return the number of expert weights that a token does not use; 0 if config.json does not specify it."""
-    used, total = 0 if computes_all(model) else selected(config), count(config)
-    return round(numel(model) * (1 - used / total)) if used and total else 0
-
-
 def has_kernels(model) -> bool:
     """Return whether transformers supports kernels for the model's experts, besides their loop."""
     return any(hasattr(module, "is_concatenated") for module in model.modules())
