@@ -39,7 +39,7 @@ DOUBLED = '''class Doubled(ZerofitTrainer):
 def main() -> None:
     started = recipe.job.file_argument(recipe.sys.argv[1:])
     with open(__file__ + ".began", "a") as file:
-        file.write((recipe.job.read(started).trial if started else {}).get("canary", "run") + "\\n")
+        file.write(("canary" if started and "canary" in recipe.job.read(started).trial else "run") + "\\n")
 '''
 
 EVAL = ["--eval_data", str(TINY / "eval.jsonl"), "--per_device_eval_batch_size", "8"]

@@ -115,7 +115,7 @@ def test_out_of_memory_brings_back_the_checkpointing_that_a_plan_left_out(undist
     done = launch(folder, fault=fault)
     assert done.returncode == 0, done.stdout[-2000:] + done.stderr[-3000:]
     assert "attempt 2, from checkpoint-2: gradient checkpointing of every layer" in done.stderr
-    assert "gradient_checkpointing false of the checkpoint is true here: this run's is used" in done.stdout
+    assert "gradient_checkpointing false of the checkpoint is true here: this run's value is used" in done.stdout
     first, second = (json.loads((f / "run.json").read_text()) for f in (folder / "attempts" / "1", folder))
     assert first["arguments"]["gradient_checkpointing"] == {"value": False, "source": "plan"}
     assert chosen["why"] in first["decisions"] and chosen["why"] not in second["decisions"]
