@@ -3,15 +3,13 @@
 from dataclasses import fields
 
 from zerofit.base.errors import UserError
+from zerofit.commands import compatible
 from zerofit.config import arguments, resolve
-from zerofit.job import parallel_dims
 from zerofit.job.technique import Technique
 
 STAGES = ("0", "2", "3")  # stage 1 combines with the same techniques as stage 2
 
-TECHNIQUES = {
-    technique.name: technique for technique in (*resolve.TECHNIQUES, *parallel_dims.registered()) if technique.example
-}
+TECHNIQUES = {technique.name: technique for technique in compatible.shown()}
 
 OF_LORA = {field.name for field in fields(arguments.LoraArguments)} | {"new_tokens"}
 

@@ -1,5 +1,6 @@
 """The pages of docs/ are short, listed in docs/README.md and llms.txt, and have the tables made from the code."""
 
+import functools
 import re
 import shlex
 import sys
@@ -8,11 +9,14 @@ from dataclasses import fields
 import pytest
 from conftest import ROOT
 
+from zerofit.base.errors import UserError
+from zerofit.commands import compatible, models
 from zerofit.config import arguments, parse
 from zerofit.convert import kits
 from zerofit.job import program
 from zerofit.launch import make_variables
 from zerofit.model import patches
+from zerofit.tools import convert
 
 sys.path.insert(0, str(ROOT / "docs"))
 import tables
@@ -61,6 +65,20 @@ def test_the_tables_of_the_site_are_complete():
     assert "- `llama`: all checks pass" in tables.models()
 
 
+def test_the_verbs_print_the_tables(capsys):
+    """A technique by its flag or name, model types, and the keys of a kit."""
+    compatible.main(["--fp8", "packing"])
+    printed = capsys.readouterr().out
+    assert "`--fp8 true --bf16 true` cannot be combined with" in printed and "`--packing true`" in printed
+    models.main(["llama"])
+    assert capsys.readouterr().out == "- `llama`: all checks pass\n"
+    convert.main(["--keys", "trl"])
+    assert capsys.readouterr().out.startswith("## TRL ")
+    for verb, word in ((compatible, "--nothing"), (models, "nothing")):
+        with pytest.raises(UserError, match="nothing: not "):
+            verb.main([word])
+
+
 # Flags of other programs (torchrun, deepspeed, pip, docker, sbatch, kubectl, hf, lm_eval, rsync), and of tables.
 OTHER_FLAGS = """
     nproc_per_node nnodes rdzv_backend rdzv_id rdzv_endpoint signals-to-handle shutdown-timeout max-restarts num_gpus
@@ -70,6 +88,7 @@ OTHER_FLAGS = """
 """
 
 
+@functools.cache
 def known_flags() -> set[str]:
     """Return the flags of all recipes and verbs, without dashes."""
     recipes = {name for recipe in program.kit().values() for name in parse.argument_names(recipe)}

@@ -54,9 +54,9 @@ COMMENT_PATTERNS = {r"^#\s*of\b": "begin with the noun: '# tokens per row'"}
 KEEP = "wording: keep"
 
 
-def python_texts(text: str):
+def python_texts(tokens: list[tokenize.TokenInfo]):
     """Yield (line number, text, whether it is a comment) for each line of a comment or string."""
-    for token in tokenize.generate_tokens(io.StringIO(text).readline):
+    for token in tokens:
         if token.type == tokenize.COMMENT or token.type in STRINGS:
             for offset, line in enumerate(token.string.splitlines()):
                 yield token.start[0] + offset, line, token.type == tokenize.COMMENT
@@ -75,16 +75,17 @@ def findings(path: Path):
     """Yield (line number, phrase, advice) for each phrase in a file."""
     text = path.read_text()
     lines = text.splitlines()
-    for number, line, comment in (python_texts if path.suffix == ".py" else page_texts)(text):
+    is_code = path.suffix == ".py"
+    tokens = [*tokenize.generate_tokens(io.StringIO(text).readline)] if is_code else []
+    for number, line, comment in python_texts(tokens) if is_code else page_texts(text):
         if KEEP in lines[number - 1]:
             continue
         for pattern, advice in (PATTERNS | COMMENT_PATTERNS if comment else PATTERNS).items():
             for match in re.finditer(pattern, line, re.I):
                 yield number, match[0].strip(), advice
-    if path.suffix == ".py":
-        for token in tokenize.generate_tokens(io.StringIO(text).readline):
-            if token.type == tokenize.NAME and token.string in NAMES and KEEP not in token.line:
-                yield token.start[0], token.string, f"name it by a noun: {NAMES[token.string]}"
+    for token in tokens:
+        if token.type == tokenize.NAME and token.string in NAMES and KEEP not in token.line:
+            yield token.start[0], token.string, f"name it by a noun: {NAMES[token.string]}"
 
 
 def files(places: list[str]) -> list[Path]:

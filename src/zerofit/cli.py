@@ -72,16 +72,8 @@ VERBS = {
 
 LIGHT = ("status", "cancel", "init", "report", "watch")  # verbs that start fast, without torch
 
-SLOW = (
-    "launch",
-    "resume",
-    "data",
-    "batch-size",
-    "export",
-    "chat",
-    "eval",
-    "doctor",
-)  # verbs that print that they start
+# verbs that print that they start
+SLOW = ("launch", "resume", "data", "batch-size", "export", "chat", "eval", "doctor")
 
 STARTS_RANKS = ("launch", "resume")
 

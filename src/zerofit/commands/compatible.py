@@ -15,7 +15,8 @@ def main(argv: list[str]) -> None:
     """
     parser = argparse.ArgumentParser(prog="zerofit compatible", allow_abbrev=False, description=__doc__)
     parser.add_argument("techniques", nargs="*", metavar="TECHNIQUE", help="a flag or a name: fp8, packing, lora ...")
-    words = [word.lstrip("-") for word in parser.parse_args(argv).techniques]
+    args, flags = parser.parse_known_args(argv)  # a technique may be typed as its flag
+    words = [word.lstrip("-") for word in (*args.techniques, *flags)]
     for word in words or [""]:
         if not (chosen := [technique for technique in shown() if word in f"{technique.example} {technique.name}"]):
             raise UserError(f"{word}: not a technique; `zerofit compatible` lists all of them.")

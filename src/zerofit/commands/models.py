@@ -15,9 +15,10 @@ def main(argv: list[str]) -> None:
     parser = argparse.ArgumentParser(prog="zerofit models", allow_abbrev=False, description=__doc__)
     parser.add_argument("types", nargs="*", metavar="TYPE", help="model_type of config.json, e.g. llama (default: all)")
     types = parser.parse_args(argv).types
-    if unknown := [name for name in types if name not in rows()]:
+    tested = rows()
+    if unknown := [name for name in types if name not in tested]:
         raise UserError(f"{', '.join(unknown)}: not tested; `zerofit models` lists the tested model types.")
-    chosen = [row for name, row in rows().items() if name in types or not types]
+    chosen = [row for name, row in tested.items() if name in types or not types]
     print("\n".join(chosen if types else [*summary(), *chosen]))
 
 

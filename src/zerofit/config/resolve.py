@@ -217,10 +217,7 @@ TECHNIQUES = (
         example="--mask_generation_prompt true",
         conflicts=(
             Conflict(
-                "train_on",
-                ("all", "prompt"),
-                "it masks the start of answers, which needs a loss on answers only",
-                "leave one of the two out",
+                "train_on", ("all", "prompt"), "it masks the start of answers, which needs a loss on answers only"
             ),
         ),
     ),
@@ -261,7 +258,7 @@ TECHNIQUES = (
         name="memory report",
         flag="memory_report",
         example="--memory_report true",
-        conflicts=(Conflict("torch_compile", (True,), "it cannot record compiled code", "leave one of the two out"),),
+        conflicts=(Conflict("torch_compile", (True,), "it cannot record compiled code"),),
         resolve=_memory_report,
     ),
     linear_attention.TECHNIQUE,  # changes functions that compiled layers call

@@ -54,7 +54,7 @@ WORD_ARGUMENTS = ("zero", "canary", "padding_free", "fused_loss")
 class Decision(str):
     """A sentence about a decision or finding for the user.
 
-    argument: the argument that it explains; "" without one.
+    argument: the argument or another value that it explains; "" for a sentence that is always printed (`to_print`).
     """
 
     argument: str
