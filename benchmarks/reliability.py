@@ -3,6 +3,7 @@
 python benchmarks/reliability.py                              # the part that `make test` runs
 python benchmarks/reliability.py --slow --write               # the long tests too; into the docs
 python benchmarks/reliability.py --kinds bad_input injection  # two kinds only
+python benchmarks/reliability.py --results runs/everything/*/*.jsonl --write    # of tests that have run; runs none
 
 Runs the tests that are marked fault, bad_input, injection or oracle. A test that tries several things reports their
 number with record_property("cases", n); an oracle its largest difference with record_property("relative_difference",
@@ -13,18 +14,22 @@ x). The exit code is 1 if anything failed.
 import argparse
 import shlex
 import sys
+import tempfile
 from collections import Counter
 from dataclasses import dataclass, field
+from pathlib import Path
 
 import machine
 import pytest
 
+sys.path.append(str(machine.ROOT / "tests"))
+import results
+
 PAGE = machine.ROOT / "docs" / "reliability.md"
 DETAILS = machine.ROOT / "benchmarks" / "results" / "reliability.md"
 BEGIN, END = "<!-- written by benchmarks/reliability.py: begin -->", "<!-- end -->"
-KINDS = {"fault": "faults", "bad_input": "bad inputs", "injection": "injections", "oracle": "oracles"}
+KINDS = dict(zip(results.KINDS, ("faults", "bad inputs", "injections", "oracles"), strict=True))
 HEADS = ("tried", "held", "failed", "not run here", "largest relative difference")
-ELSEWHERE = ("cluster", "slow")  # marks of tests that run only on request
 
 
 @dataclass
@@ -38,53 +43,28 @@ class Row:
     difference: float | None = None
 
 
-class Recorder:
-    """Pytest plugin that counts the results of the marked tests in `rows`, by kind and file."""
-
-    def __init__(self, kinds: list[str]):
-        self.kinds = kinds
-        self.rows: dict[tuple[str, str], Row] = {}
-        self.kinds_of: dict[str, list[str]] = {}
-        self.reports: dict[str, list] = {}
-
-    def pytest_itemcollected(self, item):
-        marks = {mark.name for mark in item.iter_markers()}
-        self.kinds_of[item.nodeid] = [kind for kind in self.kinds if kind in marks]
-
-    def pytest_deselected(self, items):
-        for item in items:
-            mark = next((mark for mark in ELSEWHERE if item.get_closest_marker(mark)), None)
-            for row in self._rows(item.nodeid) if mark else ():
-                row.skipped[f"marked {mark}"] += 1
-
-    def pytest_runtest_logreport(self, report):
-        self.reports.setdefault(report.nodeid, []).append(report)
-
-    def pytest_runtest_logfinish(self, nodeid):
-        reports = self.reports.pop(nodeid, [])
-        said = dict(reports[-1].user_properties) if reports else {}
-        for row in self._rows(nodeid):
-            count(row, nodeid, reports, said)
-
-    def _rows(self, nodeid: str) -> list[Row]:
-        file = nodeid.split("::")[0]
-        return [self.rows.setdefault((kind, file), Row()) for kind in self.kinds_of[nodeid]]
+def rows_of(tests: list[dict], kinds: list[str]) -> dict[tuple[str, str], Row]:
+    """Return {(kind, file): row}. tests: what `results.read` returns."""
+    rows: dict[tuple[str, str], Row] = {}
+    for test in tests:
+        for kind in set(test.get("kinds", ())) & {*kinds}:
+            count(rows.setdefault((kind, test["test"].split("::")[0]), Row()), test)
+    return rows
 
 
-def count(row: Row, nodeid: str, reports: list, said: dict) -> None:
-    """Add one finished test to a row. No case of a failed test counts as held."""
-    skipped = next((report for report in reports if report.skipped), None)
-    if skipped:
-        row.skipped[skipped.longrepr[2].removeprefix("Skipped: ")] += 1
+def count(row: Row, test: dict) -> None:
+    """Add one test to a row. No case of a failed test counts as held."""
+    if test["outcome"] in ("skipped", "deselected"):
+        row.skipped[test["reason"]] += 1
         return
-    cases = said.get("cases", 1)
+    cases = test.get("cases", 1)
     row.tried += cases
-    if any(report.failed for report in reports):
-        row.failed.append(nodeid.split("::", 1)[1])
+    if test["outcome"] == "failed":
+        row.failed.append(test["test"].split("::", 1)[1])
     else:
         row.held += cases
-    if "relative_difference" in said:
-        row.difference = max(row.difference or 0.0, said["relative_difference"])
+    if "relative_difference" in test:
+        row.difference = max(row.difference or 0.0, test["relative_difference"])
 
 
 def total(rows: list[Row]) -> Row:
@@ -157,13 +137,18 @@ def main() -> int:
         "--cluster", action="store_true", help="those marked cluster too (make test-cluster installs their needs)"
     )
     parser.add_argument("--write", action="store_true", help="write the result into the docs")
+    parser.add_argument("--results", nargs="+", type=Path, help="count these files of `pytest --results`; run nothing")
     options = parser.parse_args()
-    left_out = [mark for mark in ELSEWHERE if not getattr(options, mark)]
+    left_out = [mark for mark in results.ELSEWHERE if not getattr(options, mark)]
     marks = " and ".join([f"({' or '.join(options.kinds)})", *(f"not {mark}" for mark in left_out)])
-    facts, recorder = machine.facts(), Recorder(options.kinds)
-    code = pytest.main(["-m", marks, "-q", "--rootdir", str(machine.ROOT), str(machine.ROOT / "tests")], [recorder])
-    about, rows = section(facts), recorder.rows
-    parts = {PAGE: [*about, *sums(rows, options.kinds)], DETAILS: tables(rows, options.kinds)}
+    facts, code = machine.facts(), pytest.ExitCode.OK
+    with tempfile.TemporaryDirectory() as folder:
+        files = options.results or [Path(folder) / "results.jsonl"]
+        if not options.results:
+            place = ["--rootdir", str(machine.ROOT), str(machine.ROOT / "tests")]
+            code = pytest.main(["-m", marks, "-q", f"--results={files[0]}", *place])
+        rows = rows_of(results.read(*files), options.kinds)
+    parts = {PAGE: [*section(facts), *sums(rows, options.kinds)], DETAILS: tables(rows, options.kinds)}
     print("\n" + "\n".join(parts[PAGE] + parts[DETAILS]))
     if code not in (pytest.ExitCode.OK, pytest.ExitCode.TESTS_FAILED):
         print(
@@ -173,7 +158,7 @@ def main() -> int:
         for page, lines in parts.items():
             page.write_text(written(page.read_text(encoding="utf-8"), lines), encoding="utf-8")
             print(f"\nwritten: {page.relative_to(machine.ROOT)}")
-    return int(code)
+    return int(any(row.failed for row in rows.values()) or code)
 
 
 if __name__ == "__main__":

@@ -44,6 +44,7 @@ if "MAKELEVEL" in os.environ:  # `make test` exports its variables, which a test
     for name in (*exported, *make_variables.VARIABLES):
         os.environ.pop(name, None)
 
+pytest_plugins = ["results"]
 TINY = ROOT / "examples" / "tiny"
 isolated = False
 of_all_workers = ""  # folder of the fork server that the workers of `pytest -n` share
@@ -56,6 +57,7 @@ def pytest_addoption(parser):
 def pytest_configure(config):
     global isolated, of_all_workers
     isolated = config.getoption("isolated")
+    os.environ.pop("PYTEST_ADDOPTS", None)  # of this pytest, not of those that tests start
     of_all_workers = getattr(config, "workerinput", {}).get("fork_server", "")
     if not GPU_TESTS:
         return

@@ -1,5 +1,6 @@
 """docs/reliability.md and its note: how results are counted, that the pages are there and tests of each kind marked."""
 
+import os
 import re
 import subprocess
 import sys
@@ -9,6 +10,7 @@ from conftest import ROOT
 
 sys.path.insert(0, str(ROOT / "benchmarks"))
 import reliability
+import results
 
 TESTS = """
 import pytest
@@ -49,25 +51,24 @@ def test_difference(difference, record_property):
 def test_of_no_kind():
     assert False
 """
-COUNT = """
-import sys
-sys.path.insert(0, {benchmarks!r})
-import pytest, reliability
-kinds = list(reliability.KINDS)
-recorder = reliability.Recorder(kinds)
-marks = "(" + " or ".join(kinds) + ") and not slow"
-pytest.main(["-q", "-m", marks, "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", ".", "."], [recorder])
-print("\\n".join(["", *reliability.sums(recorder.rows, kinds), *reliability.tables(recorder.rows, kinds)]))
-"""
 
 
 def test_results_are_counted(tmp_path):
+    """A second run with the same file runs only what has not passed."""
     (tmp_path / "test_some.py").write_text(TESTS)
-    code = COUNT.format(benchmarks=str(ROOT / "benchmarks"))
-    done = subprocess.run([sys.executable, "-c", code], cwd=tmp_path, capture_output=True, text=True, timeout=60)
-    lines = done.stdout.splitlines()
+    marks = f"({' or '.join(results.KINDS)}) and not slow"
+    words = ["-q", "-m", marks, "-p", "results", "-p", "no:cacheprovider", "-c", "/dev/null", "--rootdir", ".", "."]
+    command, file = [sys.executable, "-m", "pytest", "--results=results.jsonl", *words], tmp_path / "results.jsonl"
+    env = os.environ | {"PYTHONPATH": str(ROOT / "tests")}
+    for tests in (7, 2):
+        done = subprocess.run(command, cwd=tmp_path, env=env, capture_output=True, text=True, timeout=60)
+        ran = sum(int(n) for n in re.findall(r"(\d+) (?:passed|failed|skipped)", done.stdout.splitlines()[-1]))
+        assert ran == tests, done.stdout + done.stderr
+    kinds = list(reliability.KINDS)
+    rows = reliability.rows_of(results.read(file), kinds)
+    lines = [*reliability.sums(rows, kinds), *reliability.tables(rows, kinds)]
     fault = "| 7 | 6 | `test_fails_once[False]` | 1 (marked slow), 1 (no disk) |"
-    assert f"| faults {fault} - |" in lines and f"| `test_some.py` {fault}" in lines, done.stdout + done.stderr
+    assert f"| faults {fault} - |" in lines and f"| `test_some.py` {fault}" in lines
     assert "| injections | 1 | 0 | `test_whose_end_fails` |  | - |" in lines
     assert "| `test_some.py` | 2 | 2 |  |  | 3.0e-06 |" in lines
     assert "| bad inputs | 0 | 0 |  |  | - |" in lines
