@@ -82,7 +82,7 @@ reproduce: $(STAMP) ## train and score a published recipe, next to its published
 
 # --- repository only: `zerofit init` copies the part above ---
 .PHONY: install gpu-first plan-validate ledger lint test test-gpu test-cluster test-all test-versions models reliability
-.PHONY: bench-peers clean docs-serve site examples image image-cpu wheelhouse sbom audit
+.PHONY: everything bench-peers clean docs-serve site examples image image-cpu wheelhouse sbom audit
 install: ## install into .venv (PYTHON=python3.12) or the active environment (ENV=active); EXTRAS=dev
 	@rm -f "$(STAMP)"; $(MAKE) --no-print-directory "$(STAMP)"
 
@@ -110,8 +110,11 @@ gpu-first: ## print the commands for the first minutes on a GPU machine
 test-cluster: $(DEV_STAMP) ## run the tests with several nodes and a real SLURM (root, Debian; installs packages)
 	@tests/cluster/install.sh && tests/cluster/install_slurm.sh && $(PY) -m pytest -m cluster tests/cluster
 
-test-all: $(DEV_STAMP) ## run all tests including the long matrix, each recipe in a fresh interpreter
-	@$(PY) -m pytest --isolated -m 'not cluster and not gpu'
+test-all: $(DEV_STAMP) ## run all tests including the long matrix (hours)
+	@$(PY) -m pytest -m 'not cluster and not gpu'
+
+everything: $(DEV_STAMP) ## run every suite and benchmark on one commit into docs/evidence.md; continues (ARGS=--list)
+	@$(WITH_FLAGS) $(PY) tests/everything.py
 
 reliability: $(DEV_STAMP) ## count the faults, bad inputs and attacks in the tests (ARGS="--slow --write": into docs/reliability.md)
 	@$(WITH_FLAGS) $(PY) benchmarks/reliability.py

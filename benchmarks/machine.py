@@ -10,6 +10,8 @@ from pathlib import Path
 
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
+# Text, or written by tests and benchmarks: a change of these makes no result out of date.
+NO_CODE = ("*.md", "benchmarks/results", "docs/pictures", "src/zerofit/launch/tested.json")
 TINY_MODEL = ROOT / "examples" / "tiny" / "model"
 
 
@@ -25,6 +27,17 @@ def versions() -> dict[str, str]:
     return found
 
 
+def git(*words: str) -> str:
+    """Return what git prints in the checkout."""
+    return subprocess.run(["git", *words], cwd=ROOT, capture_output=True, text=True).stdout.strip()
+
+
+def code_commit() -> str:
+    """Return the short hash of the last commit that changed more than NO_CODE, with "-dirty" after other changes."""
+    places = ["--", ".", *(f":(exclude){place}" for place in NO_CODE)]
+    return git("log", "-1", "--format=%h", *places) + "-dirty" * bool(git("status", "--porcelain", *places))
+
+
 def facts() -> dict:
     """Return processor, memory, load at the start of the benchmark, date, commit."""
     processor, instructions = platform.processor() or platform.machine(), ""
@@ -34,7 +47,6 @@ def facts() -> dict:
         flags = next((line.split() for line in info.read_text().splitlines() if line.startswith("flags")), [])
         known = ("amx_bf16", "avx512_bf16", "avx512f", "avx2")
         instructions = next((name for name in known if name in flags), "")
-    commit = subprocess.run(["git", "describe", "--always", "--dirty"], cwd=ROOT, capture_output=True, text=True)
     return {
         "date": datetime.date.today().isoformat(),
         "processor": processor,
@@ -42,7 +54,7 @@ def facts() -> dict:
         "cores": os.cpu_count(),
         "memory_gib": round(os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES") / 2**30),
         "load_average_before": round(os.getloadavg()[0], 1),
-        "commit": commit.stdout.strip(),
+        "commit": git("describe", "--always", "--dirty"),
     }
 
 

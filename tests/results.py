@@ -73,11 +73,16 @@ def _reason(report) -> str:
 
 
 def read(*files: Path) -> list[dict]:
-    """Return the last result of each test of these files; one that ran counts before one that was left out."""
+    """Return the last result of each test of these files; one that ran counts before one that was left out.
+
+    failed_before: the test failed in an earlier run.
+    """
     results: dict[str, dict] = {}
     for file in files:
         for line in file.read_text(encoding="utf-8").splitlines() if file.exists() else ():
             result = json.loads(line)
-            if result["outcome"] != "deselected" or result["test"] not in results:
+            before = results.get(result["test"], {"outcome": None, "failed_before": False})
+            result["failed_before"] = before["failed_before"] or before["outcome"] == "failed"
+            if result["outcome"] != "deselected" or before["outcome"] is None:
                 results[result["test"]] = result
     return list(results.values())

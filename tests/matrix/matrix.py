@@ -59,14 +59,21 @@ COLUMNS = ("built", *RUNS, *OTHERS)
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--kinds", nargs="+", default=[*dict.fromkeys((*tiny_models.CAUSAL, *tiny_models.IMAGE_TEXT))])
-    parser.add_argument("--again", action="store_true", help="try also what the result file has")
+    parser.add_argument("--again", action="store_true", help="try also what was tried on another commit")
     parser.add_argument("--page", action="store_true", help="write the list from the result file, train nothing")
     given = parser.parse_args()
     record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"kinds": {}}
-    wanted = [] if given.page else [kind for kind in given.kinds if given.again or kind not in record["kinds"]]
+    commit, known = machine.code_commit(), record["kinds"]
+    wanted = (
+        []
+        if given.page
+        else [
+            kind for kind in given.kinds if kind not in known or (given.again and known[kind].get("commit") != commit)
+        ]
+    )
     for first in range(0, len(wanted), CHUNK):
         with tempfile.TemporaryDirectory() as folder:
-            try_all(wanted[first : first + CHUNK], Path(folder), record["kinds"])
+            try_all(wanted[first : first + CHUNK], Path(folder), known)
         record["versions"] = machine.versions()
         RESULTS.write_text(json.dumps(record, indent=1, sort_keys=True) + "\n")
         print(f"{min(first + CHUNK, len(wanted))} of {len(wanted)} tried", flush=True)
@@ -74,10 +81,10 @@ def main() -> None:
 
 
 def try_all(kinds: list[str], folder: Path, found: dict) -> None:
-    """Try these types and put each one's {"columns", "date"} into `found`."""
+    """Try these types and put each one's {"columns", "date", "commit"} into `found`."""
     with ProcessPoolExecutor(AT_ONCE, multiprocessing.get_context("spawn")) as pool:
         for kind, columns in zip(kinds, pool.map(tried, kinds, [folder / kind for kind in kinds]), strict=True):
-            found[kind] = {"columns": columns, "date": time.strftime("%Y-%m-%d")}
+            found[kind] = {"columns": columns, "date": time.strftime("%Y-%m-%d"), "commit": machine.code_commit()}
     trained_ones = [kind for kind in kinds if found[kind]["columns"].get("padded") == ""]
     cases = [("sft", f"--model {folder / kind / 'model'} --zero 2 --padding_free false", 2) for kind in trained_ones]
     for kind, row in zip(trained_ones, plan.compare(cases), strict=True):

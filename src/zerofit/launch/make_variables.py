@@ -44,7 +44,7 @@ VERBS = {
     "ledger": "MODEL GPUS SEQ ARGS+",
     "image": "(IMAGE)",
     "image-cpu": "(IMAGE) ARGS+",
-    **dict.fromkeys("plan-validate reliability test-versions models bench-peers".split(), "ARGS+"),
+    **dict.fromkeys("plan-validate reliability test-versions models bench-peers everything".split(), "ARGS+"),
     **dict.fromkeys("gpu-first lint test test-gpu test-cluster test-all docs-serve examples clean".split(), ""),
     **dict.fromkeys("wheelhouse sbom audit site".split(), ""),
 }

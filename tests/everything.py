@@ -1,0 +1,269 @@
+"""Run every test suite and every benchmark whose numbers the docs use, on one commit; write docs/evidence.md.
+
+make everything                                    what this commit lacks: hours, may be stopped with Ctrl-C at any time
+make everything ARGS="--only slow-train models"    some of it
+make everything ARGS="--list"                      the suites, and which of them this commit has
+make everything ARGS="--page"                      only the page, from benchmarks/results/everything.json
+
+Tests run two suites at a time, benchmarks alone. The row of a suite that ended is kept in
+benchmarks/results/everything.json. A suite that was stopped, or has failed, continues: the results of its tests are in
+runs/everything/COMMIT, and tests that passed do not run again. COMMIT is the last one that changed more than pages and
+results (`machine.code_commit`).
+"""
+
+import argparse
+import datetime
+import importlib.util
+import json
+import os
+import re
+import signal
+import subprocess
+import sys
+import time
+from collections import Counter
+from dataclasses import dataclass
+from pathlib import Path
+
+import results
+
+ROOT = Path(__file__).resolve().parents[1]
+sys.path.append(str(ROOT / "benchmarks"))
+import machine  # noqa: E402
+
+STORE = ROOT / "benchmarks" / "results" / "everything.json"
+PAGE = ROOT / "docs" / "evidence.md"
+AT_ONCE = 2
+# {package: the extra that brings it}: without it, tests are skipped
+NEEDED = {"lm_eval": "eval", "ray": "ray", "apollo_torch": "projected", "galore_torch": "projected", "xdist": "dev"}
+
+
+@dataclass(frozen=True)
+class Suite:
+    """One row of the page."""
+
+    name: str  # for --only
+    command: str  # as a user types it in the checkout; tests take `--results` from PYTEST_ADDOPTS
+    alone: bool = False  # nothing runs beside it, as it measures or uses all cores
+    count: str = "tests"  # what is counted: tests, rows (of the tables that it prints), or a regular expression
+    table: str = ""  # names of the files in benchmarks/results that have the rows, without ".md"
+
+
+def slow(name: str, places: str) -> Suite:
+    return Suite(f"slow-{name}", f"pytest -m 'slow and not cluster and not gpu' {places}")
+
+
+PEERS = "--peers .venv-peers/bin/python"
+SUITES = (
+    Suite("test", "make test", alone=True),
+    slow("train", "tests/train"),
+    slow("model", "tests/model tests/optim"),
+    slow("objective", "tests/objective tests/pipeline tests/data tests/config tests/convert tests/certificate"),
+    slow("launch", "tests/launch --deselect tests/launch/test_kills.py"),
+    Suite("kills", "pytest -m slow tests/launch/test_kills.py"),
+    slow("plan", "tests/plan tests/gpu_machine"),
+    slow("other", "tests/export tests/scores tests/test_*.py"),
+    Suite("cluster", "make test-cluster"),
+    *(Suite(f"versions-{name}", f'make test-versions ARGS="--sets {name}"', alone=True, count=f"{name}: (.*)")
+      for name in ("floor", "machine", "pinned", "newest")),
+    Suite("models", "make models ARGS=--again", alone=True, count=r"(\d+) of \d+ tried"),
+    Suite("oracle", "python benchmarks/oracle.py", alone=True, count="rows"),
+    Suite("peers", "make bench-peers", alone=True, table="trl-parity trl-dpo data"),
+    Suite("trl-kto", f"python benchmarks/trl_kto.py {PEERS}", alone=True, table="trl-kto"),
+    Suite("plan-validate", "make plan-validate", alone=True, table="plan-cpu"),
+    Suite("published", "python benchmarks/published.py", alone=True, table="published"),
+    Suite("published-speeds", "python benchmarks/published_speeds.py --write", alone=True, table="published-speeds"),
+    Suite("plan-cost", "python benchmarks/plan_cost.py", alone=True, table="plan-cost"),
+    Suite("estimators", "python benchmarks/estimators.py", alone=True, table="estimators"),
+    Suite("scaling", "python benchmarks/scaling.py", alone=True, table="scaling"),
+    Suite("throughput", "python benchmarks/throughput.py", alone=True, table="throughput"),
+    Suite("ledger", "make ledger", alone=True, table="ledger"),
+    Suite("startup", f"python benchmarks/startup.py {PEERS}", alone=True, table="startup"),
+    Suite("certificate", "python benchmarks/certificate.py", alone=True, table="certificate"),
+    Suite("checkpoint", "python benchmarks/checkpoint.py", alone=True, table="checkpoint"),
+    Suite("supervision", "python benchmarks/supervision.py", alone=True, table="supervision"),
+)  # fmt: skip
+
+NEVER = {
+    "any test or benchmark on a GPU (`make test-gpu`, `benchmarks/gpu`)": "no machine with one was at hand",
+    "NCCL between nodes; hundreds of ranks": "no cluster; nodes are network namespaces of one computer, with gloo",
+    "Kubernetes, SkyPilot, Ray on several nodes": "their clients check the files; no cluster was at hand",
+    "a push to the real hub, weights of real models": "the machine has no internet but the package index",
+    "`make image`": "no container daemon",
+}
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--only", nargs="+", choices=[suite.name for suite in SUITES], help="these suites")
+    parser.add_argument("--again", action="store_true", help="run also what this commit has")
+    parser.add_argument("--list", action="store_true", help="print the suites and run nothing")
+    parser.add_argument("--page", action="store_true", help="write the page and run nothing")
+    options = parser.parse_args()
+    commit, store = machine.code_commit(), json.loads(STORE.read_text()) if STORE.exists() else {}
+    chosen = [suite for suite in SUITES if not options.only or suite.name in options.only]
+    if options.list:
+        for suite in chosen:
+            print(f"{suite.name:18} {state(store.get(suite.name), commit):26} {suite.command}")
+        return 0
+    if not options.page:
+        if commit.endswith("-dirty"):
+            sys.exit("everything: error: the checkout has changes; commit them first, as results name a commit")
+        if lacking := {extra for package, extra in NEEDED.items() if importlib.util.find_spec(package) is None}:
+            extras = ",".join(sorted({*NEEDED.values()}))
+            sys.exit(f"everything: error: {', '.join(sorted(lacking))} not installed: `make install EXTRAS={extras}`")
+        todo = [suite for suite in chosen if options.again or state(store.get(suite.name), commit) != "passed"]
+        run_all(sorted(todo, key=lambda suite: suite.alone), commit, store)
+    write(store)
+    bad = [suite.name for suite in chosen if state(store.get(suite.name), commit) != "passed"]
+    print(f"docs/evidence.md: {len(chosen) - len(bad)} of {len(chosen)} suites passed on commit {commit}")
+    return int(bool(bad))
+
+
+def state(row: dict | None, commit: str) -> str:
+    """Return passed, failed, or why the suite has no result on this commit."""
+    if row is None:
+        return "never run"
+    return f"run on {row['commit']}" if row["commit"] != commit else "failed" if row["failed"] else "passed"
+
+
+def run_all(todo: list[Suite], commit: str, store: dict) -> None:
+    """Run the suites, tests two at a time; after each, keep its row. A signal stops all; the next run continues."""
+    folder, waiting, running = ROOT / "runs" / "everything" / commit, list(todo), {}
+    folder.mkdir(parents=True, exist_ok=True)
+    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    try:
+        while waiting or running:
+            while waiting and len(running) < AT_ONCE and not (running and waiting[0].alone):
+                suite = waiting.pop(0)
+                running[start(suite, folder)] = suite, time.monotonic()
+                if suite.alone:
+                    break
+            time.sleep(1)
+            for process in [process for process in running if process.poll() is not None]:
+                suite, began = running.pop(process)
+                row = result(suite, folder, process.returncode, time.monotonic() - began)
+                if machine.code_commit() != commit:
+                    sys.exit(f"everything: error: the code changed while {suite.name} ran; its result is dropped")
+                store[suite.name] = row | {"commit": commit}
+                STORE.write_text(json.dumps(store, indent=1, sort_keys=True) + "\n")
+                print(f"{suite.name}: {counts(row)} ({row['seconds'] / 60:.0f} min)", flush=True)
+    except KeyboardInterrupt:
+        print("\nstopped; the next `make everything` continues", flush=True)
+    finally:
+        for process in running:  # a suite has a process group; pytest ends its tests and their children on SIGINT
+            os.killpg(process.pid, signal.SIGINT)
+        for process in running:
+            try:
+                process.wait(60)
+            except subprocess.TimeoutExpired:
+                os.killpg(process.pid, signal.SIGKILL)
+
+
+def start(suite: Suite, folder: Path) -> subprocess.Popen:
+    """Start a suite in a session of its own; its output goes to FOLDER/NAME.log."""
+    env = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
+    for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES", "ZEROFIT_GIVEN", "ZEROFIT_GOALS", "ARGS"):
+        env.pop(name, None)  # of `make everything`, not of the suite's own make
+    if suite.count == "tests" and not suite.table:
+        env["PYTEST_ADDOPTS"] = f"{env.get('PYTEST_ADDOPTS', '')} --results={folder / suite.name}.jsonl".strip()
+    print(f"{suite.name}: {suite.command}; {(folder / suite.name).relative_to(ROOT)}.log", flush=True)
+    with (folder / f"{suite.name}.log").open("w") as log:
+        return subprocess.Popen(["bash", "-c", suite.command], cwd=ROOT, env=env, stdout=log, stderr=log,
+                                stdin=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
+
+
+def result(suite: Suite, folder: Path, code: int, seconds: float) -> dict:
+    """Return the row of a suite that has ended."""
+    row = {"command": suite.command, "date": datetime.date.today().isoformat(), "seconds": round(seconds), "failed": [],
+           "skipped": {}, "machine": machine.facts(), "versions": machine.versions()}  # fmt: skip
+    output = (folder / f"{suite.name}.log").read_text(errors="replace")
+    if suite.count == "tests" and not suite.table:
+        tests = results.read(folder / f"{suite.name}.jsonl")
+        outcomes = Counter(test["outcome"] for test in tests)
+        row |= {
+            "passed": outcomes["passed"],
+            "skipped": Counter(t["reason"] for t in tests if t["outcome"] == "skipped"),
+        }
+        row["failed"] = [test["test"] for test in tests if test["outcome"] == "failed"]
+        row["again"] = [test["test"] for test in tests if test["outcome"] == "passed" and test["failed_before"]]
+        row["seconds"] = max(row["seconds"], 0 if suite.alone else round(sum(test["seconds"] for test in tests)))
+    elif suite.table or suite.count == "rows":
+        files = [machine.RESULTS / f"{name}.md" for name in suite.table.split()]
+        row["passed"] = rows("\n".join([file.read_text() for file in files] or [output]))
+    else:
+        found = re.findall(suite.count, output)
+        row["passed"] = found[-1] if found else ""
+    if not row["failed"] and (code or not row["passed"]):
+        row["failed"] = [f"exit code {code}: {(output.strip().splitlines() or ['no output'])[-1][:200]}"]
+    return row
+
+
+def rows(text: str) -> int:
+    """Return the number of rows in the tables of a Markdown text."""
+    lines = [line.startswith("|") for line in text.splitlines()]
+    rules = sum(bool(re.fullmatch(r"[|: -]+", line)) for line in text.splitlines() if line.startswith("|"))
+    return sum(lines) - 2 * rules
+
+
+def counts(row: dict) -> str:
+    words = [f"{row['passed']:,} passed" if isinstance(row["passed"], int) else row["passed"]]
+    words += [f"{len(row['failed'])} failed"] * bool(row["failed"])
+    return ", ".join([*filter(None, words), *[f"{sum(row['skipped'].values())} skipped"] * bool(row["skipped"])])
+
+
+def write(store: dict) -> None:
+    """Write docs/evidence.md from the rows of all suites."""
+    known = [(suite, store[suite.name]) for suite in SUITES if suite.name in store]
+    if not known:
+        return
+    commit, number = Counter(row["commit"] for _, row in known).most_common(1)[0]
+    about = next(row for _, row in known if row["commit"] == commit)
+    missing = [suite.name for suite in SUITES if suite.name not in store]
+    lines = ["# What was run, and when?", "", "Written by `make everything` from its results; not edited by hand.", ""]
+    lines += [f"Commit **{commit}**: {number} of {len(SUITES)} suites."]
+    lines += [f"Run on another commit, which its row names: {len(known) - number}."] * (number < len(known))
+    lines += [f"Not run yet: {', '.join(missing)}."] * bool(missing)
+    lines += ["", *machine.describe(about["machine"] | {"commit": commit}, {"versions": about["versions"]})]
+    for title, tests in (("Tests", True), ("Benchmarks", False)):
+        lines += ["", f"## {title}", ""]
+        heads = ("suite", "passed" if tests else "rows", "failed", "skipped", "minutes", "date", "command")
+        lines += [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
+        for suite, row in known:
+            if bool(suite.table or suite.count == "rows") == tests:
+                continue
+            day = row["date"] + f" ({row['commit']})" * (row["commit"] != commit)
+            passed = f"{row['passed']:,}" if isinstance(row["passed"], int) else row["passed"]
+            cells = (
+                suite.name,
+                passed,
+                len(row["failed"]),
+                sum(row["skipped"].values()),
+                round(row["seconds"] / 60),
+                day,
+            )
+            lines.append(f"| {' | '.join(map(str, cells))} | `{row['command'].replace('|', chr(92) + '|')}` |")
+    lines += [
+        "",
+        "`make test-all` is the first eight rows in one process. Minutes: on two cores, two suites at a time.",
+    ]
+    if failed := [(suite.name, name) for suite, row in known for name in row["failed"]]:
+        lines += ["", "## Failed", "", *(f"- {suite}: `{name}`" for suite, name in failed)]
+    if again := [(suite.name, name) for suite, row in known for name in row.get("again", ())]:
+        lines += ["", "## Passed at a second try only", "", *(f"- {suite}: `{name}`" for suite, name in again)]
+    reasons = sum((Counter(row["skipped"]) for _, row in known), Counter())
+    lines += ["", "## Skipped", "", "| tests | why |", "|---|---|"]
+    lines += [f"| {number} | {' '.join(reason.split()[:25])} |" for reason, number in reasons.most_common()]
+    lines += [
+        "",
+        "## Never run",
+        "",
+        "| what | why |",
+        "|---|---|",
+        *(f"| {what} | {why} |" for what, why in NEVER.items()),
+    ]
+    PAGE.write_text("\n".join(lines) + "\n", encoding="utf-8")
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,114 @@
+"""tests/everything.py: suites end, fail, stop and continue; each test folder is in one of them."""
+
+import json
+import shlex
+import time
+
+import everything
+import machine
+import pytest
+from conftest import ROOT
+from everything import Suite
+
+
+@pytest.fixture
+def files(tmp_path, monkeypatch):
+    """Put results, page and checkout into a folder."""
+    monkeypatch.setattr(everything, "ROOT", tmp_path)
+    monkeypatch.setattr(everything, "STORE", tmp_path / "everything.json")
+    monkeypatch.setattr(everything, "PAGE", tmp_path / "evidence.md")
+    monkeypatch.setattr(machine, "RESULTS", tmp_path)
+    monkeypatch.setattr(machine, "code_commit", lambda: "abc1234")
+    monkeypatch.setattr(everything, "NEEDED", {})
+    return tmp_path
+
+
+def run(monkeypatch, suites, *words) -> int:
+    monkeypatch.setattr(everything, "SUITES", suites)
+    monkeypatch.setattr("sys.argv", ["everything.py", *words])
+    return everything.main()
+
+
+PASSED = {"test": "a.py::b", "outcome": "passed", "reason": "", "seconds": 1.0}
+
+
+def result_lines(*lines: dict) -> str:
+    """Return a command that writes results as `pytest --results` does."""
+    text = "".join(json.dumps(line) + "\n" for line in lines)
+    return f"printf %s {shlex.quote(text)} >> ${{PYTEST_ADDOPTS#--results=}}"
+
+
+def test_rows_are_kept_and_the_page_names_the_commit(files, monkeypatch, capsys):
+    skipped = PASSED | {"test": "a.py::c", "outcome": "skipped", "reason": "no disk"}
+    suites = [
+        Suite("some", result_lines(PASSED, skipped)),
+        Suite("table", "printf '|a|\\n|---|\\n|1|\\n|2|\\n' > numbers.md", alone=True, table="numbers"),
+        Suite("versions", "echo 'floor: 7 passed, 1 skipped'", count="floor: (.*)"),
+    ]
+    assert run(monkeypatch, suites) == 0
+    page = everything.PAGE.read_text()
+    assert "Commit **abc1234**: 3 of 3 suites." in page and "| 1 | no disk |" in page
+    assert "| some | 1 | 0 | 1 | 0 |" in page and "| table | 2 | 0 | 0 |" in page
+    assert "| versions | 7 passed, 1 skipped | 0 |" in page
+    capsys.readouterr()
+    assert run(monkeypatch, suites) == 0 and ".log" not in capsys.readouterr().out  # nothing runs again
+
+
+def test_a_failed_suite_runs_again_and_says_so(files, monkeypatch):
+    failed = PASSED | {"outcome": "failed", "reason": "AssertionError"}
+    assert (
+        run(monkeypatch, [Suite("some", result_lines(failed) + "; exit 1"), Suite("other", "exit 3", count="rows")])
+        == 1
+    )
+    page = everything.PAGE.read_text()
+    assert "- some: `a.py::b`" in page and "- other: `exit code 3: no output`" in page
+    assert run(monkeypatch, [Suite("some", result_lines(PASSED))]) == 0
+    assert "## Passed at a second try only" in everything.PAGE.read_text()
+
+
+def test_a_result_of_another_commit_is_out_of_date(files, monkeypatch):
+    suites = [Suite("some", result_lines(PASSED)), Suite("new", result_lines(PASSED))]
+    assert run(monkeypatch, suites, "--only", "some") == 0
+    monkeypatch.setattr(machine, "code_commit", lambda: "def5678")
+    assert run(monkeypatch, suites, "--only", "new") == 0
+    page = everything.PAGE.read_text()
+    assert "Run on another commit, which its row names: 1." in page and "(def5678)" in page
+    monkeypatch.setattr(machine, "code_commit", lambda: "def5678-dirty")
+    with pytest.raises(SystemExit, match="commit them first"):
+        run(monkeypatch, suites)
+
+
+def test_a_stop_ends_the_suites_and_keeps_no_row(files, monkeypatch, capsys):
+    """As Ctrl-C does while two suites run: their processes end, a suite that has ended before is kept."""
+    long = [Suite(f"long-{n}", f"echo $$ > pid{n}; exec sleep 600") for n in (1, 2)]
+
+    interrupted = []
+
+    def interrupt(seconds, sleep=time.sleep):
+        sleep(0.05)
+        if not interrupted and all((files / f"pid{n}").exists() and (files / f"pid{n}").read_text() for n in (1, 2)):
+            interrupted.append(True)
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(everything.time, "sleep", interrupt)
+    assert run(monkeypatch, [Suite("short", result_lines(PASSED)), *long]) == 1
+    assert list(json.loads(everything.STORE.read_text())) == ["short"] and "stopped" in capsys.readouterr().out
+    for n in (1, 2):
+        with pytest.raises(ProcessLookupError):
+            everything.os.kill(int((files / f"pid{n}").read_text()), 0)
+
+
+def test_every_folder_of_slow_tests_is_in_one_suite():
+    named = [word for suite in everything.SUITES if suite.name.startswith("slow-")
+             for word in shlex.split(suite.command) if word.startswith("tests/")]  # fmt: skip
+    folders = {f"tests/{file.parent.relative_to(ROOT / 'tests').parts[0]}"
+               for file in (ROOT / "tests").glob("*/**/test_*.py")} - {"tests/cluster", "tests/gpu"}  # fmt: skip
+    assert sorted(word for word in named if "." not in word) == sorted(folders)
+    assert "tests/test_*.py" in named
+
+
+def test_the_page_is_what_the_results_say():
+    store = json.loads(everything.STORE.read_text()) if everything.STORE.exists() else {}
+    before = everything.PAGE.read_text() if everything.PAGE.exists() else None
+    everything.write(store)
+    assert (everything.PAGE.read_text() if store else None) == before
