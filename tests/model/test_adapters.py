@@ -419,9 +419,11 @@ def test_qlora_learns_the_bundled_task(tmp_path):
 
 
 @pytest.mark.slow
-def test_a_lora_step_under_autocast_has_the_same_gradients_without_input_casts():
-    settings = settings_of("--bf16", "true", "--zero", "0", "--lora_dropout", "0")
-    model = adapters.add_adapter(load_model(settings, load_tokenizer(settings)), settings)
+@pytest.mark.parametrize("more", [[], NEW], ids=["plain", "new tokens"])
+def test_a_lora_step_under_autocast_has_the_same_gradients_without_input_casts(more):
+    settings = settings_of("--bf16", "true", "--zero", "0", "--lora_dropout", "0", *more)
+    tokenizer = load_tokenizer(settings)
+    model = adapters.add_adapter(load_model(settings, tokenizer), settings, tokenizer)
     ids = torch.arange(2, 66).view(2, 32)
     found, copies = [], []
     for context in (contextlib.nullcontext(), adapters.without_input_casts(model, settings)):

@@ -473,6 +473,15 @@ def test_transformers_still_saves_unpacked_experts_under_packed_names(tmp_path):
     assert any(name.endswith("_blocks") for name in load_file(tmp_path / "saved" / "model.safetensors"))
 
 
+def test_transformers_still_reads_image_outputs_that_llama4_has_not():
+    """When this fails, patches.give_llama4_image_outputs can go. 5.23 and earlier do not need it."""
+    if Version(metadata.version("transformers")) < Version("5.24"):
+        pytest.skip("transformers before 5.24 does not read image_outputs")
+    modeling = importlib.import_module("transformers.models.llama4.modeling_llama4")
+    assert "outputs.image_outputs" in inspect.getsource(modeling.Llama4ForConditionalGeneration.forward)
+    assert "image_outputs" not in modeling.MoeCausalLMOutputWithPast.__dataclass_fields__
+
+
 def test_the_commit_of_a_hub_model_is_in_its_fingerprint(monkeypatch):
     config = AutoConfig.from_pretrained(TINY / "model")
     monkeypatch.setattr(load, "load_config", lambda settings: config)

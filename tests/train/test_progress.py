@@ -111,8 +111,8 @@ def test_a_terminal_shows_our_lines_only_and_ends_with_the_next_command(tmp_path
     lines = [line for line in screen(text) if line]
     assert re.search(r"\|\s+step \d/6  .* left", text), text  # the live line was there, and is gone:
     known = (
-        r"zerofit |  - |    |note: |step \d|  (asked|before|answered|wanted) |exact match|preference|model: |adapter: "
+        r"zerofit |  - |    |note: |step \d|  (prompt|before|after|expected) |exact match|preference|model: |adapter: "
     )
-    known += r"|report: |next: |plan: |rows: |reference log"
+    known += r"|certificate: |report: |next: |plan: |rows: |reference log"
     assert [line for line in lines if not re.match(known, line)] == []
     assert lines[-2:] == ["report: run/report.html", "next: make chat RUN=run or make export RUN=run"]

@@ -294,7 +294,7 @@ def test_a_checkpoint_of_plain_transformers(tmp_path, zero):
         str(tmp_path / "plain"), max_steps=4, save_steps=4, use_cpu=True, report_to="none", learning_rate=1e-3,
         logging_steps=1, per_device_train_batch_size=8, weight_decay=0.1,
     )  # fmt: skip
-    net = AutoModelForCausalLM.from_pretrained(TINY / "model", dtype=torch.float32)
+    net = AutoModelForCausalLM.from_pretrained(two_layers(), dtype=torch.float32)
     Trainer(net, arguments, train_dataset=rows).train()
     scheduler = torch.load(tmp_path / "plain" / "checkpoint-4" / "scheduler.pt")
     scheduler["base_lrs"] = scheduler["_last_lr"] = [0.0] * len(scheduler["base_lrs"])

@@ -286,7 +286,7 @@ def _write_small(saved, out: Path, report: dict) -> None:
     if report["merged"] and tokenizer is not None and tokenizer.eos_token_id not in eos:
         config["eos_token_id"] = [tokenizer.eos_token_id, *eos] if len(eos) > 1 else tokenizer.eos_token_id
     run_folder.write_json(out / "config.json", config)
-    if not _config(out, saved.remote).get_text_config().tie_word_embeddings:  # the weights in `out` are not tied
+    if not config_json.ties(_config(out, saved.remote)):  # the weights in `out` are not tied
         for part in (config, config.get("text_config", config)):
             part["tie_word_embeddings"] = False
         run_folder.write_json(out / "config.json", config)

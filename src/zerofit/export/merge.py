@@ -59,7 +59,7 @@ class BaseNames:
 
 
 def _is_tied(saved: Saved) -> bool:
-    return bool(getattr(_base_config(saved), "tie_word_embeddings", False))
+    return config_json.ties(_base_config(saved))
 
 
 def merge_tensor(saved: Saved, adapter, base: stored.Weights, name: str, names: BaseNames) -> torch.Tensor:
@@ -94,7 +94,7 @@ def merge_model(saved: Saved, adapter, device: str):
         logging.getLogger("transformers.integrations.bitsandbytes").setLevel(logging.ERROR)  # it logs the dtype
         model = model.dequantize(dtype=torch.float32)  # the values that the adapter was trained on
     model = model.float()
-    if getattr(model.config, "tie_word_embeddings", False) and _adapts_embeddings(saved, model):
+    if config_json.ties(model.config) and _adapts_embeddings(saved, model):
         head = model.get_output_embeddings()
         head.weight = torch.nn.Parameter(head.weight.detach().clone())  # otherwise the embedding would also change
         model.config.tie_word_embeddings = False

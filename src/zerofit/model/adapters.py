@@ -10,7 +10,6 @@ from pathlib import Path
 
 import torch
 from peft import PeftConfig, PeftType, TaskType, get_peft_model, get_peft_model_state_dict
-from peft.helpers import disable_input_dtype_casting
 from peft.mapping import PEFT_TYPE_TO_CONFIG_MAPPING
 from safetensors.torch import load_file, save_file
 from transformers import set_seed
@@ -317,14 +316,24 @@ def _check_matches(config, settings, model, names: list[str], *checked_fields: s
         raise UserError(f"--{flag or f'adapter_config {field}'} {entry}: {what}; {advice}")
 
 
+@contextlib.contextmanager
 def without_input_casts(model, settings):
-    """Return the context of a training step in which LoRA's inputs are not cast to fp32 and back.
+    """Do not cast LoRA's inputs to fp32 and back during a training step.
 
     At stage 0 an adapter's weights are fp32, so peft casts its inputs to fp32, and autocast casts them back for the
-    products: the result is the same, but each number costs 12 bytes of memory traffic.
+    products: the result is the same, but each number costs 12 bytes of memory traffic. peft's own context
+    (disable_input_dtype_casting, 0.21) fails on a layer of new tokens, which lacks this switch.
     """
     plain = settings.values.get("adapter") == "lora" and not settings.use_dora
-    return disable_input_dtype_casting(model, settings.keeps_fp32 and settings.precision != "fp32" and plain)
+    active = settings.keeps_fp32 and settings.precision != "fp32" and plain
+    layers = [m for m in model.modules() if active and getattr(m, "cast_input_dtype_enabled", False)]
+    for layer in layers:
+        layer.cast_input_dtype_enabled = False
+    try:
+        yield
+    finally:
+        for layer in layers:
+            layer.cast_input_dtype_enabled = True
 
 
 def convert_to_plain_lora(model, folder: Path) -> None:

@@ -268,3 +268,14 @@ def compare_full_shapes() -> None:
 
     convert_by_full_shape.plain = plain
     Transpose.convert = convert_by_full_shape
+
+
+def give_llama4_image_outputs() -> None:
+    """Let Llama 4's forward (transformers 5.24) read image_outputs of an output that lacks it.
+
+    Without it each forward of the image-text class ends in an AttributeError.
+    """
+    from transformers.models.llama4.modeling_llama4 import MoeCausalLMOutputWithPast
+
+    if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):
+        MoeCausalLMOutputWithPast.image_outputs = None

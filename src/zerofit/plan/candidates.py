@@ -18,6 +18,7 @@ from zerofit.job.request import FLAG, Request
 from zerofit.job.settings import as_typed
 from zerofit.model import attention, freezing, gradient_checkpointing, load, quantization, tiled_mlp
 from zerofit.model.kernels import liger
+from zerofit.model.weights import config_json
 from zerofit.parallel import whole_layers
 from zerofit.plan import formulas, gpu_memory
 from zerofit.plan.candidate import Candidate, Plan
@@ -247,7 +248,7 @@ def with_formulas(request: Request, setting: PlanPoint, shape: Shape, settings, 
     """
     stage = None
     if setting.pp > 1:
-        tied = load.load_config(settings).tie_word_embeddings
+        tied = config_json.ties(load.load_config(settings))
         by_stage = formulas.stages(shape, setting, settings, settings.fused_loss, tied)
         stage, parts = max(enumerate(by_stage), key=lambda stage: sum(stage[1].values()))
     else:

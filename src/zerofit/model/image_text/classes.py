@@ -16,6 +16,7 @@ from transformers import AutoModelForCausalLM, AutoModelForImageTextToText
 from transformers.models.auto import modeling_auto
 
 from zerofit.base.errors import first_line
+from zerofit.model import patches
 from zerofit.model.fused_loss import attribute, outputs_of_any_class
 from zerofit.model.image_text import saved
 
@@ -99,6 +100,8 @@ def _for_text(original: type, towers: tuple[str, ...], drop: bool) -> type:
 def for_text(config, drop: bool) -> type:
     """Return the class to train on text, with or without its towers."""
     original, towers, *_ = examined(config)
+    if config.model_type == "llama4":
+        patches.give_llama4_image_outputs()
     return _for_text(original, towers, drop)
 
 

@@ -83,13 +83,21 @@ def without_outputs(config) -> list[str]:
     return changed
 
 
+def ties(config) -> bool:
+    """Return whether a model of this configuration has one weight for embedding and head.
+
+    The outermost configuration decides, as in transformers: the text part may lack the key or differ.
+    """
+    return bool(getattr(config, "tie_word_embeddings", False))
+
+
 def untie(config, folder: Path) -> str:
     """Set tie_word_embeddings to false if the files contain a separate head; return the head's name, else "".
 
     transformers trains such a head as a separate weight (but ties it at ZeRO-3, where it compares empty tensors), and
     saves a config.json with true, so that other programs would load another model.
     """
-    if not getattr(config.get_text_config(decoder=True), "tie_word_embeddings", False):
+    if not ties(config):
         return ""
     try:
         shards = tuple((file, file.stat().st_mtime_ns) for file in files.of_model(folder, str(folder)))
