@@ -143,7 +143,9 @@ def trained(recipe: str, words: list[str], ranks: int) -> str:
         return ""
     lines = [line.strip() for line in (done.stdout + "\n" + done.stderr).splitlines() if line.strip()]
     said = [line for line in lines if "error:" in line.lower() or line.split(":")[0].endswith(("Error", "Exception"))]
-    return (said or lines or ["no output"])[-1 if not any("zerofit" in one for one in said) else 0][:300]
+    if not said:
+        return f"exit code {done.returncode} after: {(lines or ['no output'])[-1]}"[:300]
+    return said[0 if any("zerofit" in one for one in said) else -1][:300]
 
 
 def compared(run, reference, flag: str | None, bound: float | None) -> str:
