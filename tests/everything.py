@@ -131,7 +131,8 @@ def run_all(todo: list[Suite], commit: str, store: dict) -> None:
     """Run the suites, tests two at a time; after each, keep its row. A signal stops all; the next run continues."""
     folder, waiting, running = ROOT / "runs" / "everything" / commit, list(todo), {}
     folder.mkdir(parents=True, exist_ok=True)
-    signal.signal(signal.SIGTERM, lambda *_: signal.raise_signal(signal.SIGINT))
+    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts a job in the background with SIGINT ignored
+        signal.signal(number, _stop)
     try:
         while waiting or running:
             while waiting and len(running) < AT_ONCE and not (running and waiting[0].alone):
@@ -158,6 +159,10 @@ def run_all(todo: list[Suite], commit: str, store: dict) -> None:
                 process.wait(60)
             except subprocess.TimeoutExpired:
                 os.killpg(process.pid, signal.SIGKILL)
+
+
+def _stop(*_) -> None:
+    raise KeyboardInterrupt
 
 
 def start(suite: Suite, folder: Path) -> subprocess.Popen:

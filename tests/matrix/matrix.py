@@ -36,7 +36,7 @@ COMMON = [
 ]  # fmt: skip
 PLAIN = ["--gradient_checkpointing", "false", "--fused_loss", "false", "--zero", "0"]
 PADDED = [*PLAIN, "--padding_free", "false"]
-WITHOUT_PAGES = {"OMP_NUM_THREADS": "1", live.OFF: "0", rank_status.FOLDER: tempfile.gettempdir()}
+WITHOUT_PAGES = {"OMP_NUM_THREADS": "1", live.OFF: "0"}
 OUT_OF_SCOPE = "not trained on text: "
 LONGEST = 240  # seconds of a run
 AT_ONCE = 2  # types that are tried beside each other
