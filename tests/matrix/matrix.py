@@ -135,10 +135,14 @@ def columns_of(kind: str, folder: Path) -> dict[str, str]:
 def trained(recipe: str, words: list[str], ranks: int) -> str:
     """Train; return "" or why it failed: the sentence of a refusal, else the exception."""
     program = [str(ROOT / "recipes" / f"{recipe}.py"), *words, "--gpus", str(ranks)]
-    try:
-        done = conftest.run_python(program, ranks=ranks if ranks > 1 else 0, timeout=LONGEST, **WITHOUT_PAGES)
-    except subprocess.TimeoutExpired:
-        return f"no end within {LONGEST} s"
+    # Each run has a folder of its own: where two share one, the second truncates the heartbeat file that the first has
+    # mapped, and the first ends with SIGBUS.
+    with tempfile.TemporaryDirectory() as folder:
+        environment = WITHOUT_PAGES | {rank_status.FOLDER: folder}
+        try:
+            done = conftest.run_python(program, ranks=ranks if ranks > 1 else 0, timeout=LONGEST, **environment)
+        except subprocess.TimeoutExpired:
+            return f"no end within {LONGEST} s"
     if done.returncode == 0:
         return ""
     lines = [line.strip() for line in (done.stdout + "\n" + done.stderr).splitlines() if line.strip()]
