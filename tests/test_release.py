@@ -7,6 +7,7 @@ import subprocess
 import sys
 from pathlib import Path
 
+import everything
 import pytest
 import yaml
 from conftest import ROOT
@@ -44,17 +45,15 @@ def test_the_workflow_runs_the_commands_of_the_readme():
 
 
 def test_the_workflows_name_what_is_there():
-    """Their make verbs and test folders exist: no workflow fails for a renamed one."""
+    """Their make verbs and suites exist: no workflow fails for a renamed one."""
     verbs = set(re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.M))
     for name, workflow in WORKFLOWS.items():
         used = {verb for one in commands(workflow) for verb in re.findall(r"\bmake ([a-z-]+)", one)}
         assert used <= verbs, name
-    for part in WORKFLOWS["nightly.yml"]["jobs"]["slow"]["strategy"]["matrix"]["tests"]:
-        for path in part.split():
-            assert list(ROOT.glob(path)), path
-    parts = " ".join(WORKFLOWS["nightly.yml"]["jobs"]["slow"]["strategy"]["matrix"]["tests"]).split()
-    folders = {f"tests/{file.relative_to(ROOT / 'tests').parts[0]}" for file in (ROOT / "tests").glob("*/**/test_*.py")}
-    assert folders - {"tests/cluster", "tests/gpu"} <= set(parts)
+    nightly = WORKFLOWS["nightly.yml"]["jobs"]["slow"]["strategy"]["matrix"]["suite"]
+    suites = {suite.name for suite in everything.SUITES}
+    assert {*nightly} <= suites
+    assert {name for name in suites if name.startswith("slow-")} <= {*nightly}  # every slow test runs each night
 
 
 def test_the_workflows_and_the_dockerfile_are_clean():
