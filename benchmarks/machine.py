@@ -11,7 +11,10 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[1]
 RESULTS = ROOT / "benchmarks" / "results"
 # Text, or written by tests and benchmarks: a change of these makes no result out of date.
-NO_CODE = ("*.md", "llms.txt", "benchmarks/results", "docs/pictures", "src/zerofit/launch/tested.json")
+NO_CODE = (
+    "*.md", "llms.txt", "benchmarks/results", "docs/pictures", "src/zerofit/launch/tested.json",
+    "src/zerofit/model/tested_models.json", "src/zerofit/plan/speed/accuracy.json",
+)  # fmt: skip
 TINY_MODEL = ROOT / "examples" / "tiny" / "model"
 
 

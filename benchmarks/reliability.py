@@ -139,6 +139,8 @@ def main() -> int:
     parser.add_argument("--write", action="store_true", help="write the result into the docs")
     parser.add_argument("--results", nargs="+", type=Path, help="count these files of `pytest --results`; run nothing")
     options = parser.parse_args()
+    if missing := [str(file) for file in options.results or () if not file.is_file()]:
+        parser.error(f"--results {' '.join(missing)}: no such file")
     left_out = [mark for mark in results.ELSEWHERE if not getattr(options, mark)]
     marks = " and ".join([f"({' or '.join(options.kinds)})", *(f"not {mark}" for mark in left_out)])
     facts, code = machine.facts(), pytest.ExitCode.OK

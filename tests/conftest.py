@@ -32,16 +32,7 @@ atexit.register(gc.freeze)  # as zerofit's commands do: the interpreter ends sec
 
 ROOT = Path(__file__).resolve().parents[1]
 if "MAKELEVEL" in os.environ:  # `make test` exports its variables, which a test's own make would take for the user's
-    exported = (
-        "MAKELEVEL",
-        "MAKEFLAGS",
-        "MFLAGS",
-        "MAKEOVERRIDES",
-        "ZEROFIT_GOALS",
-        "ZEROFIT_GIVEN",
-        "ZEROFIT_FROM_ENVIRONMENT",
-    )
-    for name in (*exported, *make_variables.VARIABLES):
+    for name in make_variables.EXPORTED:
         os.environ.pop(name, None)
 
 pytest_plugins = ["results"]

@@ -31,6 +31,8 @@ ROOT = Path(__file__).resolve().parents[1]
 sys.path.append(str(ROOT / "benchmarks"))
 import machine  # noqa: E402
 
+from zerofit.launch import make_variables  # noqa: E402
+
 STORE = ROOT / "benchmarks" / "results" / "everything.json"
 PAGE = ROOT / "docs" / "evidence.md"
 AT_ONCE = 2
@@ -45,12 +47,16 @@ class Suite:
     name: str  # for --only
     command: str  # as a user types it in the checkout; tests take `--results` from PYTEST_ADDOPTS
     alone: bool = False  # nothing runs beside it, as it measures or uses all cores
-    count: str = "tests"  # what is counted: tests, rows (of the tables that it prints), or a regular expression
-    table: str = ""  # names of the files in benchmarks/results that have the rows, without ".md"
+    count: str = "tests"  # what is counted: tests, rows of tables, or a regular expression for the output
+    tables: tuple[str, ...] = ()  # files in benchmarks/results with the rows, without ".md"; none: the output
 
 
 def slow(name: str, places: str) -> Suite:
     return Suite(f"slow-{name}", f"pytest -m 'slow and not cluster and not gpu' {places}")
+
+
+def benchmark(name: str, command: str, *tables: str) -> Suite:
+    return Suite(name, command, alone=True, count="rows", tables=tables)
 
 
 PEERS = "--peers .venv-peers/bin/python"
@@ -67,21 +73,21 @@ SUITES = (
     *(Suite(f"versions-{name}", f'make test-versions ARGS="--sets {name}"', alone=True, count=f"{name}: (.*)")
       for name in ("floor", "machine", "pinned", "newest")),
     Suite("models", "make models ARGS=--again", alone=True, count=r"(\d+) of \d+ tried"),
-    Suite("oracle", "python benchmarks/oracle.py", alone=True, count="rows"),
-    Suite("peers", "make bench-peers", alone=True, table="trl-parity trl-dpo data"),
-    Suite("trl-kto", f"python benchmarks/trl_kto.py {PEERS}", alone=True, table="trl-kto"),
-    Suite("plan-validate", "make plan-validate", alone=True, table="plan-cpu"),
-    Suite("published", "python benchmarks/published.py", alone=True, table="published"),
-    Suite("published-speeds", "python benchmarks/published_speeds.py --write", alone=True, table="published-speeds"),
-    Suite("plan-cost", "python benchmarks/plan_cost.py", alone=True, table="plan-cost"),
-    Suite("estimators", "python benchmarks/estimators.py", alone=True, table="estimators"),
-    Suite("scaling", "python benchmarks/scaling.py", alone=True, table="scaling"),
-    Suite("throughput", "python benchmarks/throughput.py", alone=True, table="throughput"),
-    Suite("ledger", "make ledger", alone=True, table="ledger"),
-    Suite("startup", f"python benchmarks/startup.py {PEERS}", alone=True, table="startup"),
-    Suite("certificate", "python benchmarks/certificate.py", alone=True, table="certificate"),
-    Suite("checkpoint", "python benchmarks/checkpoint.py", alone=True, table="checkpoint"),
-    Suite("supervision", "python benchmarks/supervision.py", alone=True, table="supervision"),
+    benchmark("oracle", "python benchmarks/oracle.py"),
+    benchmark("peers", "make bench-peers", "trl-parity", "trl-dpo", "data"),
+    benchmark("trl-kto", f"python benchmarks/trl_kto.py {PEERS}", "trl-kto"),
+    benchmark("plan-validate", "make plan-validate", "plan-cpu"),
+    benchmark("published", "python benchmarks/published.py", "published"),
+    benchmark("published-speeds", "python benchmarks/published_speeds.py --write", "published-speeds"),
+    benchmark("plan-cost", "python benchmarks/plan_cost.py", "plan-cost"),
+    benchmark("estimators", "python benchmarks/estimators.py", "estimators"),
+    benchmark("scaling", "python benchmarks/scaling.py", "scaling"),
+    benchmark("throughput", "python benchmarks/throughput.py", "throughput"),
+    benchmark("ledger", "make ledger", "ledger"),
+    benchmark("startup", f"python benchmarks/startup.py {PEERS}", "startup"),
+    benchmark("certificate", "python benchmarks/certificate.py", "certificate"),
+    benchmark("checkpoint", "python benchmarks/checkpoint.py", "checkpoint"),
+    benchmark("supervision", "python benchmarks/supervision.py", "supervision"),
 )  # fmt: skip
 
 NEVER = {
@@ -114,9 +120,11 @@ def main() -> int:
             sys.exit(f"everything: error: {', '.join(sorted(lacking))} not installed: `make install EXTRAS={extras}`")
         todo = [suite for suite in chosen if options.again or state(store.get(suite.name), commit) != "passed"]
         for suite in todo if options.again else ():
-            (ROOT / "runs" / "everything" / commit / f"{suite.name}.jsonl").unlink(missing_ok=True)
+            for ending in ("jsonl", "seconds"):
+                (ROOT / "runs" / "everything" / commit / f"{suite.name}.{ending}").unlink(missing_ok=True)
         run_all(sorted(todo, key=lambda suite: suite.alone), commit, store)
-    PAGE.write_text(page(store), encoding="utf-8")
+    if store:
+        PAGE.write_text(page(store), encoding="utf-8")
     bad = [suite.name for suite in chosen if state(store.get(suite.name), commit) != "passed"]
     print(f"docs/evidence.md: {len(chosen) - len(bad)} of {len(chosen)} suites passed on commit {commit}")
     return int(bool(bad))
@@ -139,26 +147,25 @@ def run_all(todo: list[Suite], commit: str, store: dict) -> None:
         while waiting or running:
             while waiting and len(running) < AT_ONCE and not (running and waiting[0].alone):
                 suite = waiting.pop(0)
-                running[start(suite, folder)] = suite, time.monotonic()
-                if suite.alone:
-                    break
+                about = {"machine": machine.facts(), "versions": machine.versions()}
+                running[start(suite, folder)] = suite, about, time.monotonic()
             time.sleep(1)
             for process in [process for process in running if process.poll() is not None]:
-                suite, began = running.pop(process)
-                row = result(suite, folder, process.returncode, time.monotonic() - began)
+                suite, about, began = running.pop(process)
+                row = about | result(suite, folder, process.returncode)
+                row["seconds"] = spent(suite, folder, time.monotonic() - began)
                 if machine.code_commit() != commit:
                     sys.exit(f"everything: error: the code changed while {suite.name} ran; its result is dropped")
-                if suite.name == "test" and state(store.get(suite.name), commit) == "failed":
-                    row["seconds"] += store[suite.name]["seconds"]  # only its failed tests have run again
                 store[suite.name] = row | {"commit": commit}
-                STORE.write_text(json.dumps(store, indent=1, sort_keys=True) + "\n")
+                STORE.write_text(json.dumps(store, indent=1) + "\n")
                 print(f"{suite.name}: {counts(row)} ({row['seconds'] / 60:.0f} min)", flush=True)
     except KeyboardInterrupt:
         print("\nstopped; the next `make everything` continues", flush=True)
     finally:
         for process in running:  # a suite has a process group; pytest ends its tests and their children on SIGINT
             os.killpg(process.pid, signal.SIGINT)
-        for process in running:
+        for process, (suite, _, began) in running.items():
+            spent(suite, folder, time.monotonic() - began)
             try:
                 process.wait(60)
             except subprocess.TimeoutExpired:
@@ -172,9 +179,9 @@ def _stop(*_) -> None:
 def start(suite: Suite, folder: Path) -> subprocess.Popen:
     """Start a suite in a session of its own; its output goes to FOLDER/NAME.log."""
     env = os.environ | {"PATH": f"{Path(sys.executable).parent}{os.pathsep}{os.environ['PATH']}"}
-    for name in ("MAKEFLAGS", "MAKELEVEL", "MFLAGS", "MAKEOVERRIDES", "ZEROFIT_GIVEN", "ZEROFIT_GOALS", "ARGS"):
-        env.pop(name, None)  # of `make everything`, not of the suite's own make
-    if suite.count == "tests" and not suite.table:
+    for name in make_variables.EXPORTED:
+        env.pop(name, None)
+    if suite.count == "tests":
         env["PYTEST_ADDOPTS"] = f"{env.get('PYTEST_ADDOPTS', '')} --results={folder / suite.name}.jsonl".strip()
     print(f"{suite.name}: {suite.command}; {(folder / suite.name).relative_to(ROOT)}.log", flush=True)
     with (folder / f"{suite.name}.log").open("w") as log:
@@ -182,12 +189,19 @@ def start(suite: Suite, folder: Path) -> subprocess.Popen:
                                 stdin=subprocess.DEVNULL, start_new_session=True)  # fmt: skip
 
 
-def result(suite: Suite, folder: Path, code: int, seconds: float) -> dict:
-    """Return the row of a suite that has ended."""
-    row = {"command": suite.command, "date": datetime.date.today().isoformat(), "seconds": round(seconds), "failed": [],
-           "skipped": {}, "machine": machine.facts(), "versions": machine.versions()}  # fmt: skip
+def spent(suite: Suite, folder: Path, seconds: float) -> int:
+    """Add the seconds of a run to those of the suite's earlier runs on this commit; return the sum."""
+    file = folder / f"{suite.name}.seconds"
+    total = round(seconds + (float(file.read_text()) if file.exists() else 0))
+    file.write_text(str(total))
+    return total
+
+
+def result(suite: Suite, folder: Path, code: int) -> dict:
+    """Return what the row of a suite that has ended counts."""
+    row = {"command": suite.command, "date": datetime.date.today().isoformat(), "failed": [], "skipped": {}}
     output = (folder / f"{suite.name}.log").read_text(errors="replace")
-    if suite.count == "tests" and not suite.table:
+    if suite.count == "tests":
         tests = results.read(folder / f"{suite.name}.jsonl")
         outcomes = Counter(test["outcome"] for test in tests)
         row |= {
@@ -196,10 +210,9 @@ def result(suite: Suite, folder: Path, code: int, seconds: float) -> dict:
         }
         row["failed"] = [test["test"] for test in tests if test["outcome"] == "failed"]
         row["again"] = [test["test"] for test in tests if test["outcome"] == "passed" and test["failed_before"]]
-        row["seconds"] = max(row["seconds"], 0 if suite.alone else round(sum(test["seconds"] for test in tests)))
-    elif suite.table or suite.count == "rows":
-        files = [machine.RESULTS / f"{name}.md" for name in suite.table.split()]
-        row["passed"] = rows("\n".join([file.read_text() for file in files] or [output]))
+    elif suite.count == "rows":
+        texts = [(machine.RESULTS / f"{name}.md").read_text() for name in suite.tables] or [output]
+        row["passed"] = sum(map(rows, texts))
     else:
         found = re.findall(suite.count, output)
         row["passed"] = found[-1] if found else ""
@@ -210,9 +223,8 @@ def result(suite: Suite, folder: Path, code: int, seconds: float) -> dict:
 
 def rows(text: str) -> int:
     """Return the number of rows in the tables of a Markdown text."""
-    lines = [line.startswith("|") for line in text.splitlines()]
-    rules = sum(bool(re.fullmatch(r"[|: -]+", line)) for line in text.splitlines() if line.startswith("|"))
-    return sum(lines) - 2 * rules
+    table = [line for line in text.splitlines() if line.startswith("|")]
+    return len(table) - 2 * sum(bool(re.fullmatch(r"[|: -]+", line)) for line in table)
 
 
 def counts(row: dict) -> str:
@@ -222,10 +234,8 @@ def counts(row: dict) -> str:
 
 
 def page(store: dict) -> str:
-    """Return the text of docs/evidence.md from the rows of all suites, "" without any."""
+    """Return the text of docs/evidence.md. store: the rows of all suites, at least one."""
     known = [(suite, store[suite.name]) for suite in SUITES if suite.name in store]
-    if not known:
-        return ""
     commit, number = Counter(row["commit"] for _, row in known).most_common(1)[0]
     about = next(row for _, row in known if row["commit"] == commit)
     missing = [suite.name for suite in SUITES if suite.name not in store]
@@ -235,7 +245,7 @@ def page(store: dict) -> str:
     lines += [f"Not run yet: {', '.join(missing)}."] * bool(missing)
     lines += ["", *machine.describe(about["machine"] | {"commit": commit}, {"versions": about["versions"]})]
     for title, tests in (("Tests", True), ("Benchmarks", False)):
-        of_kind = [(suite, row) for suite, row in known if bool(suite.table or suite.count == "rows") != tests]
+        of_kind = [(suite, row) for suite, row in known if (suite.count == "rows") != tests]
         if not of_kind:
             continue
         lines += ["", f"## {title}", ""]

@@ -9,6 +9,8 @@ relative_difference (an oracle's largest).
 import json
 from pathlib import Path
 
+import pytest
+
 KINDS = ("fault", "bad_input", "injection", "oracle")
 ELSEWHERE = ("cluster", "slow")  # marks of tests that run only on request
 
@@ -31,6 +33,12 @@ def pytest_collection_modifyitems(config, items):
     if config.option.results:
         done = {result["test"] for result in read(config.option.results) if result["outcome"] in ("passed", "skipped")}
         items[:] = [item for item in items if item.nodeid not in done]
+
+
+def pytest_sessionfinish(session, exitstatus):
+    """Let a run succeed that finds all of its tests passed in the file."""
+    if session.config.option.results and exitstatus == pytest.ExitCode.NO_TESTS_COLLECTED:
+        session.exitstatus = 0 if read(session.config.option.results) else exitstatus
 
 
 class Recorder:

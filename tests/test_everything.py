@@ -42,7 +42,7 @@ def test_rows_are_kept_and_the_page_names_the_commit(files, monkeypatch, capsys)
     skipped = PASSED | {"test": "a.py::c", "outcome": "skipped", "reason": "no disk"}
     suites = [
         Suite("some", result_lines(PASSED, skipped)),
-        Suite("table", "printf '|a|\\n|---|\\n|1|\\n|2|\\n' > numbers.md", alone=True, table="numbers"),
+        everything.benchmark("table", "printf '|a|\\n|---|\\n|1|\\n|2|\\n' > numbers.md", "numbers"),
         Suite("versions", "echo 'floor: 7 passed, 1 skipped'", count="floor: (.*)"),
     ]
     assert run(monkeypatch, suites) == 0

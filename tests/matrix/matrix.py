@@ -63,14 +63,9 @@ def main() -> None:
     parser.add_argument("--page", action="store_true", help="write the list from the result file, train nothing")
     given = parser.parse_args()
     record = json.loads(RESULTS.read_text()) if RESULTS.exists() else {"kinds": {}}
-    commit, known = machine.code_commit(), record["kinds"]
-    wanted = (
-        []
-        if given.page
-        else [
-            kind for kind in given.kinds if kind not in known or (given.again and known[kind].get("commit") != commit)
-        ]
-    )
+    known, commit = record["kinds"], machine.code_commit()
+    tried_before = {kind for kind in known if not given.again or known[kind].get("commit") == commit}
+    wanted = [] if given.page else [kind for kind in given.kinds if kind not in tried_before]
     for first in range(0, len(wanted), CHUNK):
         with tempfile.TemporaryDirectory() as folder:
             try_all(wanted[first : first + CHUNK], Path(folder), known)
@@ -82,9 +77,10 @@ def main() -> None:
 
 def try_all(kinds: list[str], folder: Path, found: dict) -> None:
     """Try these types and put each one's {"columns", "date", "commit"} into `found`."""
+    about = {"date": time.strftime("%Y-%m-%d"), "commit": machine.code_commit()}
     with ProcessPoolExecutor(AT_ONCE, multiprocessing.get_context("spawn")) as pool:
         for kind, columns in zip(kinds, pool.map(tried, kinds, [folder / kind for kind in kinds]), strict=True):
-            found[kind] = {"columns": columns, "date": time.strftime("%Y-%m-%d"), "commit": machine.code_commit()}
+            found[kind] = {"columns": columns} | about
     trained_ones = [kind for kind in kinds if found[kind]["columns"].get("padded") == ""]
     cases = [("sft", f"--model {folder / kind / 'model'} --zero 2 --padding_free false", 2) for kind in trained_ones]
     for kind, row in zip(trained_ones, plan.compare(cases), strict=True):

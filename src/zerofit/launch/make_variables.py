@@ -69,6 +69,12 @@ VARIABLES = sorted({*VARIABLE.findall(" ".join([*VERBS.values(), HOSTS_LAUNCH, L
 MAKE_VARIABLES = """PYTHON ENV PY PIP PREFIX STAMP DEV_STAMP PEERS_STAMP SHELL .SHELLFLAGS MAKE MAKEFLAGS MFLAGS
 MAKEFILES MAKESHELL VPATH CURDIR PATH""".split()
 
+# What make passes to a program, which a make of the program's own would take for the user's.
+EXPORTED = [
+    *"MAKELEVEL MAKEFLAGS MFLAGS MAKEOVERRIDES ZEROFIT_GOALS ZEROFIT_GIVEN ZEROFIT_FROM_ENVIRONMENT".split(),
+    *VARIABLES,
+]
+
 # {make variable: names that other tools use for it}
 SYNONYMS = {
     "ZERO": "STAGE ZERO_STAGE DEEPSPEED_STAGE DEEPSPEED ZERO_LEVEL",

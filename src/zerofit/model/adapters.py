@@ -326,7 +326,7 @@ def without_input_casts(model, settings):
     """
     plain = settings.values.get("adapter") == "lora" and not settings.use_dora
     active = settings.keeps_fp32 and settings.precision != "fp32" and plain
-    layers = [m for m in model.modules() if active and getattr(m, "cast_input_dtype_enabled", False)]
+    layers = [m for m in model.modules() if getattr(m, "cast_input_dtype_enabled", False)] if active else []
     for layer in layers:
         layer.cast_input_dtype_enabled = False
     try:

@@ -270,6 +270,7 @@ def compare_full_shapes() -> None:
     Transpose.convert = convert_by_full_shape
 
 
+@only_for("numbers", "transformers", "Llama 4's image-text class cannot be trained")
 def give_llama4_image_outputs() -> None:
     """Let Llama 4's forward (transformers 5.24) read image_outputs of an output that lacks it.
 
