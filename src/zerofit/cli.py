@@ -8,7 +8,7 @@ from importlib import metadata
 from pathlib import Path
 
 from zerofit import __version__
-from zerofit.base import command_line, distributed, log_filters
+from zerofit.base import command_line, distributed, log_filters, process
 from zerofit.base.errors import UserError
 from zerofit.base.paths import PROJECT
 from zerofit.entrypoint import guard
@@ -98,10 +98,12 @@ def _main() -> None:
             files = [Path(word).stem for word in argv[1:] if word.endswith(".py")] if argv[0] == "launch" else []
             message = f"zerofit {(files or argv)[0]}: starting; loading the libraries takes some seconds"
             print(message, file=sys.stderr if argv[0] == "chat" else sys.stdout, flush=True)
-        if argv[0] not in LIGHT:
-            _check_and_import(*argv)
-        module, _, function = VERBS[argv[0]].partition(":")
-        getattr(importlib.import_module(f".{module}", __package__), function or "main")(argv[1:])
+        name, _, function = VERBS[argv[0]].partition(":")
+        with process.importing():
+            if argv[0] not in LIGHT:
+                _check_and_import(*argv)
+            module = importlib.import_module(f".{name}", __package__)
+        getattr(module, function or "main")(argv[1:])
     elif not argv or argv[0] in ("-h", "--help"):
         print(USAGE)
     else:

@@ -46,6 +46,7 @@ def parse(recipe: Recipe) -> Settings:
 
     --show and --plan print and exit. Raises: UserError for a user's mistake, before using a GPU or process group.
     """
+    gc.enable()  # entrypoint.check_early has disabled it for the imports
     warnings = doctor.raise_or_warn(doctor.check_installation())
     if file := job.file_argument(sys.argv[1:]):
         settings = resolve.settings_for_process(lambda: job.start(file, distributed.size(), recipe))

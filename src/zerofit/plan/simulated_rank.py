@@ -10,7 +10,7 @@ import sys
 import tempfile
 from pathlib import Path
 
-from zerofit.base import distributed
+from zerofit.base import distributed, process
 from zerofit.base.errors import UserError
 from zerofit.job import program
 from zerofit.optim import registry
@@ -20,14 +20,13 @@ from zerofit.plan import caching_allocator, fake_device, gpu_memory, simulate
 
 
 def main(_: list[str]) -> None:
-    import deepspeed  # noqa: F401  (once, for all forks)
-    import transformers  # noqa: F401
+    with process.importing():  # once, for all forks
+        import deepspeed  # noqa: F401
+        import transformers  # noqa: F401
 
-    from zerofit.model import load  # noqa: F401
-    from zerofit.plan import fake_operations  # noqa: F401
-    from zerofit.train import trainer  # noqa: F401
-
-    gc.freeze()  # garbage collections of forks skip the libraries' objects
+        from zerofit.model import load  # noqa: F401
+        from zerofit.plan import fake_operations  # noqa: F401
+        from zerofit.train import trainer  # noqa: F401
     for line in sys.stdin:
         questions = [simulate.Question.from_json(plain) for plain in json.loads(line)]
         if questions[0].device == "cuda":  # `run_all` sends these questions one by one
