@@ -97,7 +97,8 @@ def test_every_stage_of_every_method_is_simulated(environment):
 
 
 def test_a_plan_is_made_by_simulation(environment, tmp_path):
-    done = make(environment, "plan", "GPU_TYPE=h100-80g", "GPUS=2", f"MODEL={CONFIG}", f"OUT={tmp_path}", "ZERO=3")
+    given = ("GPU_TYPE=h100-80g", "GPUS=2", f"MODEL={CONFIG}", "ZERO=3", "ARGS=--exact true")
+    done = make(environment, "plan", *given, f"OUT={tmp_path}")
     assert done.returncode == 0, done.stdout + done.stderr
     assert "by simulation" in done.stdout and "formula" not in done.stdout.split("chosen:")[1].split("parameters:")[0]
     assert "simulation failed" not in done.stdout

@@ -31,7 +31,7 @@ def check_server(folder: Path, tokenizer, prompts: list[Prompt]) -> list[ServerC
     title, where = "`transformers serve` over HTTP", "finish_reason is `stop`, in `transformers serve`"
     conversations = [one for one in prompts if one.messages and not one.tools]
     if missing := [name for name in NEEDS if importlib.util.find_spec(name) is None]:
-        return [ServerCheck(title, None, f"{', '.join(missing)} not installed (pip install 'transformers[serving]')")]
+        return [ServerCheck(title, None, f"{', '.join(missing)} not installed (pip install 'zerofit[serving]')")]
     if not conversations:
         return [ServerCheck(title, None, "the tokenizer does not have a chat template")]
     expected = {one.name: tokenizer.decode(one.answer, skip_special_tokens=True) for one in prompts}
