@@ -37,8 +37,14 @@ STORE = ROOT / "benchmarks" / "results" / "everything.json"
 PAGE = ROOT / "docs" / "evidence.md"
 AT_ONCE = 2
 # {package: the extra that brings it}: without it, tests are skipped
-NEEDED = {"lm_eval": "eval", "ray": "ray", "apollo_torch": "projected", "galore_torch": "projected", "openai": "serving",
-          "xdist": "dev"}
+NEEDED = {
+    "lm_eval": "eval",
+    "ray": "ray",
+    "apollo_torch": "projected",
+    "galore_torch": "projected",
+    "openai": "serving",
+    "xdist": "dev",
+}
 
 
 @dataclass(frozen=True)
