@@ -655,7 +655,8 @@ def test_chat_ends_without_a_traceback_on_ctrl_c(runs):
     assert process.stdout.readline()
     time.sleep(0.5)
     process.send_signal(signal.SIGINT)
-    _, errors = process.communicate(timeout=60)
+    process.wait(timeout=60)  # before its stdin is closed, which would end it too
+    errors = process.stderr.read()
     assert process.returncode == 130 and errors.strip().endswith("zerofit: interrupted") and "Traceback" not in errors
 
 
