@@ -777,10 +777,10 @@ def test_what_a_plan_at_the_edge_says(monkeypatch):
     limits = {"host_memory_limit": 150 * 2**30, "disk_limit": 200 * 2**30}
     on_this = dataclasses.replace(plan, host_memory_source="this machine", **limits)
     here = answer_text.text(on_this)
-    assert "only 200 GiB are free there; --save_only_model true saves 15 GiB" in here
-    assert "(of 150 of this machine)" in here
+    assert "only 200 GiB are free; --save_only_model true saves checkpoints of 15 GiB" in here
+    assert "(of 150 on this machine)" in here
     assert "; free: 200 GiB" in answer_text.facts(plan.chosen, on_this)["disk"]
-    assert "see that the disk" not in here
+    assert "check the free disk space" not in here
     plan.alternatives = alternatives.adapters(plan, ["sft"], job(flags))
     for name, method in (("LoRA", "lora"), ("QLoRA", "qlora")):
         found, hint = plan.alternatives[name]
