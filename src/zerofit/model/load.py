@@ -18,6 +18,7 @@ from transformers.models.auto import modeling_auto
 from zerofit.base import hub
 from zerofit.base.errors import UserError, first_line, without_line_breaks
 from zerofit.data.chat_templates import arguments, built_in
+from zerofit.job import parallel_dims
 from zerofit.job.settings import Check, Decision
 from zerofit.model import adapters, attention, freezing, fused_loss, generation, patches, quantization, tiled_mlp
 from zerofit.model.image_text import classes, towers
@@ -26,6 +27,9 @@ from zerofit.model.mixtures import weights as mixtures
 from zerofit.model.weights import complete, config_json, files, finite
 
 MAX_PARAMETERS = 10**14
+BATCH_SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps", "effective_batch_size")
+
+_last_checked: tuple | None = None  # (key, model) of the last `check_model`
 
 
 def fingerprints(settings, train_set) -> dict[str, str]:
@@ -196,6 +200,8 @@ def load_model(settings, tokenizer, config=None, accept_nan=False):
         with fewer layers), default: the model's config.json; accept_nan: accept weights that are not finite, to replay
         the step that produced them.
     """
+    global _last_checked
+    _last_checked = None
     dtype = getattr(torch, weight_dtype(settings))
     if settings.keeps_fp32 and dtype != torch.float32 and not settings.trains_adapter:
         print(f"note: --dtype {settings.dtype} with stage 0 trains without an fp32 master copy", flush=True)
@@ -306,13 +312,27 @@ def check_vocabulary(settings, tokenizer, config) -> None:
 def check_model(settings, config=None):
     """Build the model and its adapter on the meta device, to find wrong names before ranks start.
 
+    The last model is kept for settings that differ in the sizes of batches and groups only: a plan checks many, and
+    the adapters of a mixture of experts take half a second.
     Args: settings: after resolve.resolve_for_model; config: default: the model's config.json.
-    Returns: the model, without memory for weights.
+    Returns: the model, without memory for weights, to be read only.
     Raises: UserError if transformers cannot build the model, or if the attention implementation or target modules do
         not exist.
     """
+    global _last_checked
     unset_hf_deepspeed_config()  # the configuration of an earlier run in this process would shard the model
     config = load_config(settings) if config is None else config
+    sizes = () if settings.tiled_mlp != 1 else (*BATCH_SIZES, *parallel_dims.size_flags())
+    values = {name: (value, settings.source.get(name)) for name, value in settings.values.items() if name not in sizes}
+    key = repr((settings.recipe.name, values, config.to_dict()))
+    if _last_checked is None or _last_checked[0] != key:
+        _last_checked = None  # its memory is free before the next one is built
+        _last_checked = key, _checked(settings, config)
+    return _last_checked[1]
+
+
+def _checked(settings, config):
+    """Build the model of `check_model`."""
     try:
         with torch.device("meta"):
             model = _built(settings, config)
