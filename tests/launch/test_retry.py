@@ -590,7 +590,8 @@ def test_gpus_that_do_not_answer_are_tried_without_peer_to_peer(
     assert supervisor.run(job) == code
     out, err = capfd.readouterr()
     assert out.count("tried with") == tried and out.count("tried with 1") == tried - 1
-    assert out.count("received no answer from all ranks in 0 s before the first step") == 1
+    failures = out.count("received no answer from all ranks in 0 s before the first step")  # one per failed attempt
+    assert failures == tried - (code == 0)
     assert ("attempt 2, from the start: the same settings with NCCL_P2P_DISABLE=1, " in err) == (tried == 2)
     assert ("so they are not the cause; NCCL_DEBUG=INFO" in out) == (tried == 2 and code == 5)
 

@@ -1472,7 +1472,7 @@ def test_dry_run_for_a_gpu_that_is_not_here():
     done = recipe_process("lora", "--plan", "true", "--gpu_type", "rtx4090-24g")
     assert done.returncode == 0, done.stderr
     assert "plan: fits: " in done.stdout and "of 22.98 GiB per rank" in done.stdout
-    with pytest.raises(UserError, match="name one with --gpu_type h100-80g"):
+    with pytest.raises(UserError, match="set a GPU with --gpu_type h100-80g"):
         preflight.dry_run(resolve.resolve_settings("sft", ["--plan", "true"], 1))
 
 
