@@ -184,10 +184,10 @@ def test_other_arguments_data_and_recipe_files(hosts, tmp_path):
     for host in bed:
         said = host.text("argument.txt")
         assert (
-            "argument --weight_decay is not the same on all nodes: node 0 (host0) has 0.0, node 1 (host1) has 0.1"
+            "argument --weight_decay differs between nodes: node 0 (host0) has 0.0, node 1 (host1) has 0.1"
             in said
         )
-        assert "data is not the same on all nodes: node 0 (host0)" in host.text("data.txt")
+        assert "data differs between nodes: node 0 (host0)" in host.text("data.txt")
         assert "Traceback" not in said
     assert not (tmp_path / "run").exists()
     nothing_is_left(bed)
@@ -207,7 +207,7 @@ def test_torchrun_by_hand_finds_other_data_too(hosts, tmp_path):
                  ROOT / "recipes" / "sft.py", *flags, "--zero", "2", "--output_dir", tmp_path / "run"]  # fmt: skip
         started.append(host.popen(words, cwd=ROOT, env={"GLOO_SOCKET_IFNAME": host.interface}))
     assert 0 not in ends(*started, seconds=120)
-    assert "data is not the same on all nodes: node 0 (host0) has" in bed[0].text() + bed[1].text()
+    assert "data differs between nodes: node 0 (host0) has" in bed[0].text() + bed[1].text()
     nothing_is_left(bed)
 
 

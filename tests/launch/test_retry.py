@@ -330,7 +330,7 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, number, zero):
     _, said = job.communicate(timeout=60)
     assert job.returncode == 75, said
     (saved,) = folder.glob("checkpoint-*")
-    assert f"stopped after step {saved.name[11:]}, {saved.name} is saved; `make resume RUN={folder}` continues" in said
+    assert f"stopped after step {saved.name[11:]}, {saved.name} is saved; continue with `make resume RUN={folder}`" in said
     assert Run(folder).json("result.json")["status"] == "stopped" and not (folder / "report.json").exists()
     done = subprocess.run(["make", "-C", str(ROOT), "ENV=active", f"PYTHON={python()}", "resume", f"RUN={folder}"],
                           capture_output=True, text=True, timeout=300)  # fmt: skip
@@ -347,8 +347,13 @@ def test_a_terminal_that_closes_loses_no_step(tmp_path):
     words = ["-m", "zerofit", "launch", "--gpus", "2", "recipes/sft.py", *COMMON, "--max_steps", "5000"]
     words += ["--save_strategy", "steps", "--save_steps", "10000", "--output_dir", str(tmp_path / "run")]
     ours, theirs = pty.openpty()
+
+    def of_terminal():
+        signal.signal(signal.SIGHUP, signal.SIG_DFL)  # ignored where the tests run under nohup
+        fcntl.ioctl(0, termios.TIOCSCTTY, 0)
+
     job = subprocess.Popen([sys.executable, *words], cwd=ROOT, stdin=theirs, stdout=theirs, stderr=theirs,
-                           start_new_session=True, preexec_fn=lambda: fcntl.ioctl(0, termios.TIOCSCTTY, 0))  # fmt: skip
+                           start_new_session=True, preexec_fn=of_terminal)  # fmt: skip
     os.close(theirs)
     said = b""
     while b"step 3/" not in said:
@@ -377,7 +382,7 @@ def test_a_signal_to_every_process_leaves_the_data_workers_to_finish(tmp_path):
     for process in processes:
         process.send_signal(signal.SIGTERM)
     _, said = job.communicate(timeout=60)
-    assert job.returncode == 75 and "is saved; `make resume" in said, said
+    assert job.returncode == 75 and "is saved; continue with `make resume" in said, said
     assert not psutil.wait_procs(processes, timeout=15)[1]
 
 

@@ -60,7 +60,7 @@ def test_sigterm_to_the_agent_saves_and_the_next_start_goes_on(undisturbed, tmp_
     wait_for_step(job, folder, 3)
     job.send_signal(signal.SIGTERM)
     said = job.communicate(timeout=120)[0]
-    assert job.returncode == 1 and "is saved; `make resume" in said, said
+    assert job.returncode == 1 and "is saved; continue with `make resume" in said, said
     (saved,) = folder.glob("checkpoint-*")
     steps = int(saved.name.rpartition("-")[2])
     assert 3 < steps < 60 and Run(folder).json("result.json") == {
