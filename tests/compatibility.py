@@ -11,7 +11,7 @@ STAGES = ("0", "2", "3")  # stage 1 combines with the same techniques as stage 2
 
 TECHNIQUES = {technique.name: technique for technique in compatible.shown()}
 
-OF_LORA = {field.name for field in fields(arguments.LoraArguments)} | {"new_tokens"}
+OF_LORA = {field.name for field in fields(arguments.LoraArguments)}
 
 
 def contained(technique: Technique) -> list[Technique]:
@@ -28,8 +28,11 @@ def flags(techniques: tuple[Technique, ...], zero: str) -> tuple[str, list[str]]
             name, *values = part.split()
             if words.setdefault(f"--{name}", values) != values:
                 return None
-    recipe = "dpo" if "--loss_type" in words else "lora" if {word[2:] for word in words} & OF_LORA else "sft"
-    if recipe == "dpo" and {word[2:] for word in words} & OF_LORA:
+    given = {word[2:] for word in words}
+    # New tokens go with LoRA too, but not beside the two that choose among all weights.
+    takes_adapter = given & OF_LORA or ("new_tokens" in given and not given & {"freeze", "train_only"})
+    recipe = "dpo" if "loss_type" in given else "lora" if takes_adapter else "sft"
+    if recipe == "dpo" and takes_adapter:
         words.setdefault("--adapter", ["lora"])
     return recipe, [word for name, values in words.items() for word in (name, *values)]
 
