@@ -183,10 +183,7 @@ def test_other_arguments_data_and_recipe_files(hosts, tmp_path):
         assert ends(*ends_as[name], seconds=120) == [2, 2]
     for host in bed:
         said = host.text("argument.txt")
-        assert (
-            "argument --weight_decay differs between nodes: node 0 (host0) has 0.0, node 1 (host1) has 0.1"
-            in said
-        )
+        assert "argument --weight_decay differs between nodes: node 0 (host0) has 0.0, node 1 (host1) has 0.1" in said
         assert "data differs between nodes: node 0 (host0)" in host.text("data.txt")
         assert "Traceback" not in said
     assert not (tmp_path / "run").exists()

@@ -330,7 +330,8 @@ def test_a_stopped_run_goes_on_as_if_it_had_not_been(tmp_path, number, zero):
     _, said = job.communicate(timeout=60)
     assert job.returncode == 75, said
     (saved,) = folder.glob("checkpoint-*")
-    assert f"stopped after step {saved.name[11:]}, {saved.name} is saved; continue with `make resume RUN={folder}`" in said
+    stopped = f"stopped after step {saved.name[11:]}, {saved.name} is saved"
+    assert f"{stopped}; continue with `make resume RUN={folder}`" in said
     assert Run(folder).json("result.json")["status"] == "stopped" and not (folder / "report.json").exists()
     done = subprocess.run(["make", "-C", str(ROOT), "ENV=active", f"PYTHON={python()}", "resume", f"RUN={folder}"],
                           capture_output=True, text=True, timeout=300)  # fmt: skip
