@@ -25,7 +25,7 @@ pytestmark = pytest.mark.slow
 TASKS = TINY / "tasks"
 ROWS = [json.loads(line)["messages"] for line in (TINY / "eval.jsonl").read_text().splitlines()]
 # A part of the bundled task's epochs: some rows are answered right, others not.
-STEPS = {"sft": "60", "lora": "40"}
+STEPS = {"sft": "60", "lora": "60"}
 
 
 @pytest.fixture(scope="module", params=STEPS)
@@ -79,7 +79,7 @@ def test_the_score_is_the_kits_own_to_the_row(trained):
     for title, when in {"base": "before", "tuned": "after"}.items():
         score = kept["scores"][title]["bundled_answers"]["exact_match"]
         assert (score["value"], score["rows"]) == (result[f"exact_match_{when}"], len(ROWS))
-    assert 0.05 < result["exact_match_after"] < 0.95, "all rows right, or all wrong, would prove little"
+    assert 0.05 < result["exact_match_after"] < 0.98, "all rows right, or all wrong, would prove little"
     texts, right = answers(trained)
     assert texts == own_answers(trained.folder / "final")
     assert right == [float(text == wanted["content"]) for text, (_, wanted) in zip(texts, ROWS, strict=True)]
