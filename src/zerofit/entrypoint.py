@@ -31,14 +31,13 @@ def check_early(recipe: Recipe) -> None:
     `recipe.parse`.
     """
     process.begin()
-    gc.disable()
     os.environ.update(distributed.thread_waiting())
-    if job.file_argument(sys.argv[1:]):  # the launcher has checked it
-        return
-    from zerofit.config import early_check
+    if not job.file_argument(sys.argv[1:]):  # else the launcher has checked it
+        from zerofit.config import early_check
 
-    chooses_folder = distributed.rank() == 0 and not distributed.may_be_restart()  # else checkpoint/restart.py does
-    guard(lambda: early_check.check(recipe, sys.argv[1:], here=True, own_folder=chooses_folder))
+        chooses_folder = distributed.rank() == 0 and not distributed.may_be_restart()  # else checkpoint/restart.py does
+        guard(lambda: early_check.check(recipe, sys.argv[1:], here=True, own_folder=chooses_folder))
+    gc.disable()
 
 
 def guard(main) -> None:
