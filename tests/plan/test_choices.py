@@ -15,7 +15,7 @@ from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.commands import plan as plan_command
 from zerofit.config import parse, resolve
-from zerofit.plan import candidates, planner, simulate
+from zerofit.plan import candidates, planner, predict, simulate
 from zerofit.plan.advice import alternatives, better, cost, long_rows, methods, table
 from zerofit.plan.answer import answer_text, run_line
 from zerofit.plan.candidate import Plan
@@ -307,6 +307,21 @@ def test_the_answer_to_a_narrow_question_is_an_experts(expandable, tmp_path):
     plan = QUESTIONS["gpt2-t4"].plan(tmp_path, "--per_device_train_batch_size 8")
     EXPECTED["gpt2-t4"](plan)
     assert_accepted(plan)
+
+
+def test_what_would_not_be_chosen_is_not_simulated(expandable, tmp_path, monkeypatch):
+    """A setting that copies activations to host memory for a gain of 7 % loses to a plain one even if it fits."""
+    simulated = []
+
+    def simulate_candidate(candidate, limit):
+        simulated.append(candidate.setting)
+        size = int(candidate.by_formula)
+        replayed = dict.fromkeys(("allocated", "reserved", "least"), size)
+        candidate.answer = {"total": {"backward": size}, "host": 0, "allocator": replayed}
+
+    monkeypatch.setattr(predict, "simulate_candidate", simulate_candidate)
+    plan = QUESTIONS["70b-qlora-2xa6000"].plan(tmp_path)
+    assert is_plain(plan) and simulated == [plan.chosen.setting]
 
 
 # --- no advice that the kit refuses ---

@@ -51,7 +51,7 @@ def search(
         best = first if first in fit else preferred(fit, plan)
         next_one = first if first in near else None
         if next_one is None and (best is None or best is not first):
-            faster = [one for one in near if best is None or one.seconds * MIN_SPEEDUP < best.seconds]
+            faster = [one for one in near if best is None or _is_worth_simulating(one, best, plan)]
             is_broken = sum(bool(one.failed) for one in simulated) >= MAX_FAILURES
             next_one = preferred(faster, plan) if len(simulated) < MAX_SIMULATIONS and not is_broken else None
             has_last_tries = len(simulated) < MAX_SIMULATIONS + MAX_LAST_SIMULATIONS and not is_broken
@@ -77,6 +77,11 @@ def preferred(fit: list[Candidate], plan: Plan) -> Candidate | None:
     if len(best) == 2 and best[0].seconds <= MIN_GAIN_OVER_PLAIN * best[1].seconds:
         return best[0]
     return min(best, key=lambda one: one.seconds, default=None)
+
+
+def _is_worth_simulating(one: Candidate, best: Candidate, plan: Plan) -> bool:
+    """Return whether a candidate would be chosen over the best that fits, and clearly faster, if it fits too."""
+    return one.seconds * MIN_SPEEDUP < best.seconds and preferred([best, one], plan) is one
 
 
 def best_fit(space: list[Candidate], plan: Plan) -> Candidate | None:
