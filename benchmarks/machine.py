@@ -15,6 +15,7 @@ NO_CODE = (
     "*.md", "llms.txt", "benchmarks/results", "docs/pictures", "src/zerofit/launch/tested.json",
     "src/zerofit/model/tested_models.json", "src/zerofit/plan/speed/accuracy.json",
 )  # fmt: skip
+CODE = ("--", ".", *(f":(exclude){place}" for place in NO_CODE))  # for git
 TINY_MODEL = ROOT / "examples" / "tiny" / "model"
 
 
@@ -37,8 +38,14 @@ def git(*words: str) -> str:
 
 def code_commit() -> str:
     """Return the short hash of the last commit that changed more than NO_CODE, with "-dirty" after other changes."""
-    places = ["--", ".", *(f":(exclude){place}" for place in NO_CODE)]
-    return git("log", "-1", "--format=%h", *places) + "-dirty" * bool(git("status", "--porcelain", *places))
+    return git("log", "-1", "--format=%h", *CODE) + "-dirty" * bool(git("status", "--porcelain", *CODE))
+
+
+def changed_files(commit: str) -> list[str] | None:
+    """Return the files other than NO_CODE that differ between a commit and the last one; None for an unknown commit."""
+    if not git("rev-parse", "--verify", "--quiet", f"{commit}^{{commit}}"):
+        return None
+    return git("diff", "--name-only", "--no-renames", commit, "HEAD", *CODE).splitlines()
 
 
 def facts() -> dict:

@@ -8,7 +8,7 @@ make everything ARGS="--page"                      only the page, from benchmark
 Tests run two suites at a time, benchmarks alone. The row of a suite that ended is kept in
 benchmarks/results/everything.json. A suite that was stopped, or has failed, continues: the results of its tests are in
 runs/everything/COMMIT, and tests that passed do not run again. COMMIT is the last one that changed more than pages and
-results (`machine.code_commit`).
+results (`machine.code_commit`). If later commits change nothing but test files, the results of all other files hold.
 """
 
 import argparse
@@ -17,12 +17,14 @@ import importlib.util
 import json
 import os
 import re
+import shlex
 import signal
 import subprocess
 import sys
 import time
 from collections import Counter
 from dataclasses import dataclass
+from fnmatch import fnmatch
 from pathlib import Path
 
 import results
@@ -56,6 +58,28 @@ class Suite:
     alone: bool = False  # nothing runs beside it, as it measures or uses all cores
     count: str = "tests"  # what is counted: tests, rows of tables, or a regular expression for the output
     tables: tuple[str, ...] = ()  # files in benchmarks/results with the rows, without ".md"; none: the output
+
+    def holds_after(self, commit: str) -> bool:
+        """Return whether a result of this commit holds on the last one."""
+        changed = changed_tests(commit)
+        if changed is None or self.count == "rows":
+            return changed is not None
+        own = [word for word in shlex.split(self.command) if word.startswith("tests/")] or ["tests"]
+        return not any(fnmatch(file, pattern) for file in changed for word in own for pattern in (word, f"{word}/*"))
+
+
+def changed_tests(commit: str) -> set[str] | None:
+    """Return the test files that changed after a commit; None if more than they, pages and results changed.
+
+    A test file that another file imports counts as more.
+    """
+    changed, folder = machine.changed_files(commit), ROOT / "tests"
+    texts = [file.read_text(encoding="utf-8") for file in folder.rglob("*.py")] if changed else []
+    imported = {name for text in texts for name in re.findall(r"^\s*(?:from|import) (test_\w+)", text, re.M)}
+    is_test = re.compile(r"tests/(?:.*/)?(test_\w+)\.py").fullmatch
+    if changed is None or any(not (match := is_test(file)) or match[1] in imported for file in changed):
+        return None
+    return set(changed)
 
 
 def slow(name: str, places: str) -> Suite:
@@ -115,6 +139,10 @@ def main() -> int:
     options = parser.parse_args()
     commit, store = machine.code_commit(), json.loads(STORE.read_text()) if STORE.exists() else {}
     chosen = [suite for suite in SUITES if not options.only or suite.name in options.only]
+    for suite in SUITES:
+        row = store.get(suite.name, {"commit": commit})
+        if row["commit"] != commit and not commit.endswith("-dirty") and suite.holds_after(row["commit"]):
+            row |= {"commit": commit, "run_on": row.get("run_on", row["commit"])}
     if options.list:
         for suite in chosen:
             print(f"{suite.name:18} {state(store.get(suite.name), commit):26} {suite.command}")
@@ -127,10 +155,11 @@ def main() -> int:
             sys.exit(f"everything: error: {', '.join(sorted(lacking))} not installed: `make install EXTRAS={extras}`")
         todo = [suite for suite in chosen if options.again or state(store.get(suite.name), commit) != "passed"]
         for suite in todo if options.again else ():
-            for ending in ("jsonl", "seconds"):
-                (ROOT / "runs" / "everything" / commit / f"{suite.name}.{ending}").unlink(missing_ok=True)
+            for file in (ROOT / "runs" / "everything").glob(f"*/{suite.name}.*"):
+                file.unlink()
         run_all(sorted(todo, key=lambda suite: suite.alone), commit, store)
     if store:
+        STORE.write_text(json.dumps(store, indent=1) + "\n")
         PAGE.write_text(page(store), encoding="utf-8")
     bad = [suite.name for suite in chosen if state(store.get(suite.name), commit) != "passed"]
     print(f"docs/evidence.md: {len(chosen) - len(bad)} of {len(chosen)} suites passed on commit {commit}")
@@ -155,6 +184,7 @@ def run_all(todo: list[Suite], commit: str, store: dict) -> None:
             while waiting and len(running) < AT_ONCE and not (running and waiting[0].alone):
                 suite = waiting.pop(0)
                 about = {"machine": machine.facts(), "versions": machine.versions()}
+                carry_over(suite, folder)
                 running[start(suite, folder)] = suite, about, time.monotonic()
             time.sleep(1)
             for process in [process for process in running if process.poll() is not None]:
@@ -181,6 +211,19 @@ def run_all(todo: list[Suite], commit: str, store: dict) -> None:
 
 def _stop(*_) -> None:
     raise KeyboardInterrupt
+
+
+def carry_over(suite: Suite, folder: Path) -> None:
+    """Copy the results of an older commit that hold, if the suite has none: those of test files that are the same."""
+    file = folder / f"{suite.name}.jsonl"
+    for older in [] if file.exists() else sorted(folder.parent.glob(f"*/{file.name}"), key=os.path.getmtime)[::-1]:
+        if (changed := changed_tests(older.parent.name)) is None:
+            continue
+        lines = older.read_text(encoding="utf-8").splitlines(keepends=True)
+        file.write_text("".join(x for x in lines if json.loads(x)["test"].partition("::")[0] not in changed))
+        if (seconds := older.with_suffix(".seconds")).exists():
+            file.with_suffix(".seconds").write_text(seconds.read_text())
+        return
 
 
 def start(suite: Suite, folder: Path) -> subprocess.Popen:
@@ -250,6 +293,9 @@ def page(store: dict) -> str:
     lines += [f"Commit **{commit}**: {number} of {len(SUITES)} suites."]
     lines += [f"Run on another commit, which its row names: {len(known) - number}."] * (number < len(known))
     lines += [f"Not run yet: {', '.join(missing)}."] * bool(missing)
+    lines += ["A date with `on COMMIT`: run there; since then only test files of other suites changed."] * any(
+        "run_on" in row for _, row in known
+    )
     lines += ["", *machine.describe(about["machine"] | {"commit": commit}, {"versions": about["versions"]})]
     for title, tests in (("Tests", True), ("Benchmarks", False)):
         of_kind = [(suite, row) for suite, row in known if (suite.count == "rows") != tests]
@@ -260,6 +306,7 @@ def page(store: dict) -> str:
         lines += [f"| {' | '.join(heads)} |", "|" + "---|" * len(heads)]
         for suite, row in of_kind:
             day = row["date"] + f" ({row['commit']})" * (row["commit"] != commit)
+            day += f", on {row.get('run_on')}" * ("run_on" in row)
             passed = f"{row['passed']:,}" if isinstance(row["passed"], int) else row["passed"]
             cells = (
                 suite.name,

@@ -19,6 +19,7 @@ def files(tmp_path, monkeypatch):
     monkeypatch.setattr(everything, "PAGE", tmp_path / "evidence.md")
     monkeypatch.setattr(machine, "RESULTS", tmp_path)
     monkeypatch.setattr(machine, "code_commit", lambda: "abc1234")
+    monkeypatch.setattr(machine, "changed_files", lambda commit: ["src/zerofit/a.py"])
     monkeypatch.setattr(everything, "NEEDED", {})
     return tmp_path
 
@@ -76,6 +77,33 @@ def test_a_result_of_another_commit_is_out_of_date(files, monkeypatch):
     monkeypatch.setattr(machine, "code_commit", lambda: "def5678-dirty")
     with pytest.raises(SystemExit, match="commit them first"):
         run(monkeypatch, suites)
+
+
+def test_a_change_of_tests_leaves_the_results_of_other_tests(files, monkeypatch):
+    """Suites without these tests keep their rows, the suite with them runs them again, and only them."""
+    (files / "tests" / "x").mkdir(parents=True)
+    (files / "tests" / "x" / "test_b.py").write_text("from test_shared import flags\n")
+    names = ("tests/x/test_a.py::one", "tests/x/test_b.py::two")
+    lines = result_lines(*(PASSED | {"test": name} for name in names))
+    suites = [Suite("own", f"{lines}; : tests/x"), Suite("other", f"{lines}; : tests/y"), Suite("all", lines),
+              everything.benchmark("table", "printf '|a|\\n|---|\\n|1|\\n'")]  # fmt: skip
+    assert run(monkeypatch, suites) == 0
+
+    def held_after(*changed: str) -> set[str]:
+        monkeypatch.setattr(machine, "changed_files", lambda commit: list(changed))
+        monkeypatch.setattr(machine, "code_commit", lambda: "def5678")
+        run(monkeypatch, suites, "--page")
+        rows = json.loads(everything.STORE.read_text())
+        return {name for name, row in rows.items() if row["commit"] == "def5678"}
+
+    for changed in (["tests/conftest.py"], ["tests/x/test_shared.py"], ["tests/x/test_a.py", "recipes/sft.py"]):
+        assert held_after(*changed) == set()
+    assert held_after("tests/x/test_a.py") == {"other", "table"}
+    assert ", on abc1234" in everything.PAGE.read_text()
+    (folder := files / "runs" / "everything" / "def5678").mkdir()
+    everything.carry_over(suites[0], folder)
+    (kept,) = (folder / "own.jsonl").read_text().splitlines()
+    assert json.loads(kept)["test"] == "tests/x/test_b.py::two"
 
 
 def test_a_stop_ends_the_suites_and_keeps_no_row(files, monkeypatch, capsys):
