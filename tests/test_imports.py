@@ -68,6 +68,24 @@ def test_the_interpreter_ends_without_collecting_what_the_libraries_made():
         assert done.stdout.endswith("True\n"), done.stderr
 
 
+@pytest.mark.parametrize("triton", [False, True])
+def test_the_end_of_the_interpreter_is_silent_where_triton_lists_its_functions(triton):
+    """What libraries print in their exit handlers stays. Without triton, so does what comes after them."""
+    program = f"""
+import atexit, ctypes, sys, types
+from zerofit.base import process
+process.begin()
+libc = ctypes.CDLL(None)
+libc.strdup.restype = ctypes.c_void_p
+libc.on_exit(libc.psignal, ctypes.c_void_p(libc.strdup(b"leaked")))  # C code that writes to stderr
+if {triton}:
+    sys.modules["triton._C.libtriton"] = types.ModuleType("libtriton")
+atexit.register(lambda: print("summary", file=sys.stderr))
+"""
+    done = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True)
+    assert done.returncode == 0 and done.stderr == "summary\n" + "leaked: Unknown signal 0\n" * (not triton)
+
+
 # What a process is like: environment, modules beside zerofit's, signal handlers, filters of warnings and logs, threads,
 # the signal at the parent's death.
 STATE = """

@@ -1,6 +1,5 @@
 """Run a program and turn its expected errors into one sentence on stderr and an exit code."""
 
-import atexit
 import contextlib
 import errno
 import gc
@@ -48,7 +47,6 @@ def guard(main) -> None:
     process.begin()
     with contextlib.suppress(AttributeError, OSError):  # not one of Python's streams, or replaced in a fork
         sys.stdout.reconfigure(errors="backslashreplace")  # like stderr: names and data may not be encodable
-    atexit.register(gc.freeze)  # else garbage collection of the libraries' objects at exit takes 1 to 3 s
     is_printed = False  # the next command
     try:
         _explain_full_disk(lambda: _explain_out_of_memory(main))

@@ -1,9 +1,12 @@
 """Prepare a process of the kit before it imports torch."""
 
+import atexit
 import contextlib
 import functools
 import gc
+import os
 import signal
+import sys
 import threading
 
 from zerofit.base import allocator, log_filters, rank_status
@@ -15,9 +18,21 @@ def begin() -> None:
 
     Every program of the kit calls it first; `import zerofit` does not. Further calls, also in forks, do nothing.
     """
+    atexit.register(_skip_collection)  # before the libraries register theirs: the first is called last
     rank_status.end_with_supervisor()  # first, since a supervisor may die during the imports
     allocator.configure()  # before anything imports torch
     log_filters.optional_packages()
+
+
+def _skip_collection() -> None:
+    """Skip the garbage collection at exit, which takes 1 to 3 s, and what bindings of triton 3.9 print without it.
+
+    They (nanobind) write each function that is not released to stderr, after all of Python has ended.
+    """
+    gc.freeze()
+    if "triton._C.libtriton" in sys.modules:
+        with contextlib.suppress(OSError):
+            os.dup2(os.open(os.devnull, os.O_WRONLY), 2)
 
 
 @contextlib.contextmanager
