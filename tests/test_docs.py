@@ -6,6 +6,7 @@ import shlex
 import sys
 from dataclasses import fields
 
+import everything
 import pytest
 from conftest import ROOT
 
@@ -90,17 +91,26 @@ OTHER_FLAGS = """
 
 @functools.cache
 def known_flags() -> set[str]:
-    """Return the flags of all recipes and verbs, without dashes."""
+    """Return the flags of all recipes, verbs and runners of tests, without dashes."""
     recipes = {name for recipe in program.kit().values() for name in parse.argument_names(recipe)}
     files = [file for folder in ("src", "examples", "benchmarks") for file in (ROOT / folder).rglob("*.py")]
+    files += [file for file in (ROOT / "tests").glob("*.py") if not file.name.startswith("test_")]
     verbs = {flag for file in files for flag in re.findall(r"--([a-z][\w-]*)", file.read_text())}
     return recipes | verbs | {*OTHER_FLAGS.split()}
 
 
+def flags_of(text: str) -> set[str]:
+    return {flag.rstrip("-") for flag in re.findall(r"(?<![\w-])--([a-zA-Z][\w-]*)", text)}
+
+
 @pytest.mark.parametrize("page", [ROOT / "README.md", *PAGES], ids=lambda page: page.name)
 def test_flags_of_a_page_exist(page):
-    flags = {flag.rstrip("-") for flag in re.findall(r"(?<![\w-])--([a-zA-Z][\w-]*)", page.read_text())}
-    assert flags - known_flags() == set(), "flags that no program has"
+    assert flags_of(page.read_text()) - known_flags() == set(), "flags that no program has"
+
+
+def test_flags_of_every_suite_exist():
+    """docs/evidence.md has the command of each suite that was run."""
+    assert flags_of("\n".join(suite.command for suite in everything.SUITES)) - known_flags() == set()
 
 
 def make_lines(text: str):
