@@ -24,15 +24,25 @@ def pytest_configure(config):
         config.pluginmanager.register(Recorder(config.option.results))
 
 
+@pytest.hookimpl(optionalhook=True)  # of xdist, whose workers get no PYTEST_ADDOPTS
+def pytest_configure_node(node):
+    node.workerinput["passed"] = sorted(_passed(node.config.option.results))
+
+
+def _passed(file: Path | None) -> set[str]:
+    """Return the tests that the file has as passed or skipped."""
+    return {one["test"] for one in read(*[file] * bool(file)) if one["outcome"] in ("passed", "skipped")}
+
+
 def pytest_itemcollected(item):
     if kinds := [kind for kind in KINDS if item.get_closest_marker(kind)]:
         item.user_properties.append(("kinds", kinds))
 
 
 def pytest_collection_modifyitems(config, items):
-    if config.option.results:
-        done = {result["test"] for result in read(config.option.results) if result["outcome"] in ("passed", "skipped")}
-        items[:] = [item for item in items if item.nodeid not in done]
+    is_worker = hasattr(config, "workerinput")
+    done = {*config.workerinput["passed"]} if is_worker else _passed(config.option.results)
+    items[:] = [item for item in items if item.nodeid not in done]
 
 
 def pytest_sessionfinish(session, exitstatus):

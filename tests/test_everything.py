@@ -1,7 +1,10 @@
 """tests/everything.py: suites end, fail, stop and continue; each test folder is in one of them."""
 
 import json
+import os
 import shlex
+import subprocess
+import sys
 import time
 
 import everything
@@ -104,6 +107,19 @@ def test_a_change_of_tests_leaves_the_results_of_other_tests(files, monkeypatch)
     everything.carry_over(suites[0], folder)
     (kept,) = (folder / "own.jsonl").read_text().splitlines()
     assert json.loads(kept)["test"] == "tests/x/test_b.py::two"
+
+
+def test_tests_that_passed_are_left_out_by_parallel_workers_too(tmp_path):
+    (tmp_path / "conftest.py").write_text(
+        "import os\npytest_plugins = ['results']\nos.environ.pop('PYTEST_ADDOPTS', None)\n"
+    )
+    (tmp_path / "test_a.py").write_text("def test_one(): pass\n\n\ndef test_two(): pass\n")
+    env = os.environ | {"PYTHONPATH": str(ROOT / "tests"), "PYTEST_ADDOPTS": f"--results={tmp_path / 'results'}"}
+    for tests in ("test_a.py::test_one", "test_a.py"):
+        subprocess.run([sys.executable, "-m", "pytest", "-n", "2", "--rootdir", str(tmp_path), tests], cwd=tmp_path,
+                       env=env, check=True, capture_output=True)  # fmt: skip
+    lines = map(json.loads, (tmp_path / "results").read_text().splitlines())
+    assert [line["test"] for line in lines] == ["test_a.py::test_one", "test_a.py::test_two"]
 
 
 def test_a_stop_ends_the_suites_and_keeps_no_row(files, monkeypatch, capsys):

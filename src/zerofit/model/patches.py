@@ -276,7 +276,8 @@ def give_llama4_image_outputs() -> None:
 
     Without it each forward of the image-text class ends in an AttributeError.
     """
-    from transformers.models.llama4.modeling_llama4 import MoeCausalLMOutputWithPast
+    from transformers.models.llama4 import modeling_llama4 as modeling
 
-    if not hasattr(MoeCausalLMOutputWithPast, "image_outputs"):
-        MoeCausalLMOutputWithPast.image_outputs = None
+    reads = "outputs.image_outputs" in inspect.getsource(modeling.Llama4ForConditionalGeneration.forward)
+    if reads and not hasattr(modeling.MoeCausalLMOutputWithPast, "image_outputs"):
+        modeling.MoeCausalLMOutputWithPast.image_outputs = None
