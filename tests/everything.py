@@ -158,12 +158,17 @@ def main() -> int:
             for file in (ROOT / "runs" / "everything").glob(f"*/{suite.name}.*"):
                 file.unlink()
         run_all(sorted(todo, key=lambda suite: suite.alone), commit, store)
-    if store:
-        STORE.write_text(json.dumps(store, indent=1) + "\n")
-        PAGE.write_text(page(store), encoding="utf-8")
+    save(store)
     bad = [suite.name for suite in chosen if state(store.get(suite.name), commit) != "passed"]
     print(f"docs/evidence.md: {len(chosen) - len(bad)} of {len(chosen)} suites passed on commit {commit}")
     return int(bool(bad))
+
+
+def save(store: dict) -> None:
+    """Write the rows and the page together: a test of a later suite compares them."""
+    if store:
+        STORE.write_text(json.dumps(store, indent=1) + "\n")
+        PAGE.write_text(page(store), encoding="utf-8")
 
 
 def state(row: dict | None, commit: str) -> str:
@@ -194,7 +199,7 @@ def run_all(todo: list[Suite], commit: str, store: dict) -> None:
                 if machine.code_commit() != commit:
                     sys.exit(f"everything: error: the code changed while {suite.name} ran; its result is dropped")
                 store[suite.name] = row | {"commit": commit}
-                STORE.write_text(json.dumps(store, indent=1) + "\n")
+                save(store)
                 print(f"{suite.name}: {counts(row)} ({row['seconds'] / 60:.0f} min)", flush=True)
     except KeyboardInterrupt:
         print("\nstopped; the next `make everything` continues", flush=True)
