@@ -133,9 +133,7 @@ def test_a_cut_link_is_silence(hosts):
 def test_delay_and_loss(hosts, by):
     first, second = hosts(2)
     if by == "netem" and not first.bed.netem:
-        pytest.skip(
-            "this kernel has no tc netem (CONFIG_NET_SCH_NETEM, module sch_netem); tests/cluster/wire.py stands in"
-        )
+        pytest.skip("this kernel lacks tc netem (CONFIG_NET_SCH_NETEM, module sch_netem); wire.py is used instead")
     listener(first)
 
     def echo(size: int) -> float:
