@@ -38,6 +38,7 @@ from zerofit.launch import make_variables  # noqa: E402
 STORE = ROOT / "benchmarks" / "results" / "everything.json"
 PAGE = ROOT / "docs" / "evidence.md"
 AT_ONCE = 2
+STOPS = (signal.SIGINT, signal.SIGTERM)
 # {package: the extra that brings it}: without it, tests are skipped
 NEEDED = {
     "lm_eval": "eval",
@@ -182,7 +183,7 @@ def run_all(todo: list[Suite], commit: str, store: dict) -> None:
     """Run the suites, tests two at a time; after each, keep its row. A signal stops all; the next run continues."""
     folder, waiting, running = ROOT / "runs" / "everything" / commit, list(todo), {}
     folder.mkdir(parents=True, exist_ok=True)
-    for number in (signal.SIGINT, signal.SIGTERM):  # a shell starts a job in the background with SIGINT ignored
+    for number in STOPS:  # a shell starts a job in the background with SIGINT ignored
         signal.signal(number, _stop)
     try:
         while waiting or running:
@@ -215,6 +216,8 @@ def run_all(todo: list[Suite], commit: str, store: dict) -> None:
 
 
 def _stop(*_) -> None:
+    for number in STOPS:  # a second signal must not interrupt the end of the suites
+        signal.signal(number, signal.SIG_IGN)
     raise KeyboardInterrupt
 
 
@@ -224,8 +227,9 @@ def carry_over(suite: Suite, folder: Path) -> None:
     for older in [] if file.exists() else sorted(folder.parent.glob(f"*/{file.name}"), key=os.path.getmtime)[::-1]:
         if (changed := changed_tests(older.parent.name)) is None:
             continue
-        lines = older.read_text(encoding="utf-8").splitlines(keepends=True)
-        file.write_text("".join(x for x in lines if json.loads(x)["test"].partition("::")[0] not in changed))
+        tests = [{"run_on": older.parent.name} | json.loads(line) for line in older.read_text().splitlines()]
+        kept = [test for test in tests if test["test"].partition("::")[0] not in changed]
+        file.write_text("".join(json.dumps(test) + "\n" for test in kept))
         if (seconds := older.with_suffix(".seconds")).exists():
             file.with_suffix(".seconds").write_text(seconds.read_text())
         return
@@ -264,6 +268,8 @@ def result(suite: Suite, folder: Path, code: int) -> dict:
             "skipped": Counter(t["reason"] for t in tests if t["outcome"] == "skipped"),
         }
         row["failed"] = [test["test"] for test in tests if test["outcome"] == "failed"]
+        if run_on := {test["run_on"] for test in tests if "run_on" in test}:
+            row["run_on"] = ", ".join(sorted(run_on))
         row["again"] = [test["test"] for test in tests if test["outcome"] == "passed" and test["failed_before"]]
     elif suite.count == "rows":
         texts = [(machine.RESULTS / f"{name}.md").read_text() for name in suite.tables] or [output]
@@ -298,7 +304,7 @@ def page(store: dict) -> str:
     lines += [f"Commit **{commit}**: {number} of {len(SUITES)} suites."]
     lines += [f"Run on another commit, which its row names: {len(known) - number}."] * (number < len(known))
     lines += [f"Not run yet: {', '.join(missing)}."] * bool(missing)
-    lines += ["A date with `on COMMIT`: run there; since then only test files of other suites changed."] * any(
+    lines += ["`on COMMIT`: run there, but for test files that have changed since; nothing else has."] * any(
         "run_on" in row for _, row in known
     )
     lines += ["", *machine.describe(about["machine"] | {"commit": commit}, {"versions": about["versions"]})]

@@ -105,8 +105,10 @@ def test_a_change_of_tests_leaves_the_results_of_other_tests(files, monkeypatch)
     assert ", on abc1234" in everything.PAGE.read_text()
     (folder := files / "runs" / "everything" / "def5678").mkdir()
     everything.carry_over(suites[0], folder)
+    (folder / "own.log").touch()
     (kept,) = (folder / "own.jsonl").read_text().splitlines()
     assert json.loads(kept)["test"] == "tests/x/test_b.py::two"
+    assert everything.result(suites[0], folder, 0)["run_on"] == "abc1234"
 
 
 def test_tests_that_passed_are_left_out_by_parallel_workers_too(tmp_path):

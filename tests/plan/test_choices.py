@@ -15,6 +15,7 @@ from zerofit.base import hardware
 from zerofit.base.errors import UserError
 from zerofit.commands import plan as plan_command
 from zerofit.config import parse, resolve
+from zerofit.model import load
 from zerofit.plan import candidates, planner, predict, simulate
 from zerofit.plan.advice import alternatives, better, cost, long_rows, methods, table
 from zerofit.plan.answer import answer_text, run_line
@@ -322,6 +323,17 @@ def test_what_would_not_be_chosen_is_not_simulated(expandable, tmp_path, monkeyp
     monkeypatch.setattr(predict, "simulate_candidate", simulate_candidate)
     plan = QUESTIONS["70b-qlora-2xa6000"].plan(tmp_path)
     assert is_plain(plan) and simulated == [plan.chosen.setting]
+
+
+def test_a_list_of_settings_builds_the_model_once(monkeypatch):
+    """Groups, places and kinds of checkpointing change no module."""
+    built, model = [], load._checked
+    monkeypatch.setattr(load, "_last_checked", None)
+    monkeypatch.setattr(load, "_checked", lambda settings, config: built.append(settings) or model(settings, config))
+    words = ["--model", str(CONFIGS / "qwen3-moe-30b"), "--data", "none", "--max_length", "4096"]
+    request = parse.request("lora", words)
+    listed = candidates.candidates("lora", request, 8, H100)
+    assert len(built) == 1 and {one.setting.ranks_per_row for one in listed} > {1}
 
 
 # --- no advice that the kit refuses ---

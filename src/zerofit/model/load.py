@@ -312,8 +312,8 @@ def check_vocabulary(settings, tokenizer, config) -> None:
 def check_model(settings, config=None):
     """Build the model and its adapter on the meta device, to find wrong names before ranks start.
 
-    The last model is kept for settings that differ in the sizes of batches and groups only: a plan checks many, and
-    the adapters of a mixture of experts take half a second.
+    The last model is kept for settings that differ only in the sizes of batches and groups, or between the kit's own
+    versions of sdpa: a plan checks many, and the adapters of a mixture of experts take half a second.
     Args: settings: after resolve.resolve_for_model; config: default: the model's config.json.
     Returns: the model, without memory for weights, to be read only.
     Raises: UserError if transformers cannot build the model, or if the attention implementation or target modules do
@@ -324,6 +324,8 @@ def check_model(settings, config=None):
     config = load_config(settings) if config is None else config
     sizes = () if settings.tiled_mlp != 1 else (*BATCH_SIZES, *parallel_dims.size_flags())
     values = {name: (value, settings.source.get(name)) for name, value in settings.values.items() if name not in sizes}
+    if settings.sp_size > 1 or settings.attn_implementation == attention.NAME:
+        del values["attn_implementation"]
     key = repr((settings.recipe.name, values, config.to_dict()))
     if _last_checked is None or _last_checked[0] != key:
         _last_checked = None  # its memory is free before the next one is built
