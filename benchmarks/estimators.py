@@ -64,7 +64,7 @@ def main() -> None:
         flags = ["--model", str(CONFIGS / model), "--max_length", str(tokens),
                  "--gradient_checkpointing", checkpointing,
                  "--zero", str(zero), "--offload", offload, "--per_device_train_batch_size", "1",
-                 "--effective_batch_size", str(ranks)]  # fmt: skip
+                 "--effective_batch_size", str(ranks), "--sp_size", "1"]  # fmt: skip
         (candidate,) = candidates.candidates(method, parse.request(candidates.recipe_of(method), flags), ranks, gpu)
         predict.simulate_candidate(candidate)
         settings = resolve.resolve(candidate.request, ranks, gpu)

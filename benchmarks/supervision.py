@@ -66,6 +66,7 @@ def checks() -> float:
 def at_a_step() -> dict[str, float]:
     """Return the microseconds of a rank's heartbeat, and of the guard around an applied step of two micro batches."""
     import torch
+    from accelerate import Accelerator
 
     from zerofit.base import rank_status
     from zerofit.train import nan_guard
@@ -75,17 +76,20 @@ def at_a_step() -> dict[str, float]:
         heartbeat = rank_status.Heartbeat()
         del os.environ[rank_status.FOLDER]
         beat = min(timeit.repeat(lambda: heartbeat.beat(7), number=10_000, repeat=ROUNDS)) / 10_000
+    accelerator = Accelerator(cpu=True)
+    optimizer = accelerator.prepare(torch.optim.AdamW([torch.zeros(1, requires_grad=True)], fused=True))
     trainer = SimpleNamespace(
-        settings=None, _tr_loss=torch.zeros(()), is_deepspeed_enabled=False,
-        accelerator=SimpleNamespace(scaler=None, optimizer_step_was_skipped=False), optimizer=SimpleNamespace(),
+        settings=None, model=None, _tr_loss=torch.zeros(()), is_deepspeed_enabled=False,
+        accelerator=accelerator, optimizer=optimizer,
     )  # fmt: skip
-    guard, loss = nan_guard.NanGuard(trainer), torch.zeros(())
-    guard.grad_norm = 1.0
+    guard, loss = nan_guard.NanGuard(trainer), torch.ones(())
+    guard.grad_norm = torch.ones(())
 
     def step():
-        guard.begin([])
+        guard.begin([], None)
         guard.losses += [loss, loss]
         guard.hold_back()
+        guard.look_back()
         guard.after_step()
 
     return {"heartbeat": beat * 1e6, "guard": min(timeit.repeat(step, number=10_000, repeat=ROUNDS)) / 10_000 * 1e6}

@@ -33,6 +33,8 @@ if __name__ == "__main__":
     workers, *words = sys.argv[1:]
     if "--resume_from_checkpoint" not in words:
         words += ["--resume_from_checkpoint", "auto"]
+    # Ray's own print would send each line to its logger too, and that to the terminal and the log a second time.
+    os.environ.setdefault("RAY_TRAIN_ENABLE_PRINT_PATCH", "0")
     sizes = [int(size) for size in workers.split(":")]
     scaling = ScalingConfig(num_workers=sizes[0] if len(sizes) == 1 else (*sizes,), use_gpu="--use_cpu" not in words)
     run = RunConfig(failure_config=FailureConfig(max_failures=3))

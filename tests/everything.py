@@ -8,11 +8,13 @@ make everything ARGS="--page"                      only the page, from benchmark
 Tests run two suites at a time, benchmarks alone. The row of a suite that ended is kept in
 benchmarks/results/everything.json. A suite that was stopped, or has failed, continues: the results of its tests are in
 runs/everything/COMMIT, and tests that passed do not run again. COMMIT is the last one that changed more than pages and
-results (`machine.code_commit`). If later commits change nothing but test files, the results of all other files hold.
+results (`machine.code_commit`). A result of an older commit holds if nothing has changed since but scripts of tests/,
+benchmarks/ and launchers/ that it does not use (`concerned`).
 """
 
 import argparse
 import datetime
+import functools
 import importlib.util
 import json
 import os
@@ -62,25 +64,43 @@ class Suite:
 
     def holds_after(self, commit: str) -> bool:
         """Return whether a result of this commit holds on the last one."""
-        changed = changed_tests(commit)
-        if changed is None or self.count == "rows":
-            return changed is not None
+        changed = concerned(commit)
+        if changed is None:
+            return False
+        if self.count == "rows":
+            return changed.isdisjoint(scripts(self.command))
         own = [word for word in shlex.split(self.command) if word.startswith("tests/")] or ["tests"]
         return not any(fnmatch(file, pattern) for file in changed for word in own for pattern in (word, f"{word}/*"))
 
 
-def changed_tests(commit: str) -> set[str] | None:
-    """Return the test files that changed after a commit; None if more than they, pages and results changed.
+def scripts(command: str) -> list[str]:
+    """Return the scripts of benchmarks/ that a command runs; `make` runs those of its target."""
+    if target := re.match(r"make ([\w-]+)", command):
+        command = re.search(rf"^{target[1]}:.*\n(?:\t.*\n)*", (ROOT / "Makefile").read_text(), re.M)[0]
+    return re.findall(r"\bbenchmarks/\w+\.py", command)
 
-    A test file that another file imports counts as more.
+
+@functools.cache
+def concerned(commit: str) -> set[str] | None:
+    """Return the scripts whose results do not hold after the changes since a commit: of tests, benchmarks, launchers.
+
+    These are the changed ones, and those that import them or name the path of one that is no test. None: all results,
+    as more has changed.
     """
-    changed, folder = machine.changed_files(commit), ROOT / "tests"
-    texts = [file.read_text(encoding="utf-8") for file in folder.rglob("*.py")] if changed else []
-    imported = {name for text in texts for name in re.findall(r"^\s*(?:from|import) (test_\w+)", text, re.M)}
-    is_test = re.compile(r"tests/(?:.*/)?(test_\w+)\.py").fullmatch
-    if changed is None or any(not (match := is_test(file)) or match[1] in imported for file in changed):
+    changed = machine.changed_files(commit)
+    leaf = re.compile(r"tests/everything\.py|tests/(?:.*/)?test_\w+\.py|(?:benchmarks|launchers)/\w+\.py")
+    if changed is None or not all(map(leaf.fullmatch, changed)):
         return None
-    return set(changed)
+    files = [file for folder in ("tests", "benchmarks") for file in (ROOT / folder).rglob("*.py")] if changed else []
+    texts = {str(file.relative_to(ROOT)): file.read_text(encoding="utf-8") for file in files}
+    found, todo = set(), changed
+    while todo:
+        found.add(file := todo.pop())
+        name = Path(file).stem
+        uses = re.compile(rf"^\s*(?:from|import) {name}\b" + rf"|[\"'/]{name}\.py[\"' ]" * ("tests/" not in file), re.M)
+        todo += [user for user, text in texts.items() if user not in found and uses.search(text)]
+    used_by_all = any(Path(file).name in ("conftest.py", "results.py") for file in found)
+    return None if used_by_all else found
 
 
 def slow(name: str, places: str) -> Suite:
@@ -225,7 +245,7 @@ def carry_over(suite: Suite, folder: Path) -> None:
     """Copy the results of an older commit that hold, if the suite has none: those of test files that are the same."""
     file = folder / f"{suite.name}.jsonl"
     for older in [] if file.exists() else sorted(folder.parent.glob(f"*/{file.name}"), key=os.path.getmtime)[::-1]:
-        if (changed := changed_tests(older.parent.name)) is None:
+        if (changed := concerned(older.parent.name)) is None:
             continue
         tests = [{"run_on": older.parent.name} | json.loads(line) for line in older.read_text().splitlines()]
         kept = [test for test in tests if test["test"].partition("::")[0] not in changed]
@@ -304,7 +324,7 @@ def page(store: dict) -> str:
     lines += [f"Commit **{commit}**: {number} of {len(SUITES)} suites."]
     lines += [f"Run on another commit, which its row names: {len(known) - number}."] * (number < len(known))
     lines += [f"Not run yet: {', '.join(missing)}."] * bool(missing)
-    lines += ["`on COMMIT`: run there, but for test files that have changed since; nothing else has."] * any(
+    lines += ["`on COMMIT`: run there. Tests and benchmarks that changed since, or use what changed, ran again."] * any(
         "run_on" in row for _, row in known
     )
     lines += ["", *machine.describe(about["machine"] | {"commit": commit}, {"versions": about["versions"]})]

@@ -82,28 +82,66 @@ def test_a_result_of_another_commit_is_out_of_date(files, monkeypatch):
         run(monkeypatch, suites)
 
 
-def test_a_change_of_tests_leaves_the_results_of_other_tests(files, monkeypatch):
-    """Suites without these tests keep their rows, the suite with them runs them again, and only them."""
-    (files / "tests" / "x").mkdir(parents=True)
-    (files / "tests" / "x" / "test_b.py").write_text("from test_shared import flags\n")
+@pytest.fixture
+def scripts(files):
+    """Write scripts that use each other."""
+    texts = {
+        "tests/conftest.py": "import timer\n",
+        "tests/x/test_a.py": "",
+        "tests/x/test_b.py": "from test_shared import flags\n",
+        "tests/y/test_c.py": "COMMAND = ['python', 'benchmarks/size.py']\n",
+        "benchmarks/speed.py": "import kits\n",
+        "Makefile": "speed: $(STAMP)\n\t@$(PY) benchmarks/speed.py\n\nother:\n\t@$(PY) benchmarks/size.py\n",
+    }
+    for name, text in texts.items():
+        (files / name).parent.mkdir(parents=True, exist_ok=True)
+        (files / name).write_text(text)
+    everything.concerned.cache_clear()
+    yield files
+    everything.concerned.cache_clear()
+
+
+@pytest.mark.parametrize(
+    ("changed", "files_of_results"),
+    [
+        ("tests/x/test_a.py", {"tests/x/test_a.py"}),
+        ("tests/x/test_shared.py", {"tests/x/test_shared.py", "tests/x/test_b.py"}),
+        ("benchmarks/kits.py", {"benchmarks/kits.py", "benchmarks/speed.py"}),
+        ("benchmarks/size.py", {"benchmarks/size.py", "tests/y/test_c.py"}),
+        ("launchers/size.py", {"launchers/size.py", "tests/y/test_c.py"}),
+        ("benchmarks/timer.py", None),  # conftest.py imports it
+        ("tests/conftest.py", None),
+        ("tests/helper.py", None),
+        ("recipes/sft.py", None),
+    ],
+)
+def test_a_change_concerns_the_scripts_that_use_it(scripts, monkeypatch, changed, files_of_results):
+    monkeypatch.setattr(machine, "changed_files", lambda commit: [changed])
+    assert everything.concerned("abc1234") == files_of_results
+
+
+def test_a_change_leaves_the_results_that_it_does_not_concern(scripts, monkeypatch):
+    """Suites without these scripts keep their rows; the suite with a changed test runs it again, and only it."""
     names = ("tests/x/test_a.py::one", "tests/x/test_b.py::two")
     lines = result_lines(*(PASSED | {"test": name} for name in names))
     suites = [Suite("own", f"{lines}; : tests/x"), Suite("other", f"{lines}; : tests/y"), Suite("all", lines),
-              everything.benchmark("table", "printf '|a|\\n|---|\\n|1|\\n'")]  # fmt: skip
+              everything.benchmark("table", "printf '|a|\n|---|\n|1|\n'; : benchmarks/speed.py")]  # fmt: skip
     assert run(monkeypatch, suites) == 0
 
-    def held_after(*changed: str) -> set[str]:
-        monkeypatch.setattr(machine, "changed_files", lambda commit: list(changed))
-        monkeypatch.setattr(machine, "code_commit", lambda: "def5678")
-        run(monkeypatch, suites, "--page")
-        rows = json.loads(everything.STORE.read_text())
-        return {name for name, row in rows.items() if row["commit"] == "def5678"}
+    def held_after(changed: str) -> set[str]:
+        everything.concerned.cache_clear()
+        monkeypatch.setattr(machine, "changed_files", lambda commit: [changed])
+        return {suite.name for suite in suites if suite.holds_after("abc1234")}
 
-    for changed in (["tests/conftest.py"], ["tests/x/test_shared.py"], ["tests/x/test_a.py", "recipes/sft.py"]):
-        assert held_after(*changed) == set()
+    assert everything.scripts("make speed") == ["benchmarks/speed.py"]
+    assert held_after("recipes/sft.py") == set()
+    assert held_after("benchmarks/kits.py") == {"own", "other", "all"}
+    assert held_after("benchmarks/size.py") == {"own", "table"}
     assert held_after("tests/x/test_a.py") == {"other", "table"}
+    monkeypatch.setattr(machine, "code_commit", lambda: "def5678")
+    run(monkeypatch, suites, "--page")
     assert ", on abc1234" in everything.PAGE.read_text()
-    (folder := files / "runs" / "everything" / "def5678").mkdir()
+    (folder := scripts / "runs" / "everything" / "def5678").mkdir()
     everything.carry_over(suites[0], folder)
     (folder / "own.log").touch()
     (kept,) = (folder / "own.jsonl").read_text().splitlines()

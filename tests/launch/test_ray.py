@@ -11,6 +11,8 @@ import pytest
 from conftest import ROOT, Run
 from test_torchrun import FLAGS, torchrun, wait_for_step
 
+from zerofit.job import run_folder
+
 pytest.importorskip("ray.train", reason="ray is not installed: pip install zerofit[ray]")
 pytestmark = [pytest.mark.fault, pytest.mark.slow]
 
@@ -56,12 +58,20 @@ def ranks(folder) -> list[psutil.Process]:
     return [found[name] for name in sorted(found)]
 
 
+def resumed_from(output: str) -> int:
+    """Return the step at which the job in this output went on, the only one."""
+    (step,) = {*re.findall("resumed from checkpoint-([0-9]+)\n", output)}
+    return int(step)
+
+
 def test_the_losses_are_those_of_torchrun(start, undisturbed, tmp_path):
     job = start()
     said = job.communicate(timeout=400)[0]
     assert job.returncode == 0, said
     assert Run(tmp_path / "run").json("result.json")["world_size"] == 2
     assert Run(tmp_path / "run").losses == undisturbed.losses  # bit for bit
+    for text in (said, (tmp_path / "run" / "logs" / "rank0.log").read_text()):
+        assert len(re.findall("step 60/60  loss ", text)) == 1
 
 
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM])
@@ -72,18 +82,19 @@ def test_a_worker_that_is_ended_is_started_again(start, undisturbed, tmp_path, n
     ranks(run)[1].send_signal(number)
     said = job.communicate(timeout=400)[0]
     assert job.returncode == 0, said
-    first, _, again = said.partition("resumed from checkpoint-")
-    step = int(again.split("\n")[0])
-    assert (step % 5 == 0) if number == signal.SIGKILL else f"stopped after step {step}, checkpoint-{step}" in first
+    step = resumed_from(said)
+    assert step % 5 == 0 if number == signal.SIGKILL else f"stopped after step {step}, checkpoint-{step}" in said
     assert Run(run).losses == undisturbed.losses and Run(run).json("result.json")["status"] == "finished"
 
 
 def test_the_same_line_goes_on_with_fewer_workers(start, undisturbed, tmp_path):
     job, run = start(), tmp_path / "run"
     wait_for_step(job, run, 8)
+    workers = ranks(run)
     job.kill()  # the driver, and with it Ray; until that ends the workers, they may save once more
+    assert psutil.wait_procs(workers, timeout=60)[1] == []
+    newest = max(run_folder.checkpoints(run))
     said = start(workers=1).communicate(timeout=400)[0]
-    found = re.search("resumed from checkpoint-([0-9]+)\n", said)
-    assert found and int(found[1]) in range(5, 60, 5), said
+    assert resumed_from(said) == newest, said
     assert Run(run).json("result.json")["world_size"] == 1
     assert Run(run).losses == pytest.approx(undisturbed.losses, rel=1e-5)
