@@ -6,7 +6,7 @@ import threading
 import time
 
 from zerofit.base.hardware import GIB
-from zerofit.plan import gpu_memory, planner
+from zerofit.plan import gpu_memory, planner, search
 from zerofit.plan.candidate import Candidate, Plan
 
 SILENCE = 20.0  # seconds until the first progress line in a log (not a terminal); the interval then doubles
@@ -96,6 +96,7 @@ def compared(first: Candidate | None, plan: Plan) -> str:
         return "by simulation: a setting fits"
     if plan.chosen is first:
         return "by simulation: the same setting"
-    why = next((why for candidate, why in plan.rejected if candidate is first), "")
-    reason = f"the setting by formula does not fit: {why}" if why else "it is faster than the setting by formula"
+    reason = "it is faster than the setting by formula"
+    if not search.fits(first, plan):
+        reason = f"the setting by formula does not fit: {planner.why_not(first, plan)}"
     return f"by simulation: {'another setting' if plan.chosen else 'nothing fits'}; {reason}"
