@@ -150,12 +150,14 @@ def _become(words: list[str], environment: dict, cwd: str) -> None:
     import runpy
 
     import torch
+    import torch._dynamo
 
     os.environ.clear()
     os.environ.update(environment)
     os.chdir(cwd)
     if threads := os.environ.get("OMP_NUM_THREADS"):  # libgomp has read it at import
         torch.set_num_threads(int(threads))
+    torch._dynamo.config.disable = os.environ.get("TORCH_COMPILE_DISABLE") == "1"  # torch has read it at import, too
     for folder in os.environ.get("PYTHONPATH", "").split(os.pathsep):
         if (customize := Path(folder) / "sitecustomize.py").is_file():  # as an interpreter does at its start
             runpy.run_path(str(customize))

@@ -58,7 +58,6 @@ import scaling
 
 pytestmark = pytest.mark.usefixtures("forks")
 CONFIGS = ROOT / "tests" / "configs"
-PYTHON = sys.executable
 GPU = hardware.GPUS["h100-80g"]
 
 
@@ -105,9 +104,8 @@ def test_a_simulation_of_kto_has_the_bytes_of_real_tensors():
 @pytest.mark.oracle
 @pytest.mark.slow
 @pytest.mark.timeout(1800)
-def test_a_simulation_has_the_bytes_of_real_tensors_everywhere(monkeypatch):
+def test_a_simulation_has_the_bytes_of_real_tensors_everywhere():
     """`make plan-validate` on the CPU: 145 settings."""
-    monkeypatch.setattr(sys, "executable", PYTHON)  # a fork reads TORCH_COMPILE_DISABLE too late: Muon's kernel crashes
     rows = benchmark.compare(benchmark.cpu_cases())
     assert errors_above(rows, 0) == {}
     assert len(rows) >= 60
@@ -978,9 +976,8 @@ def test_a_packed_base_is_simulated_on_a_gpu():
 
 
 @pytest.mark.slow
-def test_a_simulation_compiles_nothing(monkeypatch):
+def test_a_simulation_compiles_nothing():
     """DeepSpeed's Muon is compiled: its kernel would write to tensors that have no memory, and end the process."""
-    monkeypatch.setattr(sys, "executable", PYTHON)  # no fork: torch reads the variable when it is imported
     flags = ["--model", str(TINY / "model"), "--data", "none", "--zero", "2", "--optim", "muon",
              "--max_length", "64", "--per_device_train_batch_size", "1", "--effective_batch_size", "2"]  # fmt: skip
     (answer,) = answers_for([simulate.Question(job(flags), 2, gpu=GPU, overrides={"num_hidden_layers": 2})])
