@@ -258,7 +258,7 @@ class Oracle:
         """Return {"loss", "gradient norm", "learning rate"} of each step, and the eval loss after them."""
         self.net.train()
         rows, lines = read(self.folder / "train.jsonl"), []
-        filler = {"input_ids": [0, 0], "labels": [-100, -100]}
+        filler = {"input_ids": [1, 1], "labels": [-100, -100]}  # not padding (0); counts in the router's statistics
         for epoch in range(EPOCHS):
             order = torch.randperm(ROWS, generator=torch.Generator().manual_seed(SEED + epoch)).tolist()
             for at in range(0, ROWS, BATCH):
