@@ -184,5 +184,5 @@ $(DEV_STAMP): $(STAMP)
 $(PEERS_STAMP): constraints.txt
 	@test -x .venv-peers/bin/python || $(PYTHON) -m venv .venv-peers
 	@echo 'installing TRL into .venv-peers (a few minutes, once)'
-	@.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch 'trl==1.16.*' transformers peft
+	@.venv-peers/bin/python -m pip install --quiet --disable-pip-version-check -c constraints.txt torch 'trl==1.16.*' transformers peft deepspeed
 	@touch "$@"

@@ -2,7 +2,8 @@
 
 The environments that it looks for in --peers, a folder (`make bench-peers` makes the first):
 
-    python -m venv .venv-peers && .venv-peers/bin/pip install -c constraints.txt torch 'trl==1.16.*' transformers peft
+    python -m venv .venv-peers
+    .venv-peers/bin/pip install -c constraints.txt torch 'trl==1.16.*' transformers peft deepspeed
     python -m venv .venv-peers/swift && .venv-peers/swift/bin/pip install ms-swift==4.6.0
     python -m venv .venv-peers/llama-factory
     .venv-peers/llama-factory/bin/pip install llamafactory==0.9.5 torch==2.11.0 torchaudio==2.11.0  # newer ones differ

@@ -101,10 +101,11 @@ def main() -> None:
     found = {"watching_seconds": watching(), "checks_seconds": checks(), "step_microseconds": at_a_step()}
     lines = [
         "# What supervision costs", "", *describe(machine, {"zerofit": versions()}), "",
-        f"- watching a process, start and end together: {found['watching_seconds']:.2f} s",
-        f"- the launcher's checks before the job, imports and all: {found['checks_seconds']:.1f} s",
-        f"- at a step: heartbeat {found['step_microseconds']['heartbeat']:.1f} us, NaN guard "
-        f"{found['step_microseconds']['guard']:.1f} us",
+        "| what | cost |", "|---|---|",
+        f"| watching a process, start and end together | {found['watching_seconds']:.2f} s |",
+        f"| the launcher's checks before the job, imports and all | {found['checks_seconds']:.1f} s |",
+        f"| a rank's heartbeat at a step | {found['step_microseconds']['heartbeat']:.1f} us |",
+        f"| a rank's NaN guard at a step | {found['step_microseconds']['guard']:.1f} us |",
     ]  # fmt: skip
     print(json.dumps(found))
     save("supervision", lines, {"machine": machine, **found})
