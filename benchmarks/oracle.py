@@ -6,7 +6,8 @@ python benchmarks/oracle.py --only lora experts  # those whose names hold one of
 The loop takes one row after another, without padding, in the order of docs/certificate.md. Cross entropy, router loss,
 LoRA, clipping, AdamW and the schedule are written out here; transformers builds the models, which give logits and
 router logits. It compares loss, gradient norm and learning rate of each step, the final weights, and the eval loss.
-Prints the largest relative difference of each and exits with 1 when one is beyond its bound.
+Prints the largest relative difference of each and exits with 1 when one is beyond its bound. All cases: writes
+benchmarks/results/oracle.{json,md}.
 """
 
 import argparse
@@ -374,14 +375,20 @@ def main() -> int:
     cases = [case for case in all_cases() if any(word in case.name for word in options.only)]
     if not cases:
         parser.error(f"no case has one of the words {options.only} in its name")
+    about = machine.facts()
     with tempfile.TemporaryDirectory() as folder:
         found = largest_differences(cases, Path(folder))
     names = list(BOUNDS["fp32"])
-    print(f"| {' | '.join(['largest relative difference', *names])} |\n|{'---|' * (len(names) + 1)}")
+    lines = ["# Recipes beside an independent loop", "", *machine.describe(about, {"zerofit": machine.versions()}), ""]
+    lines += [f"| {' | '.join(['largest relative difference', *names])} |", f"|{'---|' * (len(names) + 1)}"]
     for case in cases:
-        print(f"| {' | '.join([case.name, *(f'{found[case.name][name]:.1e}' for name in names)])} |")
+        lines.append(f"| {' | '.join([case.name, *(f'{found[case.name][name]:.1e}' for name in names)])} |")
     for precision, bounds in BOUNDS.items():
-        print(f"| {' | '.join([f'bound, {precision}', *(f'{bounds[name]:.2g}' for name in names)])} |")
+        lines.append(f"| {' | '.join([f'bound, {precision}', *(f'{bounds[name]:.2g}' for name in names)])} |")
+    if options.only == [""]:
+        machine.save("oracle", lines, {"machine": about, "differences": found})
+    else:
+        print("\n".join(lines))
     for sentence in (wrong := beyond(cases, found)):
         print(f"oracle: {sentence}", file=sys.stderr)
     return bool(wrong)

@@ -125,7 +125,7 @@ SUITES = (
     *(Suite(f"versions-{name}", f'make test-versions ARGS="--sets {name}"', alone=True, count=f"{name}: (.*)")
       for name in ("floor", "machine", "pinned", "newest")),
     Suite("models", "make models ARGS=--again", alone=True, count=r"(\d+) of \d+ tried"),
-    benchmark("oracle", "python benchmarks/oracle.py"),
+    benchmark("oracle", "python benchmarks/oracle.py", "oracle"),
     benchmark("peers", "make bench-peers", "trl-parity", "trl-dpo", "data"),
     benchmark("trl-kto", f"python benchmarks/trl_kto.py {PEERS}", "trl-kto"),
     benchmark("plan-validate", "make plan-validate", "plan-cpu"),
