@@ -128,18 +128,20 @@ def test_a_change_leaves_the_results_that_it_does_not_concern(scripts, monkeypat
               everything.benchmark("table", "printf '|a|\n|---|\n|1|\n'; : benchmarks/speed.py")]  # fmt: skip
     assert run(monkeypatch, suites) == 0
 
-    def held_after(changed: str) -> set[str]:
+    def held_after(*changed: str) -> set[str]:
         everything.concerned.cache_clear()
-        monkeypatch.setattr(machine, "changed_files", lambda commit: [changed])
+        monkeypatch.setattr(machine, "changed_files", lambda commit: list(changed))
         return {suite.name for suite in suites if suite.holds_after("abc1234")}
 
     assert everything.scripts("make speed") == ["benchmarks/speed.py"]
-    assert held_after("recipes/sft.py") == set()
+    assert held_after("recipes/sft.py") == held_after("tests/x/test_a.py", "recipes/sft.py") == set()
     assert held_after("benchmarks/kits.py") == {"own", "other", "all"}
     assert held_after("benchmarks/size.py") == {"own", "table"}
     assert held_after("tests/x/test_a.py") == {"other", "table"}
     monkeypatch.setattr(machine, "code_commit", lambda: "def5678")
     run(monkeypatch, suites, "--page")
+    rows = json.loads(everything.STORE.read_text())
+    assert {name for name, row in rows.items() if row["commit"] == "def5678"} == {"other", "table"}
     assert ", on abc1234" in everything.PAGE.read_text()
     (folder := scripts / "runs" / "everything" / "def5678").mkdir()
     everything.carry_over(suites[0], folder)
