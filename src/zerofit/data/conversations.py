@@ -128,12 +128,14 @@ def turns_of(place: str, messages: Any, row: dict, drop_unanswered: bool = False
             messages, notes = messages[:kept], (*notes, UNANSWERED)
     system = conventions.joined_text(place, "system", row.get("system"))
     turns = [{"role": "system", "content": string(place, "system", system)}] if system else []
-    trained, has_empty = [False] * len(turns), False
+    trained, has_empty, as_text = [False] * len(turns), False, False
     for i, message in enumerate(messages, 1):
         turn, train = _turn(place, i, message)
         turns.append(turn)
         trained.append(train and not is_empty(turn))
         has_empty = has_empty or (train and not trained[-1])
+        is_answer = turn["role"] == "assistant"
+        as_text = as_text or (is_answer and "tool_calls" not in turn and conventions.is_call(message))
     notes += _check_order(place, turns)
     tools = row.get("tools")
     if isinstance(tools, str):
@@ -141,10 +143,6 @@ def turns_of(place: str, messages: Any, row: dict, drop_unanswered: bool = False
             tools = json.loads(tools) if tools.strip() else None
         except (ValueError, RecursionError) as error:
             raise UserError(f"{place}: column 'tools' is not valid JSON: {error}.") from None
-    as_text = any(
-        conventions.is_call(message) and "tool_calls" not in turn
-        for message, turn in zip(messages, turns[-len(messages) :], strict=True)
-    )
     notes += tuple(note for note, is_true in ((EMPTY_ANSWER, has_empty), (CALL_AS_TEXT, as_text)) if is_true)
     tools, wrapped = _tools(tools)
     notes += (WRAPPED_TOOLS,) if wrapped else ()
@@ -178,6 +176,8 @@ def _turn(place: str, i: int, message: Any) -> tuple[dict, bool]:
         unknown, known = message.get("role", message.get("from")), sorted(set(conventions.ROLES.values()))
         others = ", ".join(name for name in conventions.ROLES if name not in known)
         raise UserError(f"{place}: turn {i} has the role {unknown!r}; use {', '.join(known)} (or {others}).")
+    if isinstance(content, str) and len(message) == 2 and not conventions.is_call(message):  # most turns
+        return {"role": role, "content": string(place, f"content of turn {i}", content)}, role == "assistant"
     if isinstance(content, list):
         message, content = conventions.from_parts(place, i, message, content)
     calls = message.get("tool_calls")

@@ -321,13 +321,13 @@ class Encoder:
                     f"so training would not match the data; choose another with --chat_template{like}."
                 )
         self._check_tools(place, full_text, conversation, spans)
-        last_question = max((i for i, turn in enumerate(conversation.turns) if turn["role"] == "user"), default=-1)
         lost = [
             i for i, turn in enumerate(conversation.turns)
-            if turn.get("reasoning_content", "").strip() not in spans.get(i, full_text)
+            if "reasoning_content" in turn and turn["reasoning_content"].strip() not in spans.get(i, full_text)
         ]  # fmt: skip
         if not lost:
             return
+        last_question = max((i for i, turn in enumerate(conversation.turns) if turn["role"] == "user"), default=-1)
         # Templates such as Qwen3's drop the reasoning of earlier answers on purpose.
         keeper = built_in.equivalent(self.tokenizer.chat_template)
         keeper = keeper if keeper in built_in.WITH_REASONING else ""
@@ -341,6 +341,8 @@ class Encoder:
 
         Args: spans: turn -> text of the answer; other turns are searched in the full text.
         """
+        if not (conversation.tools or any("tool_calls" in t or t["role"] == "tool" for t in conversation.turns)):
+            return
         default = f", such as --chat_template {', '.join(built_in.WITH_TOOLS)}"
         like = built_in.like(self.tokenizer.chat_template, built_in.WITH_TOOLS) or default
         fix = f"use a template with tools{like}, or a template file."

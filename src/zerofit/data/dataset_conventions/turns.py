@@ -67,19 +67,25 @@ def describe_type(value: Any) -> str:
 
 def role_of(turn: Any) -> str | None:
     """Return the standard role of a turn; None if unknown."""
-    role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
-    return ROLES.get(role.strip().lower()) if isinstance(role, str) else None
+    return ROLES.get(_role_name(turn))
 
 
 def is_call(turn: Any) -> bool:
     """Return whether a turn's role marks it as a tool call."""
+    return _role_name(turn) in CALL_ROLES
+
+
+def _role_name(turn: Any) -> str:
     role = turn.get("role", turn.get("from")) if isinstance(turn, dict) else None
-    return isinstance(role, str) and role.strip().lower() in CALL_ROLES
+    return role.strip().lower() if isinstance(role, str) else ""
 
 
 def content_of(turn: dict[str, Any]) -> Any:
     """Return the content of a turn, under any of CONTENT_KEYS."""
-    return next((turn[key] for key in CONTENT_KEYS if turn.get(key) is not None), None)
+    for key in CONTENT_KEYS:
+        if turn.get(key) is not None:
+            return turn[key]
+    return None
 
 
 def with_roles(place: str, turns: Any) -> tuple[list, tuple[str, ...]]:
@@ -103,7 +109,7 @@ def with_roles(place: str, turns: Any) -> tuple[list, tuple[str, ...]]:
 
 def is_exchange(turn: Any) -> bool:
     """Return whether an object holds a question and its answer instead of a role."""
-    if not isinstance(turn, dict) or {"role", "from"} & turn.keys():
+    if not isinstance(turn, dict) or "role" in turn or "from" in turn:
         return False
     return {"user", "assistant"} <= {EXCHANGE.get(str(key).lower()) for key in turn}
 
@@ -148,7 +154,9 @@ def _typed(part: Any) -> Any:
 def _split_results(turn: Any) -> list:
     """Return a turn with the tool results in its content as separate turns before it."""
     parts = content_of(turn) if isinstance(turn, dict) else None
-    typed = [_typed(part) for part in parts] if isinstance(parts, list) else []
+    if not isinstance(parts, list):
+        return [turn]
+    typed = [_typed(part) for part in parts]
     results = [part for part in typed if _is_one_of(part, (RESULT_PART,))]
     if not results:
         return [turn]
