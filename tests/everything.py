@@ -127,6 +127,7 @@ SUITES = (
     Suite("models", "make models ARGS=--again", alone=True, count=r"(\d+) of \d+ tried"),
     benchmark("oracle", "python benchmarks/oracle.py", "oracle"),
     benchmark("peers", "make bench-peers", "trl-parity", "trl-dpo", "data"),
+    benchmark("data-big", "python benchmarks/data.py --big 1 10 --unused 30000 --workers 2 --packing", "data-big"),
     benchmark("trl-kto", f"python benchmarks/trl_kto.py {PEERS}", "trl-kto"),
     benchmark("plan-validate", "make plan-validate", "plan-cpu"),
     benchmark("published", "python benchmarks/published.py", "published"),
