@@ -1324,7 +1324,7 @@ def planned_by_defaults(kind, method, folder) -> list:
     try:
         config = AutoConfig.for_model(kind)
     except Exception as error:
-        pytest.skip(f"transformers has no default configuration of {kind}: {type(error).__name__}")
+        pytest.skip(f"transformers does not have a default configuration of {kind}: {type(error).__name__}")
     config.save_pretrained(folder)
     flags = "--zero 3 --offload none --gradient_checkpointing true --per_device_train_batch_size 1 --sp_size 1"
     words = ["--model", str(folder), *flags.split(), "--tp_size", "1"]
