@@ -19,7 +19,6 @@ import importlib.util
 import json
 import os
 import re
-import shlex
 import signal
 import subprocess
 import sys
@@ -69,15 +68,20 @@ class Suite:
             return False
         if self.count == "rows":
             return changed.isdisjoint(scripts(self.command))
-        own = [word for word in shlex.split(self.command) if word.startswith("tests/")] or ["tests"]
+        words = run_by(self.command).partition("pytest ")[2].split()
+        own = [word for word in words if word.startswith("tests/")] or ["tests"]
         return not any(fnmatch(file, pattern) for file in changed for word in own for pattern in (word, f"{word}/*"))
 
 
 def scripts(command: str) -> list[str]:
-    """Return the scripts of benchmarks/ that a command runs; `make` runs those of its target."""
-    if target := re.match(r"make ([\w-]+)", command):
-        command = re.search(rf"^{target[1]}:.*\n(?:\t.*\n)*", (ROOT / "Makefile").read_text(), re.M)[0]
-    return re.findall(r"\bbenchmarks/\w+\.py", command)
+    """Return the scripts of benchmarks/ that a command runs."""
+    return re.findall(r"\bbenchmarks/\w+\.py", run_by(command))
+
+
+def run_by(command: str) -> str:
+    """Return a command, or the rule of its target for `make TARGET`."""
+    target = re.match(r"make ([\w-]+)", command)
+    return re.search(rf"^{target[1]}:.*\n(?:\t.*\n)*", (ROOT / "Makefile").read_text(), re.M)[0] if target else command
 
 
 @functools.cache

@@ -91,7 +91,8 @@ def scripts(files):
         "tests/x/test_b.py": "from test_shared import flags\n",
         "tests/y/test_c.py": "COMMAND = ['python', 'benchmarks/size.py']\n",
         "benchmarks/speed.py": "import kits\n",
-        "Makefile": "speed: $(STAMP)\n\t@$(PY) benchmarks/speed.py\n\nother:\n\t@$(PY) benchmarks/size.py\n",
+        "Makefile": "speed: $(STAMP)\n\t@$(PY) benchmarks/speed.py\n\nnodes:\n\t@$(PY) -m pytest -m x tests/y\n\n"
+        "other:\n\t@$(PY) benchmarks/size.py\n",
     }
     for name, text in texts.items():
         (files / name).parent.mkdir(parents=True, exist_ok=True)
@@ -124,20 +125,21 @@ def test_a_change_leaves_the_results_that_it_does_not_concern(scripts, monkeypat
     """Suites without these scripts keep their rows; the suite with a changed test runs it again, and only it."""
     names = ("tests/x/test_a.py::one", "tests/x/test_b.py::two")
     lines = result_lines(*(PASSED | {"test": name} for name in names))
-    suites = [Suite("own", f"{lines}; : tests/x"), Suite("other", f"{lines}; : tests/y"), Suite("all", lines),
+    folders = {"own": "tests/x", "other": "tests/y", "all": ""}
+    suites = [*(Suite(name, f"{lines}; : pytest {folder}") for name, folder in folders.items()),
               everything.benchmark("table", "printf '|a|\n|---|\n|1|\n'; : benchmarks/speed.py")]  # fmt: skip
     assert run(monkeypatch, suites) == 0
 
     def held_after(*changed: str) -> set[str]:
         everything.concerned.cache_clear()
         monkeypatch.setattr(machine, "changed_files", lambda commit: list(changed))
-        return {suite.name for suite in suites if suite.holds_after("abc1234")}
+        return {suite.name for suite in [*suites, Suite("nodes", "make nodes")] if suite.holds_after("abc1234")}
 
     assert everything.scripts("make speed") == ["benchmarks/speed.py"]
     assert held_after("recipes/sft.py") == held_after("tests/x/test_a.py", "recipes/sft.py") == set()
-    assert held_after("benchmarks/kits.py") == {"own", "other", "all"}
+    assert held_after("benchmarks/kits.py") == {"own", "other", "all", "nodes"}
     assert held_after("benchmarks/size.py") == {"own", "table"}
-    assert held_after("tests/x/test_a.py") == {"other", "table"}
+    assert held_after("tests/x/test_a.py") == {"other", "table", "nodes"}
     monkeypatch.setattr(machine, "code_commit", lambda: "def5678")
     run(monkeypatch, suites, "--page")
     rows = json.loads(everything.STORE.read_text())
