@@ -172,7 +172,7 @@ def why_one_by_one(settings, config) -> str | None:
     key, dropout = _dropout(config)
     if not hardware.is_ampere_or_later(settings.planned_gpu):
         return "the varlen kernel needs an Ampere GPU or newer"
-    if settings.precision == "fp32":
+    if settings.precision == "fp32" and settings.dtype in ("auto", "float32"):
         return "fp32: the varlen kernel supports bf16 and fp16 only"
     return f"{key} {dropout}: the varlen kernel does not support dropout" if dropout else None
 
