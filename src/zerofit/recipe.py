@@ -158,7 +158,7 @@ def open_run_folder(settings: Settings, train_set, eval_set) -> None:
         from_checkpoint = f", resumed from {Path(resumed).name}" if resumed else ""
         print(
             f"zerofit {settings.recipe}: {settings.world_size} process{'es' * (settings.world_size > 1)}, ZeRO "
-            f"{settings.zero}, offload {settings.offload}, {settings.precision}; run folder {settings.output_dir}"
+            f"{settings.zero}, offload {settings.offload}, {settings.compute_dtype}; run folder {settings.output_dir}"
             f"{from_checkpoint}"
         )
         described = [dataset.describe(name, rows, settings.objective.unit) for name, rows in sets.items()]

@@ -35,10 +35,11 @@ CASES = {
     "sft-3-accumulation": ("sft", ["--zero", "3", "--per_device_train_batch_size", "1", "--max_steps", "5"]),
     "sft-2-smoothed": ("sft", ["--zero", "2", "--label_smoothing_factor", "0.1"]),
     "sft-2-bf16": ("sft", ["--zero", "2", "--bf16", "true"]),
+    "sft-0-bf16-without-autocast": ("sft", ["--zero", "0", "--bf16", "false", "--dtype", "bfloat16"]),
     "sft-0-weights": ("sft", ["--zero", "0", "--data", f"{TINY / 'train.jsonl'}:0.5", "--max_samples", "60"]),
     "lora-3-noise": ("lora", ["--zero", "3", "--neftune_noise_alpha", "5", "--dataloader_num_workers", "1"]),
 }
-QUICK = ("sft-0", "sft-3-packed", "lora-2-padded")
+QUICK = ("sft-0", "sft-0-bf16-without-autocast", "sft-3-packed", "lora-2-padded")
 
 
 @pytest.fixture(scope="module")
@@ -294,9 +295,9 @@ def test_a_line_that_cannot_be_made_ends_no_run(trainer, monkeypatch):
 
 def test_few_tokens_have_a_wider_bound_in_16_bits():
     one = SimpleNamespace(
-        settings=SimpleNamespace(precision="bf16", values={}), tokens=SimpleNamespace(stream=None),
+        settings=SimpleNamespace(compute_dtype="bf16", values={}), tokens=SimpleNamespace(stream=None),
         args=SimpleNamespace(world_size=1, average_tokens_across_devices=True),
     )  # fmt: skip
     assert first_step._line(one, [(1.05, 1.0, 2)], 2).holds and not first_step._line(one, [(1.05, 1.0, 64)], 64).holds
-    one.settings.precision = "fp32"
+    one.settings.compute_dtype = "fp32"
     assert not first_step._line(one, [(1.0, 1.0, 64), (1.001, 1.0, 2)], 66).holds

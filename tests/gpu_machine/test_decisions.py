@@ -506,24 +506,24 @@ def test_a_full_gpu_ends_the_proof_of_packing_as_such(monkeypatch):
 
     monkeypatch.setattr(train_trainer.attention, "packed_logit_error", full)
     trainer = SimpleNamespace(
-        seq_idx=False, settings=SimpleNamespace(precision="bf16"), data_collator=SimpleNamespace(pad_token_id=0),
+        seq_idx=False, settings=SimpleNamespace(compute_dtype="bf16"), data_collator=SimpleNamespace(pad_token_id=0),
         model_wrapped=None, tokens=SimpleNamespace(dataset=None), args=None)  # fmt: skip
     with pytest.raises(RuntimeError, match="ALLOC_FAILED"):
         train_trainer.ZerofitTrainer.check_no_cross_document_attention(trainer)
 
 
-@pytest.mark.parametrize(("precision", "logits", "leak", "packed"), [
+@pytest.mark.parametrize(("dtype", "logits", "leak", "packed"), [
     ("bf16", 0.12, 0.0, True),  # the rounding of a deep model
     ("bf16", 0.5, 0.0, False), ("bf16", 0.01, 1e-3, False), ("bf16", float("nan"), 0.0, False),
     ("fp32", 1e-4, 0.0, True), ("fp32", 0.12, 0.0, False),
 ])  # fmt: skip
 def test_the_gradient_judges_packed_rows_in_half_precision(
-    precision, logits, leak, packed, monkeypatch, capsys, tmp_path
+    dtype, logits, leak, packed, monkeypatch, capsys, tmp_path
 ):
     (tmp_path / "run.json").write_text('{"decisions": ["first"]}')
     monkeypatch.setattr(train_trainer.attention, "packed_logit_error", lambda *args: logits)
     monkeypatch.setattr(train_trainer.attention, "cross_document_gradient", lambda *args: leak)
-    settings = SimpleNamespace(precision=precision, packing=False, checks=[])
+    settings = SimpleNamespace(compute_dtype=dtype, packing=False, checks=[])
     trainer = SimpleNamespace(settings=settings, data_collator=SimpleNamespace(pad_token_id=0), model=None,
                               train_collator=SimpleNamespace(packed=True),
                               args=SimpleNamespace(process_index=0, output_dir=str(tmp_path)),

@@ -325,6 +325,7 @@ def test_a_gpu_without_the_varlen_kernel_is_told_of_the_loop(flags, ranks, gpu, 
     resolve.resolve_for_model(found, LlamaConfig(**SHAPE, attention_dropout=dropout))
     (said,) = [one for one in found.decisions if "loops over documents, which is slower" in one] or [""]
     assert found.precision == precision.replace("bf16 weights", "fp32")
+    assert found.compute_dtype == precision.removesuffix(" weights")
     assert said.startswith(line) and bool(said) is bool(line)
 
 
@@ -389,14 +390,15 @@ def test_rows_without_a_mask_too(monkeypatch, capability, dtype, repeats):
 
 
 @pytest.mark.parametrize("gpu, precision, ours", [
-    ("t4-16g", "--fp16", True), ("h100-80g", "--fp16", False), ("h100-80g", "--bf16", False), ("h100-80g", "", True),
+    ("t4-16g", "--fp16 true", True), ("h100-80g", "--fp16 true", False), ("h100-80g", "--bf16 true", False),
+    ("h100-80g", "--bf16 false", True), ("h100-80g", "--bf16 false --dtype bfloat16", False),
 ])  # fmt: skip
 def test_plain_sdpa_is_called_so_where_no_flash_attention_runs(monkeypatch, gpu, precision, ours):
     from transformers import AttentionInterface
 
     registered = []
     monkeypatch.setattr(AttentionInterface, "register", lambda *of: registered.append(of))
-    flags = ["--data", "none", *([precision, "true"] if precision else ["--bf16", "false"])]
+    flags = ["--data", "none", *precision.split()]
     attention.hold_no_scores(resolve.resolve_settings("sft", flags, 1, hardware.GPUS[gpu]))
     assert registered == [("sdpa", attention.sdpa_without_scores)] * ours
 
@@ -506,7 +508,7 @@ class FlashSwitch:
         return (self.of_fa3(out) if on else out)[None]
 
     def line(self, config, **values) -> str:
-        given = {"use_cpu": False, "attn_implementation": attention.NAME, "precision": "bf16", "sp_size": 1} | values
+        given = {"use_cpu": False, "attn_implementation": attention.NAME, "compute_dtype": "bf16", "sp_size": 1} | values
         settings = SimpleNamespace(decisions=[], full_determinism=False, **given)
         flash_3.self_test_kernel(settings, config)
         return "".join(settings.decisions)
@@ -555,7 +557,7 @@ def test_gpus_of_which_some_are_not_hopper_share_flash_attention_2_with_a_line(m
 
 
 @pytest.mark.parametrize("values", [
-    {"use_cpu": True}, {"attn_implementation": "eager"}, {"precision": "fp32"}, {"capability": (8, 0)},
+    {"use_cpu": True}, {"attn_implementation": "eager"}, {"compute_dtype": "fp32"}, {"capability": (8, 0)},
 ])  # fmt: skip
 def test_other_attention_and_other_gpus_are_left_alone(values, monkeypatch):
     switch = FlashSwitch(monkeypatch, capability=values.pop("capability", (9, 0)))

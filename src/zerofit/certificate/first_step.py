@@ -57,7 +57,7 @@ def check(trainer) -> Check:
 def _line(trainer, losses: list[tuple[float, float, int]], supervised: int) -> Check:
     """Return the check for the rank that differs most. losses: (trainer's loss, plain loss, tokens) by rank."""
     settings, differences = trainer.settings, []
-    base_bound = BOUND_8BIT if settings.values.get("load_in_8bit") else BOUND[settings.precision]
+    base_bound = BOUND_8BIT if settings.values.get("load_in_8bit") else BOUND[settings.compute_dtype]
     for actual, plain, count in losses:
         size = max(plain, MIN_LOSS * count / supervised, 1e-30)
         factor = max(1.0, (MIN_TOKENS / max(1, count)) ** 0.5) if base_bound > BOUND["fp32"] else 1.0

@@ -134,8 +134,7 @@ def turns_of(place: str, messages: Any, row: dict, drop_unanswered: bool = False
         turns.append(turn)
         trained.append(train and not is_empty(turn))
         has_empty = has_empty or (train and not trained[-1])
-        is_answer = turn["role"] == "assistant"
-        as_text = as_text or (is_answer and "tool_calls" not in turn and conventions.is_call(message))
+        as_text = as_text or ("tool_calls" not in turn and conventions.is_call(message))
     notes += _check_order(place, turns)
     tools = row.get("tools")
     if isinstance(tools, str):

@@ -178,8 +178,14 @@ class Settings(_Arguments):
 
     @property
     def precision(self) -> str:
-        """Return bf16, fp16 or fp32, the dtype of matrix products."""
+        """Return bf16 or fp16, the dtype of autocast or of DeepSpeed's engine; fp32 without either."""
         return "bf16" if self.values["bf16"] else "fp16" if self.values["fp16"] else "fp32"
+
+    @property
+    def compute_dtype(self) -> str:
+        """Return bf16, fp16 or fp32, the dtype of matrix products: `precision`, or else that of the weights."""
+        of_weights = {"bfloat16": "bf16", "float16": "fp16"}.get(self.dtype, "fp32")
+        return of_weights if self.precision == "fp32" else self.precision
 
     @property
     def keeps_fp32(self) -> bool:

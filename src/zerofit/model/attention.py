@@ -77,7 +77,7 @@ def avoid_wrong_kernels(settings=None) -> None:
 
 def hold_no_scores(settings) -> None:
     """Keep transformers' "sdpa" from materializing scores on GPUs without FlashAttention: before Ampere, or in fp32."""
-    if not settings.use_cpu and (settings.precision == "fp32" or not hardware.is_ampere_or_later(settings.planned_gpu)):
+    if not settings.use_cpu and (settings.compute_dtype == "fp32" or not hardware.is_ampere_or_later(settings.planned_gpu)):
         AttentionInterface.register("sdpa", sdpa_without_scores)
 
 
@@ -172,7 +172,7 @@ def why_one_by_one(settings, config) -> str | None:
     key, dropout = _dropout(config)
     if not hardware.is_ampere_or_later(settings.planned_gpu):
         return "the varlen kernel needs an Ampere GPU or newer"
-    if settings.precision == "fp32" and settings.dtype in ("auto", "float32"):
+    if settings.compute_dtype == "fp32":
         return "fp32: the varlen kernel supports bf16 and fp16 only"
     return f"{key} {dropout}: the varlen kernel does not support dropout" if dropout else None
 

@@ -96,14 +96,14 @@ def _choose_implementation(settings, config, model) -> None:
         experts = f"the {count(config)} experts of a layer"
         how = f"one product for {experts}"
         if not has_one_kernel(settings):
-            where = "on a CPU" if settings.use_cpu else f"on this GPU in {settings.precision}"
+            where = "on a CPU" if settings.use_cpu else f"on this GPU in {settings.compute_dtype}"
             how = f"which torch computes in a loop over {experts} {where}"
         settings.decisions.append(f"experts_implementation auto: grouped_mm, {how}")
 
 
 def has_one_kernel(settings) -> bool:
     """Return whether torch computes a job's grouped product with a single kernel."""
-    is_on_gpu = not settings.use_cpu and settings.precision == "bf16"
+    is_on_gpu = not settings.use_cpu and settings.compute_dtype == "bf16"
     return is_on_gpu and hardware.groups_products(settings.planned_gpu)
 
 

@@ -221,7 +221,7 @@ def covers(settings) -> bool:
 
 
 def _counts_rows(settings) -> bool:
-    return settings.precision in ("bf16", "fp16") and bool(settings.padding_free)
+    return settings.compute_dtype in ("bf16", "fp16") and bool(settings.padding_free)
 
 
 def _divisors(settings) -> list[int]:

@@ -487,7 +487,7 @@ class ZerofitTrainer(Trainer):
         error. Without --packing, a failure turns padding_free off, with a note.
         Raises: UserError for a failure with --packing.
         """
-        bound = 1e-3 if self.settings.precision == "fp32" else attention.MAX_ROUNDING_ERROR
+        bound = 1e-3 if self.settings.compute_dtype == "fp32" else attention.MAX_ROUNDING_ERROR
         try:
             pad = self.data_collator.pad_token_id
             logit_error = attention.packed_logit_error(
@@ -530,7 +530,7 @@ class ZerofitTrainer(Trainer):
         error = self.sequence.logit_error(
             self.model_wrapped, send_to_device(self.train_collator(rows), self.args.device)
         )
-        bound = 1e-3 if self.settings.precision == "fp32" else 0.05
+        bound = 1e-3 if self.settings.compute_dtype == "fp32" else 0.05
         if not error <= bound:
             raise self.sequence.refusal(
                 f"this model's logits of split rows differ by {error:.1%} from unsplit rows (bound {bound:.1%})"

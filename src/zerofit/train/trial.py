@@ -111,7 +111,7 @@ def _save_and_reload(trainer, rows: list[dict], folder: Path) -> dict:
     reloading = time.perf_counter()
     _load(trainer, str(checkpoint))
     loaded, after = time.perf_counter(), _loss(trainer, rows)
-    _check_same_loss(before, after, trainer.settings.precision, args.device.type)
+    _check_same_loss(before, after, trainer.settings.compute_dtype, args.device.type)
     return {
         "checkpoint_bytes": size_of(checkpoint),
         "save_seconds": saved - began,

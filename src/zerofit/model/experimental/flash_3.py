@@ -26,7 +26,7 @@ def self_test_kernel(settings, config) -> None:
     decision names the kernel. --sp_size calls the same kernel with a part of the heads.
     Args: config: the model's.
     """
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision)
+    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.compute_dtype)
     has_kernel = settings.attn_implementation == attention.NAME or settings.sp_size > 1
     if settings.use_cpu or not has_kernel or dtype is None:
         return

@@ -29,7 +29,6 @@ DEFAULT_KERNELS = Kernels()  # zerofit's defaults
 def kernels_for(settings) -> Kernels:
     """Return the kernels of a job with these resolved settings."""
     from zerofit.model import experts
-    from zerofit.model.load import weight_dtype
 
     values = settings.values
     dropout = bool(values.get("lora_dropout"))
@@ -43,7 +42,7 @@ def kernels_for(settings) -> Kernels:
         loops_experts=settings.experts_implementation == "eager",
         kernel_per_expert=not settings.use_cpu and not experts.has_one_kernel(settings),
         compiled=bool(settings.compile_layers),
-        fp32_products=settings.precision == "fp32" and weight_dtype(settings) == "float32",
+        fp32_products=settings.compute_dtype == "fp32",
         stops_early=not dict(values.get("gradient_checkpointing_kwargs") or {}).get("use_reentrant", False),
         update_bytes=width * (FOREACH if settings.optim == "adamw_torch" else 1.0),
     )
