@@ -3,8 +3,8 @@
     python benchmarks/published.py                     # plan every point, write benchmarks/results/published.*
     python benchmarks/published.py --only fms-lora     # the points whose id contains this; nothing is written
     python benchmarks/published.py --again file.json   # the tables, from the plans of an earlier result; --missing
-                                                       # also plans points that it lacks or that an earlier SIMULATION
-                                                       # planned, and adds them to it
+                                                       # also plans points that it lacks or has from another commit
+                                                       # (commit_of_plans), and adds them to it
     python benchmarks/published.py --margins           # src/zerofit/plan/margins.json, from the plans of the result;
                                                        # --missing also simulates the sample with expandable segments
     python benchmarks/published.py --commands          # what was run at each point, and the plan's command; no plan
@@ -22,6 +22,7 @@ No point of class A or B is left out: two figures of one source that contradict 
 
 import argparse
 import csv
+import functools
 import json
 import os
 import shlex
@@ -29,7 +30,7 @@ import statistics
 import time
 from pathlib import Path
 
-from machine import versions
+from machine import ROOT, git, versions
 
 from zerofit.base import hardware
 from zerofit.base.hardware import GIB
@@ -56,8 +57,9 @@ ABOUT = (
     "points."
 )
 
-# Raised with every change of the simulation that changes the bytes of a GPU; 2: the backward of SiLU is one kernel.
-SIMULATION = 2
+# What a plan is made of, for git; margins.json is made from the plans.
+MADE_OF = ("src", "benchmarks/loops.py", "benchmarks/published.py", "benchmarks/published")
+NO_PART = (":(exclude)*.md", f":(exclude){gpu_memory.MARGINS.relative_to(ROOT)}")
 
 LARGE = 0.10  # errors above this need a reason
 
@@ -112,6 +114,13 @@ def contexts() -> list[dict]:
         return list(csv.DictReader(file))
 
 
+@functools.cache
+def commit_of_plans() -> str:
+    """Return the last commit that changed MADE_OF, with "-dirty" and the time after other changes."""
+    dirty = time.strftime("-dirty-%Y%m%d%H%M%S") if git("status", "--porcelain", "--", *MADE_OF, *NO_PART) else ""
+    return git("log", "-1", "--format=%h", "--", *MADE_OF, *NO_PART) + dirty
+
+
 def node_of(point: dict) -> int:
     """Return the GPUs of a node."""
     return int(point["node"] or min(int(point["gpus"]), gpu_memory.GPUS_PER_NODE))
@@ -162,7 +171,7 @@ def plan(point: dict) -> dict:
         "extended_from_layers": answer.get("extended_from_layers"),
         "differences": _differences(point, candidate, answer["total"], gpu),
         "seconds_per_step": candidate.seconds, "seconds": round(time.perf_counter() - began, 1),
-        "simulation": SIMULATION,
+        "commit": commit_of_plans(),
     }  # fmt: skip
 
 
@@ -461,9 +470,8 @@ def markdown(found: list[tuple[dict, dict]], record: dict) -> str:
     few = [point["id"] for point, planned in found if planned.get("extended_from_layers") and _has_segments(point)]
     if few:
         lines += ["", f"Replayed with few layers for all, so that reserved figures are less sure: {', '.join(few)}."]
-    earlier = [point["id"] for point, planned in found if planned.get("simulation", 1) < SIMULATION]
-    if earlier:
-        lines += ["", f"Planned by an earlier simulation (see SIMULATION), not again since: {', '.join(earlier)}."]
+    commits = sorted({planned["commit"] for _, planned in found if "failed" not in planned})
+    lines += ["", f"Plans of {'commit' if len(commits) == 1 else 'the commits'} {', '.join(commits)}."]
     lines += ["", *(f"- {letter}: {text}." for letter, (text, _) in DIFFERENCES.items())]
     lines += [f"- {letter}: {text}." for letter, text in REASONS.items()]
     lines += ["", "## Fits or does not", "", *fits(found)]
@@ -495,7 +503,7 @@ def main() -> None:
     parser.add_argument("--classes", default="A,B,C,fit")
     parser.add_argument("--again", default="", help="a result's JSON file, whose plans are taken")
     parser.add_argument(
-        "--missing", action="store_true", help="with --again: plan what it lacks, or is of an earlier SIMULATION"
+        "--missing", action="store_true", help="with --again: plan what it lacks, or has from another commit"
     )
     parser.add_argument("--margins", action="store_true", help="write the margin of the closed forms")
     parser.add_argument("--commands", action="store_true", help="print what was run, and the plan's command")
@@ -516,7 +524,7 @@ def main() -> None:
             plans[point["id"]] = with_arithmetic_of_today(point, plans[point["id"]])
     with simulate.reuse_process():
         for point in chosen if given.missing or not given.again else []:
-            if plans.get(point["id"], {}).get("simulation") == SIMULATION:
+            if plans.get(point["id"], {}).get("commit") == commit_of_plans():
                 continue
             plans[point["id"]] = plan(point)
             record |= now

@@ -517,9 +517,7 @@ def test_a_full_gpu_ends_the_proof_of_packing_as_such(monkeypatch):
     ("bf16", 0.5, 0.0, False), ("bf16", 0.01, 1e-3, False), ("bf16", float("nan"), 0.0, False),
     ("fp32", 1e-4, 0.0, True), ("fp32", 0.12, 0.0, False),
 ])  # fmt: skip
-def test_the_gradient_judges_packed_rows_in_half_precision(
-    dtype, logits, leak, packed, monkeypatch, capsys, tmp_path
-):
+def test_the_gradient_judges_packed_rows_in_half_precision(dtype, logits, leak, packed, monkeypatch, capsys, tmp_path):
     (tmp_path / "run.json").write_text('{"decisions": ["first"]}')
     monkeypatch.setattr(train_trainer.attention, "packed_logit_error", lambda *args: logits)
     monkeypatch.setattr(train_trainer.attention, "cross_document_gradient", lambda *args: leak)

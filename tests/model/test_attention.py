@@ -508,8 +508,8 @@ class FlashSwitch:
         return (self.of_fa3(out) if on else out)[None]
 
     def line(self, config, **values) -> str:
-        given = {"use_cpu": False, "attn_implementation": attention.NAME, "compute_dtype": "bf16", "sp_size": 1} | values
-        settings = SimpleNamespace(decisions=[], full_determinism=False, **given)
+        given = {"use_cpu": False, "attn_implementation": attention.NAME, "compute_dtype": "bf16", "sp_size": 1}
+        settings = SimpleNamespace(decisions=[], full_determinism=False, **given | values)
         flash_3.self_test_kernel(settings, config)
         return "".join(settings.decisions)
 

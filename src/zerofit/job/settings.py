@@ -183,7 +183,7 @@ class Settings(_Arguments):
 
     @property
     def compute_dtype(self) -> str:
-        """Return bf16, fp16 or fp32, the dtype of matrix products: `precision`, or else that of the weights."""
+        """Return bf16, fp16 or fp32, the dtype of matrix products: `precision`, or else the weights' dtype."""
         of_weights = {"bfloat16": "bf16", "float16": "fp16"}.get(self.dtype, "fp32")
         return of_weights if self.precision == "fp32" else self.precision
 

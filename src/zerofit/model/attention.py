@@ -77,7 +77,8 @@ def avoid_wrong_kernels(settings=None) -> None:
 
 def hold_no_scores(settings) -> None:
     """Keep transformers' "sdpa" from materializing scores on GPUs without FlashAttention: before Ampere, or in fp32."""
-    if not settings.use_cpu and (settings.compute_dtype == "fp32" or not hardware.is_ampere_or_later(settings.planned_gpu)):
+    has_flash = settings.compute_dtype != "fp32" and hardware.is_ampere_or_later(settings.planned_gpu)
+    if not settings.use_cpu and not has_flash:
         AttentionInterface.register("sdpa", sdpa_without_scores)
 
 
