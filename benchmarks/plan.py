@@ -55,6 +55,9 @@ def cpu_cases() -> list[tuple[str, str, int]]:
             ("sft", f"--zero {zero} --eval_fraction 0.1", 2),
         ]
     found += [("sft", f"--zero {zero} --pure_bf16 true", 2) for zero in (0, 2)]
+    without_autocast = "--bf16 false --dtype bfloat16"
+    found += [("sft", f"--zero {zero} {without_autocast}", 2) for zero in range(4)]
+    found += [("lora", f"--zero {zero} {without_autocast}", 2) for zero in (0, 2, 3)]
     found += [("sft", "--zero 0 --optim adafactor", 2), ("sft", "--zero 2 --optim muon", 2)]
     for zero in (0, 2, 3):
         for more in ("", " --gradient_checkpointing true", " --max_length 128", " --packing true"):

@@ -247,6 +247,18 @@ def test_closed_forms_agree_with_the_simulation_in_fp32(checkpointing, tmp_path,
     assert formula == pytest.approx(simulated, rel=0.05)
 
 
+@pytest.mark.parametrize(("words", "suffice"), [
+    ("--zero 2 --bf16 true", True), ("--zero 2 --pure_bf16 true", True), ("--zero 3 --pure_bf16 true", False),
+    ("--zero 0 --bf16 false --dtype bfloat16", True), ("--zero 2 --bf16 false --dtype bfloat16", False),
+])  # fmt: skip
+def test_jobs_that_the_closed_forms_do_not_describe_are_simulated(words, suffice):
+    flags = ["--model", str(CONFIGS / "llama3.2-1b"), *words.split(), "--offload", "none", "--sp_size", "1",
+             "--per_device_train_batch_size", "1", "--effective_batch_size", "8",
+             "--gradient_checkpointing", "true"]  # fmt: skip
+    (candidate,) = candidates.candidates("sft", job(flags), 8, GPU)
+    assert candidates.formulas_suffice(candidate) is suffice
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize(("method", "flags", "gpus"), [("lora", ["--zero", "3"], 8), ("qlora", ["--zero", "0"], 1)])
 def test_closed_forms_count_fused_experts(method, flags, gpus):

@@ -232,11 +232,12 @@ def candidate_of(settings, gpu) -> Candidate:
 def formulas_suffice(candidate: Candidate) -> bool:
     """Return whether the closed forms may decide that a job fits: a recipe of the kit without full attention matrices.
 
-    At stage 3, gathered experts of a mixture depend on the engine, and 16-bit states are stepped in other pieces, so
-    these jobs are simulated.
+    At stage 3, gathered experts of a mixture depend on the engine, and 16-bit states are stepped in other pieces, and
+    an fp32 engine holds other buffers for 16-bit weights, so these jobs are simulated.
     """
-    shape, request = candidate.shape, candidate.request
-    is_known = candidate.setting.zero != 3 or not (shape.experts or request.get("pure_bf16"))
+    shape, request, zero = candidate.shape, candidate.request, candidate.setting.zero
+    in_fp32_engine = zero and request.get("bf16") is False and request.get("dtype") in ("bfloat16", "float16")
+    is_known = not in_fp32_engine and (zero != 3 or not (shape.experts or request.get("pure_bf16")))
     is_known = is_known and not any(request.get(flag) for flag in freezing.FLAGS)  # forms: full or LoRA
     return is_known and not shape.scores and program.custom_program(request.recipe) is None
 

@@ -343,7 +343,7 @@ def _widths(settings, zero: int) -> tuple[float, float, float]:
         return 2, 2, width / 2 if width == 8 else width
     if zero == 0:
         return 4, 4, width
-    return (2, 2, 4 + width) if settings.precision != "fp32" else (4, 4, 4 + width)
+    return (2, 2, 4 + width) if settings.compute_dtype != "fp32" else (4, 4, 4 + width)
 
 
 def _work(s: Shape, setting: PlanPoint, weight: float) -> float:
