@@ -30,7 +30,7 @@ import statistics
 import time
 from pathlib import Path
 
-from machine import ROOT, git, versions
+from machine import NO_CODE, ROOT, git, versions
 
 from zerofit.base import hardware
 from zerofit.base.hardware import GIB
@@ -59,7 +59,7 @@ ABOUT = (
 
 # What a plan is made of, for git; margins.json is made from the plans.
 MADE_OF = ("src", "benchmarks/loops.py", "benchmarks/published.py", "benchmarks/published")
-NO_PART = (":(exclude)*.md", f":(exclude){gpu_memory.MARGINS.relative_to(ROOT)}")
+NO_PART = tuple(f":(exclude){place}" for place in (*NO_CODE, gpu_memory.MARGINS.relative_to(ROOT)))
 
 LARGE = 0.10  # errors above this need a reason
 
