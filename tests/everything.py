@@ -19,6 +19,7 @@ import importlib.util
 import json
 import os
 import re
+import shutil
 import signal
 import subprocess
 import sys
@@ -49,6 +50,7 @@ NEEDED = {
     "openai": "serving",
     "xdist": "dev",
 }
+BROWSERS = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome")  # the report's tests use one
 
 
 @dataclass(frozen=True)
@@ -179,6 +181,8 @@ def main() -> int:
         if lacking := {extra for package, extra in NEEDED.items() if importlib.util.find_spec(package) is None}:
             extras = ",".join(sorted({*NEEDED.values()}))
             sys.exit(f"everything: error: {', '.join(sorted(lacking))} not installed: `make install EXTRAS={extras}`")
+        if not any(map(shutil.which, BROWSERS)):
+            sys.exit("everything: error: no Chromium, with which tests look at the report: `apt-get install chromium`")
         todo = [suite for suite in chosen if options.again or state(store.get(suite.name), commit) != "passed"]
         for suite in todo if options.again else ():
             for file in (ROOT / "runs" / "everything").glob(f"*/{suite.name}.*"):

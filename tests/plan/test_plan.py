@@ -247,15 +247,17 @@ def test_closed_forms_agree_with_the_simulation_in_fp32(checkpointing, tmp_path,
     assert formula == pytest.approx(simulated, rel=0.05)
 
 
-@pytest.mark.parametrize(("words", "suffice"), [
-    ("--zero 2 --bf16 true", True), ("--zero 2 --pure_bf16 true", True), ("--zero 3 --pure_bf16 true", False),
-    ("--zero 0 --bf16 false --dtype bfloat16", True), ("--zero 2 --bf16 false --dtype bfloat16", False),
+@pytest.mark.parametrize(("words", "suffice", "gpu"), [
+    ("--zero 2 --bf16 true", True, "h100-80g"), ("--zero 2 --pure_bf16 true", True, "h100-80g"),
+    ("--zero 3 --pure_bf16 true", False, "h100-80g"), ("--zero 0 --bf16 false --dtype bfloat16", True, "h100-80g"),
+    ("--zero 2 --bf16 false --dtype bfloat16", False, "h100-80g"), ("--zero 2 --dtype float16", True, "t4-16g"),
+    ("--zero 2 --fp16 false --dtype float16", False, "t4-16g"),
 ])  # fmt: skip
-def test_jobs_that_the_closed_forms_do_not_describe_are_simulated(words, suffice):
+def test_jobs_that_the_closed_forms_do_not_describe_are_simulated(words, suffice, gpu):
     flags = ["--model", str(CONFIGS / "llama3.2-1b"), *words.split(), "--offload", "none", "--sp_size", "1",
              "--per_device_train_batch_size", "1", "--effective_batch_size", "8",
              "--gradient_checkpointing", "true"]  # fmt: skip
-    (candidate,) = candidates.candidates("sft", job(flags), 8, GPU)
+    (candidate,) = candidates.candidates("sft", job(flags), 8, hardware.GPUS[gpu])
     assert candidates.formulas_suffice(candidate) is suffice
 
 

@@ -19,12 +19,10 @@ from zerofit.job.settings import Settings
 from zerofit.model import adapters, attention, quantization
 from zerofit.model.image_text import classes, towers
 from zerofit.model.kernels import linear_attention
-from zerofit.model.load import model_fingerprint
+from zerofit.model.load import DTYPES, model_fingerprint
 from zerofit.model.weights import adapter, complete, config_json, files, stored
 
 MODEL, ADAPTER = "model*.safetensors", "adapter_model.safetensors"
-
-HALF = {"bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 @dataclass
@@ -61,7 +59,7 @@ class Saved:
             return getattr(torch, requested)
         if not self.facts:
             return None
-        return next((dtype for flag, dtype in HALF.items() if self.argument(flag)), torch.float32)
+        return next((DTYPES[flag] for flag in ("bf16", "fp16") if self.argument(flag)), torch.float32)
 
     @property
     def dtype(self) -> torch.dtype:

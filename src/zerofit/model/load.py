@@ -28,6 +28,7 @@ from zerofit.model.weights import complete, config_json, files, finite
 
 MAX_PARAMETERS = 10**14
 BATCH_SIZES = ("per_device_train_batch_size", "gradient_accumulation_steps", "effective_batch_size")
+DTYPES = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}  # dtype of each precision
 
 _last_checked: tuple | None = None  # (key, model) of the last `check_model`
 

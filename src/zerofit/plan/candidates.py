@@ -236,8 +236,7 @@ def formulas_suffice(candidate: Candidate) -> bool:
     an fp32 engine holds other buffers for 16-bit weights, so these jobs are simulated.
     """
     shape, request, zero = candidate.shape, candidate.request, candidate.setting.zero
-    in_fp32_engine = zero and request.get("bf16") is False and request.get("dtype") in ("bfloat16", "float16")
-    is_known = not in_fp32_engine and (zero != 3 or not (shape.experts or request.get("pure_bf16")))
+    is_known = not candidate.setting.fp32_engine and (zero != 3 or not (shape.experts or request.get("pure_bf16")))
     is_known = is_known and not any(request.get(flag) for flag in freezing.FLAGS)  # forms: full or LoRA
     return is_known and not shape.scores and program.custom_program(request.recipe) is None
 
@@ -487,6 +486,7 @@ def plan_point_of(settings, node: int | None = None, shape: Shape | None = None)
         whole_layers=whole_layers.largest(settings, tokens),
         selective=checkpointing.selective,
         fp32_weights=settings.keeps_fp32 and settings.precision != "fp32" and load.weight_dtype(settings) == "float32",
+        fp32_engine=bool(settings.zero) and settings.precision == "fp32" != settings.compute_dtype,
         background_save=settings.save_in_background,
         groups=tuple(parallel_dims.active(settings.values)),
         arithmetic=math.prod(technique.seconds(settings) for technique in resolve.techniques_of(settings)),

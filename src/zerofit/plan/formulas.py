@@ -152,6 +152,7 @@ class PlanPoint:
     whole_layers: int = 0  # largest dense layer that stage 3 exchanges in one call (parallel/whole_layers.py)
     selective: bool = False  # checkpointed layers keep the results of matrix products and attention
     fp32_weights: bool = False  # also the hidden states between layers, which each product casts
+    fp32_engine: bool = False  # DeepSpeed's engine has 16-bit weights and neither bf16 nor fp16 on (--dtype)
     background_save: bool = False  # a node's part of a checkpoint is copied to host memory and written from there
     groups: tuple[tuple[Parallel, int], ...] = ()  # the ways in which ranks share rows, with the ranks per group
     arithmetic: float = 1.0  # factor of the seconds of products, below 1 with 8-bit floats

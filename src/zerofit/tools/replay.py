@@ -21,7 +21,7 @@ from zerofit.data.tokens import TokenizedDataset
 from zerofit.job import parallel_dims, program, run_folder
 from zerofit.job.recipe import NAME
 from zerofit.model import adapters
-from zerofit.model.load import load_model, load_tokenizer, weight_dtype
+from zerofit.model.load import DTYPES, load_model, load_tokenizer, weight_dtype
 from zerofit.train import nan_guard
 
 DROPPED_FLAGS = ("--push_to_hub", "--upload_to", "--report_to", "--offload_path")
@@ -95,7 +95,7 @@ def _settings(facts: dict, folder: Path, model: str):
     """
     settings = resolve.resolve_settings(facts["recipe"], facts["flags"], facts["world_size"])
     casts = settings.deepspeed is None and not settings.pure_bf16
-    autocast_dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.precision) if casts else None
+    autocast_dtype = DTYPES[settings.precision] if casts and settings.precision != "fp32" else None
     settings = settings.replace(
         deepspeed=None,
         dtype=weight_dtype(settings),

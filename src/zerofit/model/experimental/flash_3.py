@@ -9,7 +9,7 @@ import torch
 
 from zerofit.base import distributed
 from zerofit.job.technique import Technique
-from zerofit.model import attention, self_test
+from zerofit.model import attention, load, self_test
 
 MODULE = "flash_attn_interface"  # the module that torch imports for it
 
@@ -26,9 +26,9 @@ def self_test_kernel(settings, config) -> None:
     decision names the kernel. --sp_size calls the same kernel with a part of the heads.
     Args: config: the model's.
     """
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.compute_dtype)
+    dtype = load.DTYPES[settings.compute_dtype]
     has_kernel = settings.attn_implementation == attention.NAME or settings.sp_size > 1
-    if settings.use_cpu or not has_kernel or dtype is None:
+    if settings.use_cpu or not has_kernel or dtype == torch.float32:
         return
     hopper = distributed.all_gather(torch.cuda.get_device_capability()[0] == 9)
     if not any(hopper):

@@ -48,8 +48,8 @@ def self_test_on_ranks(settings, config) -> None:
     if not layers and _is_explicit(settings):
         settings.decisions.append("flex_attention: the self-test was skipped, it does not cover the model's attention")
         return
-    compute = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[settings.precision]
-    under_autocast = settings.keeps_fp32 and compute != torch.float32
+    compute = load.DTYPES[settings.compute_dtype]
+    under_autocast = settings.keeps_fp32 and settings.precision != "fp32"
     dtypes = flex_self_test.Dtypes(compute, getattr(torch, load.weight_dtype(settings)), under_autocast)
     compare = functools.partial(flex_self_test.problem, layers, dtypes, torch.device("cuda"))
     why = self_test.run(compare, FLAG, "use eager")

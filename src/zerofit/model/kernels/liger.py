@@ -163,7 +163,7 @@ def _result_files(settings, config, gpu_name: str) -> list[Path]:
 def _problem(settings, config, device: torch.device) -> str | None:
     """Return the failure of Liger's kernels on this rank's device, or None."""
     dtype = getattr(torch, load.weight_dtype(settings))
-    compute = {"bf16": torch.bfloat16, "fp16": torch.float16, "fp32": torch.float32}[settings.precision]
+    compute = load.DTYPES[settings.precision]
     bound = max(BOUNDS[dtype], BOUNDS[compute])
     with torch.autocast(device.type, compute, enabled=settings.keeps_fp32 and compute != torch.float32):
         measured = errors(config, dtype, settings.liger_kernel_config, device)

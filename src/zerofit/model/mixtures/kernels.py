@@ -32,7 +32,7 @@ def self_test_grouped(settings, config) -> None:
         return
     name = "grouped_mm" if implementation == "auto" else implementation
     device = torch.device("cpu" if settings.use_cpu else "cuda")
-    dtype = {"bf16": torch.bfloat16, "fp16": torch.float16}.get(settings.compute_dtype, torch.float32)
+    dtype = load.DTYPES[settings.compute_dtype]
     why = self_test.run(functools.partial(difference, module, name, dtype, device), f"--{FLAG} {name}", "use eager")
     if why is None:
         settings.decisions.append(f"{FLAG} {name}: matches the experts' loop on this device, with gradients")
