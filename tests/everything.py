@@ -13,6 +13,7 @@ benchmarks/ and launchers/ that it does not use (`concerned`).
 """
 
 import argparse
+import ctypes.util
 import datetime
 import functools
 import importlib.util
@@ -50,7 +51,11 @@ NEEDED = {
     "openai": "serving",
     "xdist": "dev",
 }
-BROWSERS = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome")  # the report's tests use one
+BROWSERS = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome")
+PACKAGES = {  # of the system -> whether it is here; tests of the report and of --offload_path need them
+    "chromium": lambda: any(map(shutil.which, BROWSERS)),
+    "libaio-dev": lambda: ctypes.util.find_library("aio"),
+}
 
 
 @dataclass(frozen=True)
@@ -181,8 +186,8 @@ def main() -> int:
         if lacking := {extra for package, extra in NEEDED.items() if importlib.util.find_spec(package) is None}:
             extras = ",".join(sorted({*NEEDED.values()}))
             sys.exit(f"everything: error: {', '.join(sorted(lacking))} not installed: `make install EXTRAS={extras}`")
-        if not any(map(shutil.which, BROWSERS)):
-            sys.exit("everything: error: no Chromium, with which tests look at the report: `apt-get install chromium`")
+        if lacking := [package for package, is_here in PACKAGES.items() if not is_here()]:
+            sys.exit(f"everything: error: {', '.join(lacking)} not installed: `apt-get install {' '.join(lacking)}`")
         todo = [suite for suite in chosen if options.again or state(store.get(suite.name), commit) != "passed"]
         for suite in todo if options.again else ():
             for file in (ROOT / "runs" / "everything").glob(f"*/{suite.name}.*"):

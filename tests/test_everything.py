@@ -24,7 +24,7 @@ def files(tmp_path, monkeypatch):
     monkeypatch.setattr(machine, "code_commit", lambda: "abc1234")
     monkeypatch.setattr(machine, "changed_files", lambda commit: ["src/zerofit/a.py"])
     monkeypatch.setattr(everything, "NEEDED", {})
-    monkeypatch.setattr(everything, "BROWSERS", ("true",))
+    monkeypatch.setattr(everything, "PACKAGES", {})
     return tmp_path
 
 
