@@ -52,8 +52,9 @@ NEEDED = {
     "xdist": "dev",
 }
 BROWSERS = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome")
+BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 PACKAGES = {  # of the system -> whether it is here; tests of the report and of --offload_path need them
-    "chromium": lambda: any(map(shutil.which, BROWSERS)),
+    "chromium": lambda: BROWSER,
     "libaio-dev": lambda: ctypes.util.find_library("aio"),
 }
 

@@ -5,13 +5,13 @@ import json
 import math
 import os
 import re
-import shutil
 import subprocess
 import sys
 from html.parser import HTMLParser
 
 import pytest
 from conftest import TINY, recipe_process
+from everything import BROWSER
 
 from zerofit.base.errors import UserError
 from zerofit.checkpoint import integrity, resumable
@@ -319,10 +319,6 @@ def test_the_supervisor_writes_it_too(tmp_path):
     done = subprocess.run(words, capture_output=True, text=True, timeout=300)
     assert done.returncode == 0 and done.stdout.count("report: ") == 1, done.stdout + done.stderr
     assert Page((tmp_path / "a" / "report.html").read_text()).has("finished")
-
-
-BROWSERS = ("chromium", "chromium-browser", "chromium-headless-shell", "google-chrome")
-BROWSER = next(filter(None, map(shutil.which, BROWSERS)), None)
 
 
 @pytest.mark.skipif(BROWSER is None, reason="no Chromium here: apt-get install chromium")
