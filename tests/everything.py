@@ -5,7 +5,7 @@ make everything ARGS="--only slow-train models"    some of it
 make everything ARGS="--list"                      the suites, and which of them this commit has
 make everything ARGS="--page"                      only the page, from benchmarks/results/everything.json
 
-Tests run two suites at a time, benchmarks alone. The row of a suite that ended is kept in
+Two suites run at a time, those that measure time or use all cores alone. The row of a suite that ended is kept in
 benchmarks/results/everything.json. A suite that was stopped, or has failed, continues: the results of its tests are in
 runs/everything/COMMIT, and tests that passed do not run again. COMMIT is the last one that changed more than pages and
 results (`machine.code_commit`). A result of an older commit holds if nothing has changed since but scripts of tests/,
@@ -65,7 +65,7 @@ class Suite:
 
     name: str  # for --only
     command: str  # as a user types it in the checkout; tests take `--results` from PYTEST_ADDOPTS
-    alone: bool = False  # nothing runs beside it, as it measures or uses all cores
+    alone: bool = False  # nothing runs beside it, as it measures time or uses all cores
     count: str = "tests"  # what is counted: tests, rows of tables, or a regular expression for the output
     tables: tuple[str, ...] = ()  # files in benchmarks/results with the rows, without ".md"; none: the output
 
@@ -119,8 +119,8 @@ def slow(name: str, places: str) -> Suite:
     return Suite(f"slow-{name}", f"pytest -m 'slow and not cluster and not gpu' {places}")
 
 
-def benchmark(name: str, command: str, *tables: str) -> Suite:
-    return Suite(name, command, alone=True, count="rows", tables=tables)
+def benchmark(name: str, command: str, *tables: str, alone: bool = True) -> Suite:
+    return Suite(name, command, alone, count="rows", tables=tables)
 
 
 PEERS = "--peers .venv-peers/bin/python"
@@ -137,15 +137,15 @@ SUITES = (
     *(Suite(f"versions-{name}", f'make test-versions ARGS="--sets {name}"', alone=True, count=f"{name}: (.*)")
       for name in ("floor", "machine", "pinned", "newest")),
     Suite("models", "make models ARGS=--again", alone=True, count=r"(\d+) of \d+ tried"),
-    benchmark("oracle", "python benchmarks/oracle.py", "oracle"),
+    benchmark("oracle", "python benchmarks/oracle.py", "oracle", alone=False),
     benchmark("peers", "make bench-peers", "trl-parity", "trl-dpo", "data"),
     benchmark("data-big", "python benchmarks/data.py --big 1 10 --unused 30000 --workers 2 --packing", "data-big"),
     benchmark("trl-kto", f"python benchmarks/trl_kto.py {PEERS}", "trl-kto"),
-    benchmark("plan-validate", "make plan-validate", "plan-cpu"),
-    benchmark("published", "python benchmarks/published.py", "published"),
-    benchmark("published-speeds", "python benchmarks/published_speeds.py --write", "published-speeds"),
+    benchmark("plan-validate", "make plan-validate", "plan-cpu", alone=False),
+    benchmark("published", "python benchmarks/published.py", "published", alone=False),
+    benchmark("published-speeds", "python benchmarks/published_speeds.py --write", "published-speeds", alone=False),
     benchmark("plan-cost", "python benchmarks/plan_cost.py", "plan-cost"),
-    benchmark("estimators", "python benchmarks/estimators.py", "estimators"),
+    benchmark("estimators", "python benchmarks/estimators.py", "estimators", alone=False),
     benchmark("scaling", "python benchmarks/scaling.py", "scaling"),
     benchmark("throughput", "python benchmarks/throughput.py", "throughput"),
     benchmark("ledger", "make ledger", "ledger"),
