@@ -363,7 +363,7 @@ def job_of(point: dict) -> str:
     method = {"sft": "full", "lora": "LoRA", "qlora": "QLoRA", "dpo": "full DPO"}[point["method"]]
     if not zero.isdigit():
         zero = str(json.loads((DATA / words[words.index("--deepspeed") + 1]).read_text())["zero_optimization"]["stage"])
-    return f"{method}, {'one GPU' if zero == '0' else f'ZeRO-{zero}'}"
+    return f"{method}, ZeRO-{zero}"
 
 
 def _why(point: dict) -> str:
