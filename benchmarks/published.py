@@ -1,12 +1,11 @@
 """Compare plans with published measurements on real GPUs, point by point.
 
-    python benchmarks/published.py                     # plan every point, write benchmarks/results/published.*
+    python benchmarks/published.py                     # plan the points whose plan in benchmarks/results/published.json
+                                                       # is of another commit (commit_of_plans); may be stopped
     python benchmarks/published.py --only fms-lora     # the points whose id contains this; nothing is written
-    python benchmarks/published.py --again file.json   # the tables, from the plans of an earlier result; --missing
-                                                       # also plans points that it lacks or has from another commit
-                                                       # (commit_of_plans), and adds them to it
+    python benchmarks/published.py --tables            # only the tables, from the plans that are there
     python benchmarks/published.py --margins           # src/zerofit/plan/margins.json, from the plans of the result;
-                                                       # --missing also simulates the sample with expandable segments
+                                                       # --simulate: first those of the sample with expandable segments
     python benchmarks/published.py --commands          # what was run at each point, and the plan's command; no plan
 
 published/points.csv has the points: where a figure is from, what was run, and the flags of `zerofit plan` that stand
@@ -199,13 +198,14 @@ def _simulated(point: dict, candidate, gpu, hooks: tuple[str, ...] = ()) -> dict
 SAMPLE = 2  # every how many-th point, in the order of the file, is also simulated with expandable segments
 
 
-def with_expandable_segments(point: dict) -> dict[str, int]:
-    """Return {"least", "reserved": bytes} of a point by simulation, with segments as the kit's jobs have them."""
+def with_expandable_segments(point: dict) -> dict:
+    """Return {"least", "reserved": bytes, "commit"} of a point, simulated with segments as the kit's jobs have them."""
     gpu, ranks = hardware.find(point["gpu"]), int(point["gpus"])
     (candidate,) = candidates.candidates(point["method"], request_of(point), ranks, gpu)
     os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"
     predict.simulate_candidate(candidate, gpu_memory.allocator_capacity(gpu, ranks))
-    return {} if candidate.failed else {"least": candidate.peak, "reserved": candidate.reserved}
+    figures = {} if candidate.failed else {"least": candidate.peak, "reserved": candidate.reserved}
+    return figures | {"commit": commit_of_plans()}
 
 
 def margins(plans: dict[str, dict]) -> dict:
@@ -227,7 +227,7 @@ def margins(plans: dict[str, dict]) -> dict:
         if not _expandable(point):
             times = (planned["least"] - outside) / form, planned["reserved"] / form
             needed.setdefault(f"usual segments, {stage}", []).append(times)
-        if with_segments := planned.get("expandable"):
+        if "least" in (with_segments := planned.get("expandable", {})):
             times = with_segments["least"] / form, with_segments["reserved"] / form
             needed.setdefault(f"expandable segments, {stage}", []).append(times)
     return {kind: _margin(found) for kind, found in sorted(needed.items())}
@@ -243,13 +243,14 @@ def _margin(found: list[tuple[float, float]]) -> dict[str, float]:
 
 
 def write_margins(record: dict, simulates: bool) -> None:
-    """Write margins.json. simulates: first what the sample lacks."""
+    """Write margins.json. simulates: first the sample's plans with expandable segments that are of another commit."""
     plans, store = record["plans"], RESULTS / "published.json"
     sample = [point["id"] for point in points()][::SAMPLE]
     with simulate.reuse_process():
         for point in points() if simulates else []:
             planned = plans.get(point["id"], {})
-            if point["id"] in sample and "least" in planned and "expandable" not in planned:
+            commit = planned.get("expandable", {}).get("commit")
+            if point["id"] in sample and "least" in planned and commit != commit_of_plans():
                 planned["expandable"] = with_expandable_segments(point)
                 store.write_text(json.dumps(record, indent=1) + "\n")
                 print(point["id"], planned["expandable"], flush=True)
@@ -501,32 +502,33 @@ def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--only", default="", help="part of the ids; nothing is written")
     parser.add_argument("--classes", default="A,B,C,fit")
-    parser.add_argument("--again", default="", help="a result's JSON file, whose plans are taken")
-    parser.add_argument(
-        "--missing", action="store_true", help="with --again: plan what it lacks, or has from another commit"
-    )
+    parser.add_argument("--tables", action="store_true", help="plan nothing")
     parser.add_argument("--margins", action="store_true", help="write the margin of the closed forms")
+    parser.add_argument(
+        "--simulate", action="store_true", help="with --margins: simulate what is of another commit with such segments"
+    )
     parser.add_argument("--commands", action="store_true", help="print what was run, and the plan's command")
     given = parser.parse_args()
     chosen = [p for p in points() if given.only in p["id"] and p["class"] in given.classes.split(",")]
     if given.commands:
         print("\n\n".join(f"{point['id']}: {point['stack']}\n{command_of(point)}" for point in chosen))
         return
+    target = RESULTS / "published"
+    store = target.with_suffix(".json")
+    record = json.loads(store.read_text()) if store.exists() else {"plans": {}}
     if given.margins:
-        write_margins(json.loads((RESULTS / "published.json").read_text()), given.missing)
+        write_margins(record, given.simulate)
         return
-    now = {"date": time.strftime("%Y-%m-%d"), "versions": versions()}
-    record = json.loads(Path(given.again).read_text()) if given.again else now | {"plans": {}}
-    plans, target = record["plans"], RESULTS / "published"
-    store = Path(given.again) if given.again else target.with_suffix(".json")
-    for point in chosen if given.again else []:
-        if point["id"] in plans:
-            plans[point["id"]] = with_arithmetic_of_today(point, plans[point["id"]])
+    now, plans = {"date": time.strftime("%Y-%m-%d"), "versions": versions()}, record["plans"]
     with simulate.reuse_process():
-        for point in chosen if given.missing or not given.again else []:
-            if plans.get(point["id"], {}).get("commit") == commit_of_plans():
+        for point in chosen:
+            old = plans.get(point["id"], {})
+            if old and (given.tables or (old.get("commit") == commit_of_plans() and not given.only)):
+                plans[point["id"]] = with_arithmetic_of_today(point, old)
                 continue
-            plans[point["id"]] = plan(point)
+            if given.tables:
+                continue
+            plans[point["id"]] = plan(point) | {key: old[key] for key in ("expandable",) if key in old}
             record |= now
             for row in compare(point, plans[point["id"]]):
                 print(
@@ -534,14 +536,14 @@ def main() -> None:
                     f"with differences {row['after']:.2f} ({row['error_after']:+.1%})",
                     flush=True,
                 )
-            if given.again or not given.only:  # after every point: all of them take an hour
+            if not given.only:  # after every point: all of them take half an hour
                 store.write_text(json.dumps(record, indent=1) + "\n")
     text = markdown([(point, plans[point["id"]]) for point in chosen if point["id"] in plans], record)
     if given.only:
         print(text)
         return
     target.with_suffix(".md").write_text(text)
-    target.with_suffix(".json").write_text(json.dumps(record, indent=1) + "\n")
+    store.write_text(json.dumps(record, indent=1) + "\n")
     print(text.partition("## Points")[0])
 
 
