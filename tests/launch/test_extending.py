@@ -19,6 +19,12 @@ EXTENDING = ROOT / "examples" / "extending"
 SHORT = ["--max_steps", "4", "--logging_steps", "1", "--num_samples", "0", "--save_strategy", "no"]
 
 
+@pytest.fixture(autouse=True)
+def program_as_before(monkeypatch):
+    """Restore the program that this process starts: a later test of the same worker would take it for its own."""
+    monkeypatch.setattr(program, "_started", program._started)
+
+
 def train(name, folder, *flags, ranks=0):
     done = run_python([str(EXTENDING / f"{name}.py"), *SHORT, *flags, "--output_dir", str(folder)], ranks=ranks)
     assert done.returncode == 0, done.stdout[-1500:] + done.stderr[-3000:]

@@ -14,6 +14,12 @@ from zerofit.launch import launch, node_options, prepare
 from zerofit.tools import init
 
 
+@pytest.fixture(autouse=True)
+def program_as_before(monkeypatch):
+    """Restore the program that this process starts: a later test of the same worker would take it for its own."""
+    monkeypatch.setattr(program, "_started", program._started)
+
+
 def test_a_project_has_what_a_run_reads(tmp_path):
     init.main([str(tmp_path / "new")])
     for name in ("recipes/lora.py", "deepspeed_configs/zero3.json", "launchers/local.sh", "examples/my_run.yaml"):

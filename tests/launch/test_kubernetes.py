@@ -12,6 +12,7 @@ import yaml
 
 from zerofit.base import distributed
 from zerofit.base.errors import UserError
+from zerofit.job import program
 from zerofit.launch import launch
 from zerofit.tools import kubernetes
 
@@ -207,8 +208,9 @@ def test_own_folder_and_auto_are_not_named_twice(capsys):
     assert container(rendered(capsys, "recipes/sft.py", *flags))["args"][-4:] == flags
 
 
-def test_a_recipe_is_named_as_the_image_has_it(tmp_path, capsys):
+def test_a_recipe_is_named_as_the_image_has_it(tmp_path, capsys, monkeypatch):
     """By its path in the project, whatever links lead there; a file outside is one that the image must hold."""
+    monkeypatch.setattr(program, "_started", None)  # what is set here must not be the program of a later test
     (tmp_path / "link").symlink_to(ROOT)
     own = tmp_path / "own.py"
     own.write_text((ROOT / "recipes" / "sft.py").read_text())

@@ -45,6 +45,12 @@ def main() -> None:
 EVAL = ["--eval_data", str(TINY / "eval.jsonl"), "--per_device_eval_batch_size", "8"]
 
 
+@pytest.fixture(autouse=True)
+def program_as_before(monkeypatch):
+    """Restore the program that this process starts: a later test of the same worker would take it for its own."""
+    monkeypatch.setattr(program, "_started", program._started)
+
+
 def own_recipe(folder, name="my_trainer.py"):
     """A copy of recipes/sft.py whose loss is doubled, and which records each of its starts."""
     text = (ROOT / "recipes" / "sft.py").read_text()
