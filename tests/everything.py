@@ -68,6 +68,7 @@ class Suite:
     alone: bool = False  # nothing runs beside it, as it measures time or uses all cores
     count: str = "tests"  # what is counted: tests, rows of tables, or a regular expression for the output
     tables: tuple[str, ...] = ()  # files in benchmarks/results with the rows, without ".md"; none: the output
+    tests: str = ""  # the folder of tests/ that it uses, if no pytest in its command names them
 
     def holds_after(self, commit: str) -> bool:
         """Return whether a result of this commit holds on the last one."""
@@ -77,7 +78,7 @@ class Suite:
         if self.count == "rows":
             return changed.isdisjoint(scripts(self.command))
         words = run_by(self.command).partition("pytest ")[2].split()
-        own = [word for word in words if word.startswith("tests/")] or ["tests"]
+        own = [word for word in [*words, self.tests] if word.startswith("tests/")] or ["tests"]
         return not any(fnmatch(file, pattern) for file in changed for word in own for pattern in (word, f"{word}/*"))
 
 
@@ -136,7 +137,7 @@ SUITES = (
     Suite("cluster", "make test-cluster"),
     *(Suite(f"versions-{name}", f'make test-versions ARGS="--sets {name}"', alone=True, count=f"{name}: (.*)")
       for name in ("floor", "machine", "pinned", "newest")),
-    Suite("models", "make models ARGS=--again", alone=True, count=r"(\d+) of \d+ tried"),
+    Suite("models", "make models ARGS=--again", alone=True, count=r"(\d+) of \d+ tried", tests="tests/matrix"),
     benchmark("oracle", "python benchmarks/oracle.py", "oracle", alone=False),
     benchmark("peers", "make bench-peers", "trl-parity", "trl-dpo", "data"),
     benchmark("data-big", "python benchmarks/data.py --big 1 10 --unused 30000 --workers 2 --packing", "data-big"),

@@ -134,13 +134,14 @@ def test_a_change_leaves_the_results_that_it_does_not_concern(scripts, monkeypat
     def held_after(*changed: str) -> set[str]:
         everything.concerned.cache_clear()
         monkeypatch.setattr(machine, "changed_files", lambda commit: list(changed))
-        return {suite.name for suite in [*suites, Suite("nodes", "make nodes")] if suite.holds_after("abc1234")}
+        more = [Suite("nodes", "make nodes"), Suite("models", "make other", count="(.*) tried", tests="tests/y")]
+        return {suite.name for suite in [*suites, *more] if suite.holds_after("abc1234")}
 
     assert everything.scripts("make speed") == ["benchmarks/speed.py"]
     assert held_after("recipes/sft.py") == held_after("tests/x/test_a.py", "recipes/sft.py") == set()
-    assert held_after("benchmarks/kits.py") == {"own", "other", "all", "nodes"}
+    assert held_after("benchmarks/kits.py") == {"own", "other", "all", "nodes", "models"}
     assert held_after("benchmarks/size.py") == {"own", "table"}
-    assert held_after("tests/x/test_a.py") == {"other", "table", "nodes"}
+    assert held_after("tests/x/test_a.py") == {"other", "table", "nodes", "models"}
     monkeypatch.setattr(machine, "code_commit", lambda: "def5678")
     run(monkeypatch, suites, "--page")
     rows = json.loads(everything.STORE.read_text())

@@ -434,7 +434,8 @@ def has_libaio() -> bool:
     return AsyncIOBuilder().is_compatible(verbose=False)
 
 
-@pytest.mark.slow  # compiles DeepSpeed's async_io
+@pytest.mark.slow
+@pytest.mark.timeout(1800)  # the first of them compiles DeepSpeed's async_io
 @pytest.mark.parametrize("what", ["optimizer", "all"])
 def test_nvme_has_the_losses_of_stage_3(tmp_path, disk, what):
     """On a model whose shards are over the 1 MB below which DeepSpeed keeps a tensor in memory."""
